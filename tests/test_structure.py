@@ -224,7 +224,7 @@ def test_the_engine_names_no_observer() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Observer" for base in node.bases)
     }
-    assert len(observers) >= 8, "the nets, the step in a backward, FSDP2's unshard and the planner"
+    assert len(observers) >= 8, "the nets, the step in a backward, FSDP2's unshard and the plan's trace"
     for path in files("engine"):
         named = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)} & observers
         assert not named, f"{path.name} names {named}"
@@ -317,7 +317,6 @@ FACTORIES = {
 TAKES_ANY_DEVICE = (
     "bench",
     "plan",
-    "planner",
     "compat",
 )  # models of their own, and traces: there the caller's device is meant
 

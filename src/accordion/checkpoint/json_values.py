@@ -18,7 +18,7 @@ def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None, 
     """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
 
     Raises `CheckpointError` for other objects, for a tensor where `tensors` is None, and where the JSON would nest deeper
-    than `full_buffer`, which a list that holds itself does.
+    than `DEEPEST` levels, as a list that holds itself does.
     """
     if room < 0:
         raise CheckpointError(f"{where[:40]}... nests more than {DEEPEST} deep as JSON, a tuple twice; flatten it.")

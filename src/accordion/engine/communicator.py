@@ -150,7 +150,7 @@ class Communicator:
 
 
 def alone(device: torch.device) -> Communicator:
-    """A link of one rank: nothing is ever said on it."""
+    """Return a communicator of one rank, which never communicates."""
     return Communicator(None, device)
 
 
@@ -177,7 +177,7 @@ def carried(tensor: Tensor) -> Tensor:
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """(num_ranks, n): the 1-D `row` of every rank of a link of several; waits."""
+    """(num_ranks, n): the 1-D `row` of every rank of a communicator of several; waits."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()

@@ -86,7 +86,10 @@ LET_GO, ARRIVING, STANDING = FullParams  # each unit asks often, and through the
 
 
 class Unit:
-    """Owns the groups of one module and the count of leases on their full parameters; `window`: what modules see of them."""
+    """Owns the groups of one module and the count of leases on their full parameters.
+
+    `module_params`: what modules see of them.
+    """
 
     def __init__(
         self,

@@ -32,6 +32,8 @@ from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_shards
 from accordion.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
+from accordion.shard.topology import CommunicatorMaker, communicator_over, secondary_communicator
+from accordion.sharding import Sharding
 from accordion.units import Owned, gathered_dtype, other_units_read
 
 
@@ -164,6 +166,25 @@ def groups_over(
     for pair, context in zip(mine, contexts, strict=True):
         by_context.setdefault(context, []).append(pair)
     return [g._replace(context=c) for c, pairs in by_context.items() for g in plan_groups(pairs, precision)]
+
+
+def with_secondary(
+    groups: Sequence[GroupPlan],
+    context: ShardingContext,
+    sharding: Sharding,
+    make: CommunicatorMaker = communicator_over,
+) -> list[GroupPlan]:
+    """Return the groups; of their full parameters `sharding.secondary` ranks keep one copy from a forward to its backward."""
+    num = sharding.secondary
+    if num is None:
+        return list(groups)
+    return [g._replace(secondary=secondary_communicator(g.context or context, num, make)) for g in groups]
+
+
+def keep_parts(group: Group, keeps: bool) -> None:
+    """Let a group with secondary shards make these from now on, or gather from all ranks again; others stay as they are."""
+    if isinstance(group, SecondaryGroup):
+        group.leaves(keeps)
 
 
 def _shape(group: GroupPlan, context: ShardingContext) -> Shape:

@@ -430,9 +430,7 @@ def blocks_of(kind: Callable[[], nn.Module], count: int = 2) -> Callable[[], nn.
 
 
 MODULE_CASES = {
-    "RNN": Case(build=blocks_of(lambda: Recurrent(nn.RNN), 1), run=squared(3, 2, 4), units={Recurrent}),
     "LSTM": Case(build=blocks_of(lambda: Recurrent(nn.LSTM), 1), run=squared(3, 2, 4), units={Recurrent}),
-    "GRU": Case(build=blocks_of(lambda: Recurrent(nn.GRU), 1), run=squared(3, 2, 4), units={Recurrent}),
     "an RNN that is a unit itself": Case(
         build=lambda: Recurrent(nn.GRU),
         run=squared(3, 2, 4),
