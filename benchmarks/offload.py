@@ -35,7 +35,7 @@ from accordion.offload.tiers import Tiers
 from accordion.optim import wrap_optimizer
 from accordion.options import read
 from accordion.pages.machine import describe
-from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
+from accordion.pages.page import Page, Table, mebi, spread
 from accordion.pages.stats import Spread, extremes, flat, quartiles
 from accordion.shard.api import shard
 from accordion.state import sharded_engine, synchronize
@@ -320,7 +320,6 @@ class Options:
         swap: folder for the states on disk
         rounds: turns of each, interleaved
         steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
     """
 
     against: str = ",".join(PEERS)
@@ -333,7 +332,6 @@ class Options:
     swap: str = "runs/bench/swap"
     rounds: int = 5
     steps: int = 5
-    dir: str = "runs/bench"
 
 
 def page(o: Options) -> Page:
@@ -374,7 +372,6 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
             disks.append([name, *cells, spread(m.disk_rate, 1, 2)])
     return Page(
         name="offload",
-        title="States on the host and on disk",
         notes=[
             what,
             "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
@@ -409,18 +406,7 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
                 rows=disks,
             ),
         ],
-        charts=[
-            Chart(
-                title="a step",
-                unit="ms",
-                kind="grouped",
-                series={
-                    "step": {name: m.step.median * 1e3 for name, m in found.items()},
-                    "waiting": {name: m.waiting.median * 1e3 for name, m in found.items()},
-                },
-            )
-        ],
-        data=plain_data({"machine": machine, "found": found}),
+        data={"machine": machine, "found": found},
     )
 
 

@@ -28,6 +28,7 @@ TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
 LONGEST = 60  # characters of a value in a message
+LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 HELP_WIDTH = 110
 
 
@@ -39,6 +40,20 @@ def place(default: Any = MISSING) -> Any:
 def unread(make: Callable[[], Any]) -> Any:
     """A field that no words give, made by `make`."""
     return field(default_factory=make, metadata={"unread": True})
+
+
+def at_least(least: float, default: Any, most: float = LARGEST) -> Any:
+    """A field with a number from `least` to `most`, which `check_limits` checks."""
+    return field(default=default, metadata={"limits": (least, most)})
+
+
+def check_limits(options: Any) -> None:
+    """Raise `UsageError` for a number out of the limits of its field, naming its flag."""
+    for f in fields(options):
+        value, (least, most) = getattr(options, f.name), f.metadata.get("limits", (0, 0))
+        if "limits" in f.metadata and value is not None and not least <= value <= most:
+            flag = "--" + f.name.replace("_", "-")
+            raise UsageError(f"{flag} is {value}; it must be between {least:g} and {most:.10g}.")
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
