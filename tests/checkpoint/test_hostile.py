@@ -144,8 +144,13 @@ def many_of_one(path, count=16000):
     torch_of(one + b"".join(b"X\x04\0\0\0%04xh\x01" % i for i in range(count)) + b"u.")(path)
 
 
-def saved(**state):
-    return lambda path: torch.save(state, path)
+def saved(make):
+    return lambda path: torch.save({"weight": make()}, path)
+
+
+def long_header(path):
+    path.mkdir()
+    (path / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
 
 
 def long_lengths(path):
@@ -158,11 +163,11 @@ def long_lengths(path):
 
 BOMBS = {
     "deep": lambda path: safetensors_of("[" * 10**6)(path),
-    "long header": lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+    "long header": long_header,
     "deep index": lambda path: index_of('{"weight_map":' * 10**5)(path),
-    "wide": saved(weight=torch.zeros(1).expand(2**40)),
-    "sparse": saved(weight=torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
-    "meta": saved(weight=torch.empty(2**40, device="meta")),
+    "wide": saved(lambda: torch.zeros(1).expand(2**40)),
+    "sparse": saved(lambda: torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
+    "meta": saved(lambda: torch.empty(2**40, device="meta")),
     "long lengths": long_lengths,
     "memo": metadata_of(b"\x80\x04Nr\0\0\0\x40."),
     "bytearray": metadata_of(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b"."),
