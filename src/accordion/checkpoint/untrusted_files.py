@@ -108,7 +108,9 @@ def read_header(path: Path) -> list[StoredTensor]:
             )
         head = file.read(length)
     try:
-        return stored_in(head, LENGTH_BYTES + length, num_bytes)
+        stored = stored_in(head, LENGTH_BYTES + length, num_bytes)
+        check_names(held.name for held in stored)
+        return stored
     except CheckpointError as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}") from None
     except BROKEN as error:
@@ -124,7 +126,6 @@ def stored_in(head: bytes, start: int, end: int) -> list[StoredTensor]:
     if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
         raise CheckpointError("its __metadata__ is no object of strings.")
     found = [_one(name, said, start, end) for name, said in words.items()]
-    check_names(words)
     at = start
     found.sort(key=lambda held: (held.at, held.end))
     for held in found:
