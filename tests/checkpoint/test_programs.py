@@ -1,6 +1,5 @@
-"""Checkpoints as programs use them: between micro-batches, other units, other precision, torch's own folders, one kept."""
+"""Checkpoints as programs use them: between micro-batches, other units, other precision, torch's own folders."""
 
-import os
 import warnings
 from contextlib import nullcontext
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import accordion as acc
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.inspect import diff, verify
+from accordion.checkpoint.inspect import diff
 from accordion.config import STRATEGIES
 from tests.support import models
 from tests.support.checks import assert_equal, mesh_of, one_loss
@@ -134,23 +133,6 @@ def frozen_parts(mesh, path):
 def test_other_units_other_precision_and_frozen_parts(world, tmp_path):
     world.run(2, other_units_and_precision, tmp_path)
     world.run(2, frozen_parts, tmp_path)
-
-
-def only_one(mesh, path):
-    """The newest alone stays, each written behind steps that go on."""
-    model, optimizer = trained(mesh, steps=1)
-    for step in range(1, 5):
-        acc.save(path / f"step-{step}", model, optimizer, extra=step, background=step < 4, keep=1)
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.barrier(mesh.get_group())
-    assert os.listdir(path) == ["step-4"]
-    assert verify(path / "step-4") == []
-
-
-def test_one_is_kept(world, tmp_path):
-    world.run(2, only_one, tmp_path)
 
 
 def of_fsdp2(mesh, path):
