@@ -126,11 +126,6 @@ def test_what_cannot_be_started_is_named(
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
-def test_ranks_that_share_cores_are_warned_of_once_they_are_more_than_the_default() -> None:
-    assert "64 ranks share 2 cores" in str(launch.few_cores("cpu", 64, 2))
-    assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
-
-
 def test_a_rank_that_waits_for_others_says_how_many_have_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,7 +169,7 @@ def _direct(folder: Path) -> list[Finding]:
                 severity="note",
                 found=f"{folder}: no access past the page cache (O_DIRECT): {error.strerror}",
                 means="offload to this disk works through the page cache, which takes host memory and time",
-                do="take a folder on a local disk for --shard.offload_optimizer disk:/folder, if states are to rest on disk.",
+                do="take a folder on a local disk for --shard.offload optimizer=disk:/folder, if states are to rest on disk.",
             )
         ]
     how = "past the page cache (O_DIRECT)"

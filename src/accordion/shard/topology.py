@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from accordion.engine.communicator import (
 from accordion.engine.context import ShardingContext
 from accordion.engine.gather import Axis
 from accordion.engine.gloo import GlooCommunicator
+from accordion.engine.group import GroupPlan
 from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
@@ -32,6 +33,7 @@ from accordion.safety.divergence import DivergenceMonitor
 from accordion.safety.party_line import together
 from accordion.shard.keep_freed_memory import keep_what_is_freed
 from accordion.shard.same_mesh import same_mesh
+from accordion.sharding import Sharding
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
@@ -162,6 +164,16 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
         )
         for communicator in (sharding, replicate)
     ]
+
+
+def with_secondary(
+    groups: Sequence[GroupPlan], context: ShardingContext, sharding: Sharding, make: CommunicatorMaker
+) -> list[GroupPlan]:
+    """Return `groups` with the communicators over which their full parameters stay sharded until the backward, if they do."""
+    if sharding.secondary is None:
+        return list(groups)
+    over = [secondary_communicator(group.context or context, sharding.secondary, make) for group in groups]
+    return [group._replace(secondary=near) for group, near in zip(groups, over, strict=True)]
 
 
 SECONDARY = "accordion/secondary"

@@ -21,8 +21,8 @@ from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import JobConfig, check, spread
-from accordion.train.deepspeed import translated
+from accordion.train.config import JobConfig, check
+from accordion.train.deepspeed import settled
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
@@ -68,7 +68,7 @@ def fitted(
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
     named = frozenset(values)
-    job = translated(spread(job, named, world), named, world)
+    job = settled(job, named, world)
     store: Store
     say = Screen(speaks=place is None or place.rank == 0).note
     if place is None:

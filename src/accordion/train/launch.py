@@ -157,16 +157,6 @@ def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str,
     return devices.type, world
 
 
-def few_cores(device: str, local_world: int, cores: int) -> str | None:
-    """Return a warning if ranks on CPUs share cores; None if they do not, or if they are as many as the default."""
-    if device != "cpu" or local_world <= max(cores, CPU_RANKS):
-        return None
-    return (
-        f"warning: {local_world} ranks share {cores} cores of this machine; they take long to start and to step. Lower "
-        "launch.nproc."
-    )
-
-
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
 

@@ -239,14 +239,14 @@ def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
     stage = said.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")
-    secondary = said.get("zero_optimization.zero_hpz_partition_size", 1)
+    hpz = said.get("zero_optimization.zero_hpz_partition_size", 1)
     mics = said.get("zero_optimization.mics_shard_size", -1)
-    if secondary > 1 and mics > 0:
+    if hpz > 1 and mics > 0:
         raise UsageError(
             "zero_hpz_partition_size and mics_shard_size are both given; they say the same thing twice, keep one."
         )
     for name, size, strategy in (
-        ("zero_hpz_partition_size", secondary if secondary > 1 else 0, HYBRID_SHARD_OPTIM),
+        ("zero_hpz_partition_size", hpz if hpz > 1 else 0, HYBRID_SHARD_OPTIM),
         ("mics_shard_size", mics, HYBRID_SHARD),
     ):
         if size > 0:

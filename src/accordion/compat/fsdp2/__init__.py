@@ -98,11 +98,10 @@ def fully_shard(
         master=None,
         cast_inputs=policy.cast_forward_inputs,
     )
-    keep, secondary = keep_of(reshard_after_forward, mesh)
     part = Part(modules, mesh, precision)
     part.spmd, part.policy, part.offload = spmd, policy, offload_of(offload_policy)
     part.ignored = set(ignored_params or ())
-    part.unit_policy.keep, part.secondary = keep, secondary
+    part.keep_after_forward(*keep_of(reshard_after_forward, mesh))
     cut_parameters(part, partial(placed_by, shard_placement_fn, mesh))
     for m in modules:
         kind: Any = type(m)

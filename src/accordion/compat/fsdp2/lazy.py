@@ -143,6 +143,10 @@ class Part:
         self.tree = self.unit = None
         self.arm()
 
+    def keep_after_forward(self, keep: bool | None, num_ranks: int | None) -> None:
+        """Keep full parameters until the backward, on each rank or, with `num_ranks`, in one copy over so many of them."""
+        self.unit_policy.keep, self.secondary = keep, num_ranks
+
     def push(self) -> None:
         """Tell the unit what was asked of the part since it was made."""
         if self.unit is None:

@@ -110,7 +110,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
-            part.unit_policy.keep, part.secondary = not reshard_after_forward, None
+            part.keep_after_forward(not reshard_after_forward, None)
             part.push()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
