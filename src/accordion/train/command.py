@@ -99,7 +99,7 @@ def _values(words: list[str]) -> dict[str, Any]:
     prints = any(word in PRINTS for word in flags)
     kind = _kind_of(class_paths(files, flags))
     for word in flags:
-        check_removed(word.partition("=")[0].removeprefix("--"), word)
+        check_removed(word.partition("=")[0].removeprefix("--"))
     found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)

@@ -27,7 +27,7 @@ from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
 from accordion.train.prepare import prepare_on_host
-from accordion.train.run_files import values_of_file
+from accordion.train.run_files import check_removed, values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
 from accordion.train.screen import Screen
@@ -115,6 +115,7 @@ def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.key: option for option in options_of(JobConfig)}
     values = {} if config is None else values_of_file(config, list(known.values()))
     for key, value in options.items():
+        check_removed(key, "options: ")
         if key not in known:
             raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
         values[key] = known[key].converted(value, key)

@@ -27,8 +27,8 @@ REMOVED = {
 """Keys of earlier versions: the default, with which a run file may still have them, and what to write in their place."""
 
 
-def check_removed(key: str, value: Any, said_in: str = "") -> None:
-    """Raise `UsageError` for a key of an earlier version that has another value than its default. `said_in`: ahead of it."""
+def check_removed(key: str, said_in: str = "", value: Any = ...) -> None:
+    """Raise `UsageError` for a key of an earlier version, unless `value` is its default. `said_in`: words ahead of the key."""
     if key in REMOVED and value != REMOVED[key][0]:
         raise UsageError(f"{said_in}{key} is gone; {REMOVED[key][1]}.")
 
@@ -40,7 +40,7 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     _check_keys(file, content, [*known, *REMOVED])
     values = flattened(content)
     for key in REMOVED.keys() & values.keys():
-        check_removed(key, values.pop(key), f"run file {file!r}: ")
+        check_removed(key, f"run file {file!r}: ", values.pop(key))
     return {key: known[key].converted(value, key) for key, value in values.items()}
 
 
