@@ -48,7 +48,7 @@ class Sharding:
         checkpoint_activations: activations that are recomputed, of units with more than one layer: "none", "full",
             "selective" or "every:K".
         secondary: number of ranks, those of a node for example, that keep one copy of each unit from its forward to its
-            backward, a part each, in the dtype that is gathered. None or 0: no copy is kept.
+            backward, a part each, in the dtype that is gathered. None: no copy is kept.
         meshes: class of modules, or pattern of names -> the mesh of these parameters, experts for example: a slice of a mesh of
             all ranks, 1-D, or 2-D of which the second axis shards. Their gradients are summed over their own mesh.
         reduce_op: "mean" over all data-parallel ranks, or "sum" for losses weighted by tokens.
@@ -73,7 +73,6 @@ class Sharding:
         for name, make in {"prefetch": Prefetch, "offload": Offload}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, make())
-        object.__setattr__(self, "secondary", self.secondary or None)
         for name, (kind, example) in KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "precision" and value is None):
