@@ -20,9 +20,9 @@ CHOICE = Choice(
 def test_what_the_plan_chose_is_trained():
     made = with_choice(CONFIG, CHOICE, space_of(CONFIG, NAMED, 4, "cuda"))
     check(made)
-    assert (made.shard.strategy, made.shard.checkpoint_activations) == ("shard_grad_op", "full")
+    assert (made.shard.strategy.name, made.shard.checkpoint_activations) == ("shard_grad_op", "full")
     assert (made.train.micro_batch, made.train.accumulate) == (2, 12)
-    offload = made.shard.offload()
+    offload = made.shard.offload
     assert (offload.params, offload.optimizer) == ("host", "host")
 
 
@@ -38,12 +38,12 @@ def test_a_step_sees_as_much_as_was_asked_for():
 
 
 def test_places_that_are_named_stay():
-    shard = ShardConfig(offload_params="host", offload_optimizer="disk:/scratch")
-    config, named = Config(shard=shard), frozenset({"shard.offload_params", "shard.offload_optimizer"})
+    shard = ShardConfig(offload="params=host,optimizer=disk:/scratch")
+    config, named = Config(shard=shard), frozenset({"shard.offload"})
     space = space_of(config, named, 4, "cuda")
     assert list(space.offloads) == ["disk"]
     made = with_choice(config, replace(CHOICE, offload="disk"), space)
-    assert made.shard.offload_optimizer == "disk:/scratch"
+    assert made.shard.offload.optimizer == "disk:/scratch"
     assert list(space_of(config, named, 4, "cpu").offloads) == ["none"]
     assert list(space_of(Config(), NAMED, 4, "cuda").offloads) == ["none", "optimizer", "all"]
 
@@ -53,12 +53,12 @@ def test_inputs_of_recomputed_units_wait_where_the_plan_has_them_unless_a_place_
     assert list(space.activations) == ["device", "host"]
     made = with_choice(CONFIG, replace(CHOICE, activations="host"), space)
     check(made)
-    assert made.shard.offload().activations == "host"
+    assert made.shard.offload.activations == "host"
     assert list(space_of(CONFIG, NAMED, 4, "cpu").activations) == ["device"]
-    config, named = Config(shard=ShardConfig(offload_activations="disk:/x")), frozenset({"shard.offload_activations"})
+    config, named = Config(shard=ShardConfig(offload="activations=disk:/x")), frozenset({"shard.offload"})
     space = space_of(config, named, 4, "cuda")
     assert list(space.activations) == ["disk"]
-    assert with_choice(config, CHOICE, space).shard.offload_activations == "disk:/x"
+    assert with_choice(config, CHOICE, space).shard.offload.activations == "disk:/x"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, HOST, Precision
+from accordion.config import DEVICE, DISK, HOST, Precision, strategy_named
 from accordion.devices import name_of
 from accordion.errors import UsageError
 from accordion.plan.api import subject_of
@@ -87,32 +87,32 @@ def planned(
 
 def space_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str) -> Space:
     """What is left to look for. On CPU ranks the host is the device: there is nowhere to offload to."""
-    shard = config.shard
+    shard, places = config.shard, config.shard.offload
     offloads: Sequence[str] = [NO_OFFLOAD]
     if device != "cpu":
         offloads = [name for name in OFFLOADS if name != "disk"]  # which takes a folder that nobody named
-        if named & {"shard.offload_params", "shard.offload_optimizer"}:
-            offloads = [offload_named(shard.offload_params, shard.offload_optimizer)]
+        if "shard.offload" in named:
+            offloads = [offload_named(places.params, places.optimizer)]
     return Space(
-        strategies=[shard.strategy] if "shard.strategy" in named else STRATEGIES,
+        strategies=[shard.strategy.name] if "shard.strategy" in named else STRATEGIES,
         checkpointing=[shard.checkpoint_activations] if "shard.checkpoint_activations" in named else CHECKPOINTING,
         micro_batches=[config.train.micro_batch],
         gpus=[num_ranks],
         accumulate=config.train.accumulate,
         replicas=shard.replicas,
-        secondary=shard.secondary if named & {"shard.secondary", "shard.strategy"} else None,
+        secondary=shard.secondary or 0 if named & {"shard.secondary", "shard.strategy"} else None,
         offloads=offloads,
-        activations=_places(shard.offload_activations, named, device),
-        precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
+        activations=_places(places.activations, named, device),
+        precision=shard.precision or Precision(params=None if device == "cpu" else torch.bfloat16),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
-        sharding={"units": units_named(config.shard.units, "shard.units")},
+        sharding={"units": shard.units},
         device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
     )
 
 
 def _places(place: str, named: AbstractSet[str], device: str) -> Sequence[str]:
     """Where inputs of recomputed units may wait, as the space has it."""
-    if "shard.offload_activations" in named:
+    if "shard.offload" in named:
         return [ON_DISK if place.startswith(DISK) else place]
     return [DEVICE] if device == "cpu" else [DEVICE, HOST]  # a disk takes a folder that nobody named
 
@@ -130,17 +130,17 @@ def with_choice(config: Job, choice: Choice, space: Space) -> Job:
     """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
     shard = replace(
         config.shard,
-        strategy=choice.strategy,
+        strategy=strategy_named(choice.strategy),
         secondary=choice.secondary,
         checkpoint_activations=choice.checkpoint_activations,
     )
     if choice.units != AUTO:
-        shard = replace(shard, units=choice.units)
+        shard = replace(shard, units=units_named(choice.units))
     if len(space.activations) > 1:
-        shard = replace(shard, offload_activations=choice.activations)
+        shard = replace(shard, offload=replace(shard.offload, activations=choice.activations))
     if len(space.offloads) > 1:
         params, optimizer = OFFLOADS[choice.offload]
-        shard = replace(shard, offload_params=params, offload_optimizer=optimizer)
+        shard = replace(shard, offload=replace(shard.offload, params=params, optimizer=optimizer))
     train = replace(config.train, micro_batch=choice.micro_batch, accumulate=choice.accumulate)
     return replace(config, shard=shard, train=train)
 
@@ -184,10 +184,6 @@ def _subject_of_task(task: LoadedTask, model: nn.Module, micro_batch: int) -> Su
     with of_the_task("dataset('train')"):
         batch = example_of(task, micro_batch)
     return subject_of(model, partial(mean_loss, task), batch)
-
-
-def _precision(name: str, device: str) -> str:
-    return name if name != "auto" else "fp32" if device == "cpu" else "bf16"
 
 
 def _expected(best: Candidate) -> Expected:

@@ -20,12 +20,12 @@ from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning, spread
-from accordion.train.deepspeed import translated
+from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
+from accordion.train.deepspeed import settled
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.owner import check_free
 from accordion.train.prepare import prepare, prepare_on_host
-from accordion.train.run_files import content_of, flattened, split, values_of_file
+from accordion.train.run_files import check_removed, content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 from accordion.train.store_watchdog import watched_store
 
@@ -98,6 +98,8 @@ def _values(words: list[str]) -> dict[str, Any]:
     files, flags = split([_whole(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     kind = _kind_of(class_paths(files, flags))
+    for word in flags:
+        check_removed(word.partition("=")[0].removeprefix("--"))
     found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)
@@ -153,7 +155,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
     """Prepare, and start the ranks; the exit code. Raises `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
-    config = translated(spread(config, named, world), named, world)
+    config = settled(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
@@ -177,7 +179,7 @@ def _started_rank(
     """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
     signals = Signals()
     device, world = launch.choose(config.launch, place, devices_here())
-    config = translated(spread(config, named, world), named, world)
+    config = settled(config, named, world)
     if config.train.plan != "none":
         raise UsageError(
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "

@@ -21,13 +21,13 @@ from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import JobConfig, check, spread
-from accordion.train.deepspeed import translated
+from accordion.train.config import JobConfig, check
+from accordion.train.deepspeed import settled
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
 from accordion.train.prepare import prepare_on_host
-from accordion.train.run_files import values_of_file
+from accordion.train.run_files import check_removed, values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
 from accordion.train.screen import Screen
@@ -68,7 +68,7 @@ def fitted(
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
     named = frozenset(values)
-    job = translated(spread(job, named, world), named, world)
+    job = settled(job, named, world)
     store: Store
     say = Screen(speaks=place is None or place.rank == 0).note
     if place is None:
@@ -115,6 +115,7 @@ def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.key: option for option in options_of(JobConfig)}
     values = {} if config is None else values_of_file(config, list(known.values()))
     for key, value in options.items():
+        check_removed(key, "options: ")
         if key not in known:
             raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
         values[key] = known[key].converted(value, key)
