@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
+import signal
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import accordion as acc
 from accordion.errors import DivergenceError
 from accordion.safety.liveness import hub as hub_module
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.messages import ConnectionLost, HasEnded, Post, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
 from accordion.safety.liveness.polling import once_after, poll
+from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
 
 # -- waiting
@@ -79,7 +86,7 @@ def test_a_closed_connection_is_an_end_unless_the_rank_has_said_why() -> None:
     hubs = hubs_of(3)
     hubs[0].receive(HasEnded(rank=1, text="failed: ValueError"))
     for rank in (1, 2):
-        hubs[0].receive(ConnectionLost(rank=rank, text=wording.SILENT_END))
+        hubs[0].receive(HasEnded(rank=rank, text=wording.SILENT_END, closed=True))
     assert hubs[0].lost == {1: "failed: ValueError", 2: wording.SILENT_END}
 
 
@@ -119,6 +126,21 @@ def test_our_own_error_is_an_echo_if_it_names_another_rank() -> None:
     error.of_rank = 1
     assert wording.is_echo(error)
     assert not wording.is_backends_echo(error)
+
+
+def effects_of_shard(mesh: Any) -> set[str]:
+    """The names of the threads that it starts."""
+    before = sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM)
+    threads = set(threading.enumerate())
+    acc.shard(models.plain(), mesh=mesh)
+    assert before == (sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM))
+    return {thread.name for thread in set(threading.enumerate()) - threads}
+
+
+@pytest.mark.cpu("devices have threads of their own")
+def test_shard_starts_one_thread_and_leaves_hooks_alone(world: Any) -> None:
+    for names in world.run(2, effects_of_shard):
+        assert names <= {"accordion-hub"}
 
 
 # -- how it is worded

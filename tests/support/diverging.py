@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
-from accordion.safety.liveness.own_process import own_process
+from accordion.safety import own_process
 from tests.support import models
 
 TIMEOUT_S = 20.0  # of the process group

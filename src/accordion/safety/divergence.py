@@ -38,6 +38,7 @@ PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 HEARD_S = 2.0  # in which ranks that have diverged have said where they are
 NOTICE_S = 0.05  # after it a rank that waits looks whether others have called a meeting
+NOTICE = timedelta(seconds=NOTICE_S)
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 # After so many forwards without a meeting a device is not asked to compare tags: it would take kernels.
 CALM_PASSES = 3
@@ -198,27 +199,22 @@ class DivergenceMonitor(Observer):
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        num_circles, next_s, waits = 0, min(PATIENCE_S, lost_s), False
+        num_circles, next_s = 0, min(PATIENCE_S, lost_s)
 
         def look(waited_s: float) -> None:
-            nonlocal num_circles, next_s, waits
+            nonlocal num_circles, next_s
             if (gone := self._gone(self._ranks)) is not None and not hub.has_over(self._meeting):
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s < next_s:
                 return
             next_s = waited_s + POLL_S
             self.busy(what)
-            if self.asks_in_vain and not waits:
-                waits = True
-                hub.waits_long(self._doing(what))
             num_circles = self._look(hub, self._ranks, what, num_circles)
 
         over = poll(ready, lost_s, look, hub.pause)
         if over is None:
             self.fail(wording.nothing_new(what, lost_s, self._unheard(hub, hub.posts(self._prefix)), ADVICE))
         self.busy(None)
-        if waits:
-            hub.waits_long("")
         return over
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
@@ -249,7 +245,7 @@ class DivergenceMonitor(Observer):
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` if another rank has failed, or is somewhere else for good."""
         # Without a timeout, until the backend's own is over.
-        notice = timedelta(seconds=NOTICE_S) if pending.communicator.can_poll else None
+        notice = NOTICE if pending.communicator.can_poll else None
         for work in pending.works:
             if not self._done(work, notice, what):
                 self._wait_long(work, pending.communicator.ranks, what)

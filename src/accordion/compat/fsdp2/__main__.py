@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
-from accordion.safety.liveness.own_process import own_process
+from accordion.safety import own_process
 from accordion.safety.mixed_tensors import advise
 
 

@@ -6,7 +6,6 @@ Nobody uses it in the common case: a thread of each rank sleeps until a message 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import traceback
@@ -22,10 +21,8 @@ from accordion.safety.liveness.links import Links
 from accordion.safety.liveness.messages import (
     Answer,
     Arrival,
-    ConnectionLost,
     HasEnded,
     InputDigest,
-    LongWait,
     MeetingCalled,
     MeetingOver,
     Message,
@@ -79,14 +76,13 @@ class Hub:
         self._causes: list[tuple[int, str, str]] = []
         self._echoes: list[tuple[int, str, str]] = []
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
-        self._long_waits: dict[int, str] = {}
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
         self._num_questions = 0
         self._called: set[str] = set()  # names of meetings to which some rank has come
         self._over: dict[str, MeetingOver] = {}
         self._differ_at: dict[str, int] = {}  # by model
         self._first = _FirstRank(self)
-        self._has_said_end = False
+        self._has_said_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # the object with which this hub ends
 
     @classmethod
@@ -109,7 +105,8 @@ class Hub:
 
     @property
     def is_closed(self) -> bool:
-        return self._links.closed or self._links.pid != os.getpid()
+        """Return True after the end, and in a forked child."""
+        return self._links.closed
 
     @property
     def leads(self) -> bool:
@@ -129,10 +126,6 @@ class Hub:
         self._note(message)
         self._links.send(message)
 
-    def waits_long(self, text: str) -> None:
-        """Tell that this rank waits long where others may not notice; an empty text: no longer."""
-        self._links.send(LongWait(rank=self.rank, text=text))
-
     def say_ended(self, text: str, *, echo: bool = False) -> None:
         """Tell that this rank's program ends, and why; the first call counts. `echo`: because of another rank."""
         if not self._has_said_end:
@@ -141,44 +134,42 @@ class Hub:
 
     def explain(self, error: BaseException) -> str:
         """Tell that this rank ends with `error`. If that is an echo, print its cause; return the printed text."""
-        text, phase = "", self.position.phase
-        interrupted = wording.was_interrupted(error)
-        if wording.is_backends_echo(error) and not interrupted:
+        text, failure = "", wording.failure(error, self.position.phase)
+        if self._is_explained:
+            return text
+        self._is_explained = True
+        if wording.is_backends_echo(error) and not wording.was_interrupted(error):
             self.position.doing = wording.failure(error)
             cause = self.cause(0.0 if wording.is_out_of_time(error) else ECHO_S)
-            where = {} if cause is not None else self.where(self.ranks)
-            text = wording.in_vain(wording.failure(error, phase), cause, where)
+            text = wording.in_vain(failure, cause, self.where(self.ranks) if cause is None else {})
             print(f"accordion: {text}", file=sys.stderr, flush=True)
-        self.say_ended(wording.failure(error, phase), echo=wording.is_echo(error) and not interrupted)
+        self._say_failed(error)
         return text
+
+    def _say_failed(self, error: BaseException) -> None:
+        is_echo = wording.is_echo(error) and not wording.was_interrupted(error)
+        self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
         """Tell that this rank leaves, if nothing was said, and close."""
         if self.is_closed:
             return
-        if sys.is_finalizing() or not threading.main_thread().is_alive():
-            self._program_ends()
-        else:
-            error = sys.exception()
-            text = wording.LEFT_END.format(wording.while_handling(error))
-            self.say_ended(text, echo=error is not None and wording.is_echo(error))
+        is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
+        error = _last_error() if is_exit else sys.exception()
+        if is_exit and error is not None:
+            self.explain(error)
+        text = wording.PROGRAM_END if is_exit else wording.LEFT_END.format(wording.while_handling(error))
+        self.say_ended(text, echo=error is not None and wording.is_echo(error))
         self._links.close()
 
     def _look(self) -> None:
-        """Tell the end of a program whose other threads go on."""
-        if not self.is_closed and not threading.main_thread().is_alive():
-            self._program_ends()
-
-    def _program_ends(self) -> None:
-        if self._has_said_end:
+        """Tell the end of a program some of whose threads go on, as those of a save do."""
+        if self.is_closed or self._has_said_end or threading.main_thread().is_alive():
             return
-        # Python keeps the error that ended a program here, and in an interactive session the last one of any statement.
-        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-        # torch has a warning that became an error printed in this way, and the program goes on.
-        if error is None or isinstance(error, Warning) or hasattr(sys, "ps1"):
-            self.say_ended(wording.PROGRAM_END)
+        if (error := _last_error()) is not None:
+            self._say_failed(error)
         else:
-            self.explain(error)
+            self.say_ended(wording.PROGRAM_END)
 
     # -- meetings
 
@@ -298,20 +289,19 @@ class Hub:
 
     def _why_not(self, rank: int) -> str:
         """Return why it is of no use to wait for a rank on a device; empty if nothing is known."""
-        return next((text for r, _, text in self._causes if r == rank), self._long_waits.get(rank, ""))
+        posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
+        return next((text for r, _, text in self._causes if r == rank), posts[0] if posts else "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
             log.error(wording.waits_on_device(rank, text, place))
 
     def _on_end(self, message: HasEnded) -> None:
-        self.ended.setdefault(message.rank, message.text)
-        (self._echoes if message.echo else self._causes).append((message.rank, "", message.text))
-
-    def _on_lost(self, message: ConnectionLost) -> None:
         if message.rank not in self.ended:
-            self._on_end(HasEnded(rank=message.rank, text=message.text))
-        self.lost[message.rank] = self.ended[message.rank]
+            self.ended[message.rank] = message.text
+            (self._echoes if message.echo else self._causes).append((message.rank, "", message.text))
+        if message.closed:
+            self.lost[message.rank] = self.ended[message.rank]
 
     def _on_post(self, message: Post) -> None:
         posts = self._posts.setdefault(message.model, {})
@@ -322,9 +312,6 @@ class Hub:
             self._causes = [each for each in self._causes if each[:2] != (message.rank, message.model)]
             if message.said is not None and "failed" in message.said:
                 self._causes.append((message.rank, message.model, message.said["failed"]))
-
-    def _on_long_wait(self, message: LongWait) -> None:
-        self._long_waits[message.rank] = message.text
 
     def _on_question(self, message: Question) -> None:
         self._links.send(
@@ -349,9 +336,7 @@ class Hub:
 
 HANDLERS: Mapping[type[Message], Callable[[Hub, Any], None]] = {
     HasEnded: Hub._on_end,
-    ConnectionLost: Hub._on_lost,
     Post: Hub._on_post,
-    LongWait: Hub._on_long_wait,
     Question: Hub._on_question,
     Answer: Hub._on_answer,
     MeetingCalled: Hub._on_call,
@@ -429,6 +414,14 @@ class _Lease:
 def hubs_of_job() -> list[Hub]:
     """Return all hubs of this process that are open."""
     return [lease.hub for lease in _torch.kept_with_job(KEPT) if not lease.hub.is_closed]
+
+
+def _last_error() -> BaseException | None:
+    """Return the error that ended the program: Python keeps it until its exit."""
+    error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    # An interactive session keeps the last error of any statement. torch has a warning that became an error printed as one
+    # that ends a program, which goes on.
+    return None if isinstance(error, Warning) or hasattr(sys, "ps1") else error
 
 
 def _exception_of(thread: int) -> BaseException | None:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.errors import DivergenceError
-from accordion.safety.liveness.messages import ConnectionLost, Message, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, Message, decoded, encoded
 from accordion.safety.liveness.own_process import is_own_process
 from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
@@ -64,7 +64,7 @@ class Links:
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks, self.rank, self.leads, self.pid = list(ranks), rank, rank == ranks[0], os.getpid()
+        self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
         self.closed = False
         self.timeout_s = _torch.timeout_s_of_job()
         self._peers: dict[int, socket.socket] = {}
@@ -203,7 +203,7 @@ class Links:
             peer.close()
             if not self.closed:
                 text = LOST_END.format(limit_s_of(self.timeout_s)) if is_lost else end_of(self._crashes.get(rank, []))
-                hear(ConnectionLost(rank=rank, text=text))
+                hear(HasEnded(rank=rank, text=text, closed=True))
             return
         *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
         for line in lines:

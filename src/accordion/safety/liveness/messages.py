@@ -16,17 +16,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(Message):
-    """The program of `rank` ends. `text` follows its number in a sentence. `echo`: it ends because of another rank."""
+    """The program of `rank` ends. `text` follows its number in a sentence.
+
+    `echo`: because of another rank. `closed`: its connection is closed, and `text` counts if it has said nothing before.
+    """
 
     text: str
     echo: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConnectionLost(Message):
-    """The first rank's connection to `rank` is closed: its process has ended, or its machine is gone."""
-
-    text: str
+    closed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +32,6 @@ class Post(Message):
 
     model: str
     said: dict[str, Any] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LongWait(Message):
-    """`rank` waits long where others may not notice; an empty `text` ends that."""
-
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
