@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
-from accordion.safety import own_process
+from accordion.safety import report_crashes
 from tests.support import models
 
 TIMEOUT_S = 20.0  # of the process group
@@ -72,7 +72,7 @@ class Script:
     def train(self) -> None:
         way = self.way
         if way.is_own:
-            own_process()
+            report_crashes()
         self.moment("before_group")
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         self.step = 0

@@ -222,9 +222,9 @@ def alone() -> Iterator[Way]:
     waits: list[tuple[str, str, Deed, str]] = [
         ("clips", "after_backward", lambda s: acc.clip_grad_norm_(s.model, 1.0), "clip"),
         ("clips with torch's function", "before_step", clips_with_torch, "clip_grad_norm_"),
-        ("takes the norm of a DTensor", "after_backward", lambda s: next(s.model.parameters()).grad.norm().item(), "norm"),
+        ("takes the norm of a DTensor", "after_backward", lambda s: next(s.model.parameters()).grad.norm().full_tensor(), "norm"),
         ("adds up norms of gradients for a log", "before_step", logs_grad_norm, "norm"),
-        ("prints the mean of a parameter", "before_step", lambda s: next(s.model.parameters()).mean().item(), "mean"),
+        ("prints the mean of a parameter", "before_step", lambda s: next(s.model.parameters()).mean().full_tensor(), "mean"),
         ("takes a full tensor", "after_backward", full_tensor, r"full_tensor\(\)"),
         ("waits at a barrier", "loader", lambda script: dist.barrier(), "barrier"),
         ("reduces a tensor of its own", "loader", lambda script: dist.all_reduce(torch.ones(3)), "all_reduce"),

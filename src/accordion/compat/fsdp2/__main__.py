@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
-from accordion.safety import own_process
+from accordion.safety import report_crashes
 from accordion.safety.mixed_tensors import advise
 
 
@@ -18,7 +18,7 @@ def main(words: list[str]) -> None:
     if not words:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
-    own_process()
+    report_crashes()
     try:
         with install():
             if as_module:

@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.errors import DivergenceError
+from accordion.safety.liveness.crash_reports import reports_crashes
 from accordion.safety.liveness.messages import HasEnded, Message, decoded, encoded
-from accordion.safety.liveness.own_process import is_own_process
 from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
 CONNECT_S = 5.0  # for one greeting, and for sending a few hundred bytes
@@ -124,7 +124,7 @@ class Links:
         give_up(peer, self.timeout_s)
         self._peers[rank], self._unfinished[rank] = peer, b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
-        if is_own_process() and not faulthandler.is_enabled():
+        if reports_crashes() and not faulthandler.is_enabled():
             self._to_crash = os.dup(peer.fileno())
             faulthandler.enable(self._to_crash)
 
