@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from accordion.safety.liveness.hub import Hub
-from accordion.safety.liveness.links import Links
-from accordion.safety.liveness.messages import Message, decoded, encoded
+from accordion.safety.liveness.links import HubLinks
+from accordion.safety.liveness.messages import HubMessage, decoded, encoded
 
 
-class DirectLinks(Links):
-    """Links whose messages other hubs receive without a thread, after a way through JSON."""
+class DirectLinks(HubLinks):
+    """HubLinks whose messages other hubs receive without a thread, after a way through JSON."""
 
     def __init__(self, ranks: Sequence[int], rank: int, hubs: dict[int, Hub]) -> None:
         super().__init__(ranks, rank)
         self._hubs = hubs
 
-    def send(self, message: Message, to: int | None = None, but: int | None = None) -> None:
+    def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
         peers = self.ranks[1:] if self.leads else self.ranks[:1]
         for rank in peers:
             received: Any = decoded(encoded(message).rstrip(b"\n"))

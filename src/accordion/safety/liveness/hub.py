@@ -17,17 +17,17 @@ from typing import Any
 from accordion import _torch
 from accordion.errors import DivergenceError
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.links import Links
+from accordion.safety.liveness.links import HubLinks
 from accordion.safety.liveness.messages import (
-    Answer,
     Arrival,
     HasEnded,
+    HubMessage,
     InputDigest,
     MeetingCalled,
     MeetingOver,
-    Message,
+    PositionAnswer,
+    PositionQuestion,
     Post,
-    Question,
     StepDigest,
     StepsDiffer,
 )
@@ -66,7 +66,7 @@ class Hub:
     `ended`: how the programs of other ranks have ended, by rank. `lost`: the same for ranks whose connection is closed.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: HubLinks) -> None:
         self._links, self.ranks, self.rank = links, links.ranks, links.rank
         self.position = Position()
         self.ended: dict[int, str] = {}
@@ -95,7 +95,7 @@ class Hub:
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
         if hubs:
             return hubs[0]
-        hub = cls(Links(ranks, rank))
+        hub = cls(HubLinks(ranks, rank))
         hub._links.connect(store, f"{name}/hub")
         hub._links.start(hub.receive, hub._look)
         lease = _Lease(hub)
@@ -225,7 +225,7 @@ class Hub:
         with self._changed:
             self._num_questions += 1
             number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
-        self._links.send(Question(rank=self.rank, number=number))
+        self._links.send(PositionQuestion(rank=self.rank, number=number))
         if self._links.is_connected:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
         with self._changed:
@@ -253,7 +253,7 @@ class Hub:
         """Have the first rank warn if two ranks had the same first inputs of a model."""
         self._for_first(InputDigest(rank=self.rank, model=model, digest=digest))
 
-    def _for_first(self, message: Message) -> None:
+    def _for_first(self, message: HubMessage) -> None:
         if self.leads:
             self.receive(message)
         else:
@@ -261,7 +261,7 @@ class Hub:
 
     # -- receiving
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: HubMessage) -> None:
         """Note a message; the first rank passes it on before, since what it notes may end its process."""
         with self._changed:
             if self.leads:
@@ -269,7 +269,7 @@ class Hub:
             if type(message) in HANDLERS:
                 self._note(message)
 
-    def send_and_note(self, message: Message, to: Sequence[int]) -> None:
+    def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
         """Send a message of the first rank to some ranks, which this one may be among."""
         for rank in to:
             if rank != self.rank:
@@ -277,7 +277,7 @@ class Hub:
         if self.rank in to:
             self._note(message)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: HubMessage) -> None:
         with self._changed:
             HANDLERS[type(message)](self, message)
             self._changed.notify_all()
@@ -313,13 +313,13 @@ class Hub:
             if message.said is not None and "failed" in message.said:
                 self._causes.append((message.rank, message.model, message.said["failed"]))
 
-    def _on_question(self, message: Question) -> None:
+    def _on_question(self, message: PositionQuestion) -> None:
         self._links.send(
-            Answer(rank=self.rank, number=message.number, to=message.rank, where=str(self.position)),
+            PositionAnswer(rank=self.rank, number=message.number, to=message.rank, where=str(self.position)),
             to=message.rank if self.leads else None,
         )
 
-    def _on_answer(self, message: Answer) -> None:
+    def _on_answer(self, message: PositionAnswer) -> None:
         if message.to == self.rank and message.number in self._answers:
             self._answers[message.number][message.rank] = message.where
 
@@ -334,11 +334,11 @@ class Hub:
         self._differ_at.setdefault(message.model, message.at)
 
 
-HANDLERS: Mapping[type[Message], Callable[[Hub, Any], None]] = {
+HANDLERS: Mapping[type[HubMessage], Callable[[Hub, Any], None]] = {
     HasEnded: Hub._on_end,
     Post: Hub._on_post,
-    Question: Hub._on_question,
-    Answer: Hub._on_answer,
+    PositionQuestion: Hub._on_question,
+    PositionAnswer: Hub._on_answer,
     MeetingCalled: Hub._on_call,
     MeetingOver: Hub._on_over,
     StepsDiffer: Hub._on_difference,
@@ -355,12 +355,12 @@ class _FirstRank:
         self._others: dict[str, dict[int, set[int]]] = {}  # digests of backwards to which this rank has not come
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
-    def pass_on(self, message: Message) -> None:
+    def pass_on(self, message: HubMessage) -> None:
         """Act on a message that is for the first rank, and send any other one to those that it is for."""
         own = {Arrival: self._on_arrival, StepDigest: self._on_steps, InputDigest: self._on_inputs}.get(type(message))
         if own is not None:
             own(message)  # type: ignore[operator]
-        elif isinstance(message, Answer):
+        elif isinstance(message, PositionAnswer):
             self._hub._links.send(message, to=message.to)
         else:
             self._hub._links.send(message, but=message.rank)

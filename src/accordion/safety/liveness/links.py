@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accordion import _torch
 from accordion.errors import DivergenceError
 from accordion.safety.liveness.crash_reports import reports_crashes
-from accordion.safety.liveness.messages import HasEnded, Message, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, HubMessage, decoded, encoded
 from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
 CONNECT_S = 5.0  # for one greeting, and for sending a few hundred bytes
@@ -56,7 +56,7 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
 
 
-class Links:
+class HubLinks:
     """Connections of one rank: the first rank's to all others, another one's to the first. Owns the sockets.
 
     They need no collective, no device and not the job's store, which ends with the rank that keeps it. However a process
@@ -128,7 +128,7 @@ class Links:
             self._to_crash = os.dup(peer.fileno())
             faulthandler.enable(self._to_crash)
 
-    def start(self, hear: Callable[[Message], None], look: Callable[[], None]) -> None:
+    def start(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
         """Begin to read. The thread calls `hear` with each message, and `look` at least once a second."""
         os.register_at_fork(after_in_child=_weakly(weakref.WeakMethod(self._forked)))
         threading.Thread(target=self._listen, args=(hear, look), name="accordion-hub", daemon=True).start()
@@ -140,7 +140,7 @@ class Links:
         """Return True while some other rank may hear what is sent."""
         return bool(self._peers)
 
-    def send(self, message: Message, to: int | None = None, but: int | None = None) -> None:
+    def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
         """Send a message to rank `to`, or to all connected ranks `but` one."""
         line = encoded(message)
         for rank, peer in list(self._peers.items()):
@@ -176,7 +176,7 @@ class Links:
 
     # -- the thread
 
-    def _listen(self, hear: Callable[[Message], None], look: Callable[[], None]) -> None:
+    def _listen(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
         while self._peers:
             events = self._selector.select(CONNECT_S if self.closed else LOOK_S)
             if self.closed and not events:
@@ -188,7 +188,7 @@ class Links:
             peer.close()
         self._selector.close()
 
-    def _read(self, rank: int, peer: Any, hear: Callable[[Message], None]) -> None:
+    def _read(self, rank: int, peer: Any, hear: Callable[[HubMessage], None]) -> None:
         is_lost = False
         try:
             data = peer.recv(READ_BYTES)

@@ -8,14 +8,14 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class HubMessage:
     """Base of all messages. `rank`: the rank that a message is about, by its number in the job."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class HasEnded(Message):
+class HasEnded(HubMessage):
     """The program of `rank` ends. `text` follows its number in a sentence.
 
     `echo`: because of another rank. `closed`: its connection is closed, and `text` counts if it has said nothing before.
@@ -27,7 +27,7 @@ class HasEnded(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post(Message):
+class Post(HubMessage):
     """What `rank` does with a model: `what`, the `ranks` it waits for, or why it has `failed`; None if that holds no longer."""
 
     model: str
@@ -35,14 +35,14 @@ class Post(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question(Message):
+class PositionQuestion(HubMessage):
     """`rank` asks all others where they are."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Message):
+class PositionAnswer(HubMessage):
     """Where `rank` is, for the rank `to` that asked."""
 
     number: int
@@ -51,7 +51,7 @@ class Answer(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival(Message):
+class Arrival(HubMessage):
     """`rank` has come to a meeting of `num` ranks. `text` is compared; `facts` are passed on if texts differ.
 
     `wakes`: ranks that wait in a collective come to the meeting too.
@@ -65,14 +65,14 @@ class Arrival(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingCalled(Message):
+class MeetingCalled(HubMessage):
     """`rank` was the first to come to a meeting."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingOver(Message):
+class MeetingOver(HubMessage):
     """All ranks have come to a meeting; `said`: (rank, text, facts) of each, or None if all texts are equal."""
 
     name: str
@@ -80,7 +80,7 @@ class MeetingOver(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDigest(Message):
+class StepDigest(HubMessage):
     """The digest of all optimizer steps of a model on `rank` up to backward `num`, for the first rank."""
 
     model: str
@@ -89,7 +89,7 @@ class StepDigest(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsDiffer(Message):
+class StepsDiffer(HubMessage):
     """Ranks step a model differently, and all compare their records at backward `at`."""
 
     model: str
@@ -97,25 +97,25 @@ class StepsDiffer(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputDigest(Message):
+class InputDigest(HubMessage):
     """The digest of a model's first inputs on `rank`, for the first rank."""
 
     model: str
     digest: int
 
 
-TYPES = {kind.__name__: kind for kind in Message.__subclasses__()}
+TYPES = {kind.__name__: kind for kind in HubMessage.__subclasses__()}
 
 
-def encoded(message: Message) -> bytes:
+def encoded(message: HubMessage) -> bytes:
     """Return a message as one line."""
     return json.dumps({"type": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 
-def decoded(line: bytes) -> Message | None:
+def decoded(line: bytes) -> HubMessage | None:
     """Return the message of one line; None if it holds none."""
     if not line.startswith(b'{"type"') or not line.endswith(b"}"):
         return None
     fields = json.loads(line)
-    message: Message = TYPES[fields.pop("type")](**fields)
+    message: HubMessage = TYPES[fields.pop("type")](**fields)
     return message
