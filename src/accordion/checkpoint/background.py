@@ -212,7 +212,8 @@ class ThreadAgreement:
 
         def look(waited_s: float) -> None:
             nonlocal ended_s
-            lost = next((f"rank {rank} {text}" for rank, text in hub.lost.items() if rank in self._team.ranks), "")
+            needed = (*self._team.ranks, hub.ranks[0])  # all messages go through the first one
+            lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
             lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
             if lost and not hub.has_over(name):
                 self._lost = lost.rstrip(".")
