@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.safety import mixed_tensors
-from tests.support.parting import free_port
+from tests.support.diverging import free_port
 
 WIDTH = 8
 

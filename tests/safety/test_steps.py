@@ -19,7 +19,7 @@ from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 from tests.support.sample import sampled
 
-NUM_STEPS = 12  # a reduce bears the digest at once; over the party line all say how they step a few backwards later
+NUM_STEPS = 12  # a reduce bears the digest at once; over the hub all say how they step a few backwards later
 
 
 def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -> str:
@@ -69,13 +69,6 @@ SAID = {
     "eval": "model in eval mode (rank 0: none)",
     "autocast": "autocast torch.bfloat16 (rank 0: none)",
 }
-
-
-@pytest.fixture
-def alone(world):
-    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize("how", SAID)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
+from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team, told_as
@@ -107,7 +107,7 @@ def save(
     if not background:
         job.run(team.agree)
         return Saving.done()
-    return saver.start(job.plan, job.run, StoreAgreement.of(team, name), team, optimizer)
+    return saver.start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Each backward has a record: how many steps came before it, with which options an
 cleared and weights left alone since, at which norm gradients were clipped, and whether the forward was one of training, and in
 which autocast. A chain of the records' digests is the mark that the reduce of one unit
 sends in place of its plain tag: no byte more. Where no host compares tags (on a device, with what rests off it, where two bytes
-are reduced), the chain goes to the first rank over the party line now and then. Where chains differ, ranks lay their records
+are reduced), the chain goes to the first rank over the hub now and then. Where chains differ, ranks lay their records
 side by side.
 """
 

@@ -29,7 +29,7 @@ from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
 from accordion.safety.divergence import DivergenceMonitor
-from accordion.safety.party_line import together
+from accordion.safety.liveness.hub import together
 from accordion.shard.same_mesh import same_mesh
 
 

@@ -27,7 +27,6 @@ from accordion.train.owner import check_free
 from accordion.train.prepare import prepare, prepare_on_host
 from accordion.train.run_files import check_removed, content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
-from accordion.train.store_watchdog import watched_store
 
 ABOUT = (
     "Train a causal language model, sharded over ranks, on text. Without arguments: a Llama of 10 M parameters on the Python "
@@ -142,7 +141,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     place = launch.place_of(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
     if place is not None:
-        launch.guarded(_watched_rank, config, named, cache, began_s)
+        launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
     try:
         with launch.Forwarding() as signals:
@@ -167,16 +166,11 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     return launch.start(loop.train, (prepared, device), world, signals)
 
 
-def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
-    """One rank that another launcher started, which ends if the job's store is gone."""
-    with watched_store(store, place.rank, config.launch.timeout_s):
-        return _started_rank(place, store, config, *rest)
-
-
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
     """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
+    launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, world = launch.choose(config.launch, place, devices_here())
     config = settled(config, named, world)

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from accordion.devices import devices_here
 from accordion.errors import UsageError, nearest
 from accordion.options import made, options_of
-from accordion.safety.party_line import explain, lines_of_job
+from accordion.safety.liveness.hub import hubs_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
@@ -31,7 +31,6 @@ from accordion.train.run_files import check_removed, values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
 from accordion.train.screen import Screen
-from accordion.train.store_watchdog import watched_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,8 @@ def fitted(
         store, expected = launch.joined(place, environ), None
     prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
     prepared = replace(prepared, expected=expected)
-    with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
+    launch.give_up_store(store, job.launch.timeout_s)
+    with Signals() as signals:
         with ExitStack() as held, _told_to_others():
             code = loop.train(place, store, prepared, device, signals, held)
         if code:
@@ -105,9 +105,9 @@ def _told_to_others() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for line in lines_of_job():
+        for hub in hubs_of_job():
             with suppress(Exception):  # it is a help, and never in the way of the error itself
-                explain(line, error)
+                hub.explain(error)
         raise
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
+from accordion.safety import report_crashes
 from accordion.safety.mixed_tensors import advise
 from accordion.safety.own_process import take_process
 
@@ -19,6 +20,7 @@ def main(words: list[str]) -> None:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
     take_process()
+    report_crashes()
     try:
         with install():
             if as_module:

@@ -1,4 +1,4 @@
-"""A script in which one rank parts from the others, and running many of them: what a way to part is made of.
+"""Scripts in which one rank diverges from the others, and a way to run many of them.
 
 Processes are forked from this one, which has imported what they need; a rank then ends as a script of Python's own does, hooks
 and exit code included.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
+from accordion.safety import report_crashes
 from tests.support import models
 
 TIMEOUT_S = 20.0  # of the process group
@@ -70,6 +71,8 @@ class Script:
 
     def train(self) -> None:
         way = self.way
+        if way.is_own:
+            report_crashes()
         self.moment("before_group")
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         self.step = 0
@@ -82,7 +85,7 @@ class Script:
         mesh = None
         if options.get("strategy", acc.FULL_SHARD).hybrid:
             mesh = init_device_mesh("cpu", (2, self.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
-        plain = models.Tiny(**(way.others_model if self.is_one and way.others_model else way.model))
+        plain = models.Tiny(**(way.others_model if self.is_one else {}))
         self.model = acc.shard(plain, mesh, units={models.Block}, **options)
         self.optimizer = self.make_optimizer()
         self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
@@ -163,37 +166,37 @@ def nothing(script: Script) -> None:
     """The deed of ways that leave something out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Way:
-    """One way to part. `says`: patterns, all of which the first sentence of every other rank has, in any order.
+    """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
 
     `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
     that rank says it too. `one_says`: it alone does. `all_do`: by moment, what every rank does. `stays`: that rank ends when the
-    others have.
+    others have. `is_own`: the ranks run as under `accordion run`, so that others hear where a process crashes.
     """
 
     name: str
-    kind: str
-    says: Sequence[str]
+    sentence: str
+    also: str = ""
     deeds: dict[str, Deed] = field(default_factory=dict)
+    _: KW_ONLY
     one: int = ONE
     step: int = AT
     num_ranks: int = 2
     num_steps: int = STEPS
     options: dict[str, Any] = field(default_factory=dict)
     others_options: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
     others_model: dict[str, Any] = field(default_factory=dict)
     others_optimizer: Any = None
     wrapped: bool = True
     clips: bool = False
     swallows: bool = False
     all_say: bool = False
-    one_says: bool = False  # and the others nothing
+    one_says: bool = False
     all_do: dict[str, Deed] = field(default_factory=dict)
     leaves_step_out: bool = False
-    harmless: bool = False
     stays: bool = False
+    is_own: bool = False
 
     @property
     def speakers(self) -> list[int]:
@@ -206,7 +209,7 @@ class Way:
 
 
 @dataclass
-class Found:
+class Outcome:
     """What became of one way. `said`: by rank, the first sentence that says why it ends. `seconds`: until all had ended."""
 
     way: Way
@@ -214,18 +217,6 @@ class Found:
     said: dict[int, str]
     codes: dict[int, int]
     late: list[int]
-
-    @property
-    def is_true(self) -> bool:
-        way = self.way
-        if way.harmless:
-            return not self.late and not any(self.codes.values())
-        told = [self.said.get(r, "") for r in way.speakers]
-        return not self.late and all(is_ours(text) and all(re.search(p, text) for p in way.says) for text in told)
-
-
-def is_ours(text: str) -> bool:
-    return text.startswith(("accordion", "child: "))
 
 
 def sentence_of(text: str) -> str:
@@ -304,7 +295,7 @@ class Run:
                 os.kill(self.pids[rank], signal.SIGKILL)
         return False
 
-    def found(self) -> Found:
+    def outcome(self) -> Outcome:
         moment = self.path("moment")
         begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
         texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
@@ -315,12 +306,14 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)
         seconds = self.ended - begun
         late = self.late or (list(self.pids) if seconds > TIMEOUT_S + MARGIN_S else [])
-        return Found(self.way, seconds, said, self.codes, late)
+        return Outcome(self.way, seconds, said, self.codes, late)
 
 
-def run(ways: Sequence[Way], note: Callable[[Found], None] = lambda found: None) -> list[Found] | Callable[[], None]:
+def run(
+    ways: Sequence[Way], note: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome] | Callable[[], None]:
     """All of them, several at a time; in a forked rank, what that rank has to do."""
-    waiting, under_way, done = list(ways), list[Run](), list[Found]()
+    waiting, under_way, done = list(ways), list[Run](), list[Outcome]()
     while waiting or under_way:
         while waiting and len(under_way) < NUM_AT_A_TIME:
             one = Run(waiting.pop(0))
@@ -330,7 +323,7 @@ def run(ways: Sequence[Way], note: Callable[[Found], None] = lambda found: None)
         time.sleep(0.05)
         for one in [one for one in under_way if one.poll()]:
             under_way.remove(one)
-            done.append(one.found())
+            done.append(one.outcome())
             note(done[-1])
     order = {way.name: i for i, way in enumerate(ways)}
-    return sorted(done, key=lambda found: order[found.way.name])
+    return sorted(done, key=lambda outcome: order[outcome.way.name])
