@@ -98,7 +98,7 @@ def test_a_part_that_does_not_fit_the_time_is_left_out_and_one_that_does_runs(mo
 BLOCKED = """
 import sys
 
-for name in "rich plotly transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
+for name in "rich plotly transformers tokenizers datasets pyarrow xxhash yaml".split():
     sys.modules[name] = None  # an import of it fails
 
 from accordion import cli

@@ -40,12 +40,12 @@ from accordion.train.data import Share
 from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.launch import RankPlace, first_of_all
-from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
+from accordion.train.metrics import MetricsLog, StepMetrics, lines_of, peak_bytes
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
-from accordion.train.report import lines_of, page_of
+from accordion.train.report import page_of
 from accordion.train.screen import Screen
 from accordion.train.tokens import write_whole
 from accordion.train.trackers import trackers_of
@@ -608,8 +608,7 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
     folder = Path(run.prepared.run_dir)
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
-        trackers = trackers_of(run.config, folder, goes_on=done > 0, say=screen.note)
-        return MetricsLog(folder, done, screen.note, trackers, tensorboard=run.config.log.tensorboard)
+        return MetricsLog(folder, done, screen.note, trackers_of(run.config, folder, done, screen.note))
     except OSError as error:
         raise UsageError(
             f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
