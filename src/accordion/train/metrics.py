@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accordion.train.tokens import write_whole
-from accordion.train.trackers import Tracker
+from accordion.train.trackers import RunTracker
 
 METRICS = "metrics.jsonl"  # in the run folder
 TAIL_BYTES = 4096  # of it: its last line and more
@@ -66,7 +66,7 @@ class MetricsLog:
         run_dir: Path,
         first_step: int,
         say: Callable[[str], None],
-        trackers: Mapping[str, Tracker] | None = None,
+        trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
         """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` if that fails."""
         self._trackers = dict(trackers or {})
@@ -112,7 +112,7 @@ class MetricsLog:
         for name in list(self._trackers):
             self._to(name, lambda tracker: tracker.close(failed=failed))
 
-    def _to(self, name: str, do: Callable[[Tracker], None]) -> None:
+    def _to(self, name: str, do: Callable[[RunTracker], None]) -> None:
         try:
             do(self._trackers[name])
         except Exception as error:  # whatever a service or its client raises

@@ -30,7 +30,7 @@ class Start:
     theirs: str | None
 
 
-class Tracker(Protocol):
+class RunTracker(Protocol):
     """Takes the figures of a run. If one of these raises, that is told, and the tracker is asked no more."""
 
     def open(self, start: Start) -> str | None:
@@ -53,10 +53,10 @@ def check_trackers(log: LogConfig) -> None:
             raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
 
 
-def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, Tracker]:
+def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
     """Return those that `config.log` names, opened. One that cannot be opened is told of and left out."""
-    named: dict[str, Tracker] = {"tensorboard": _TensorBoard(), "wandb": _Wandb(), "mlflow": _Mlflow()}
-    ids, opened = (_ids(run_dir) if first_step else {}), dict[str, Tracker]()
+    named: dict[str, RunTracker] = {"tensorboard": _TensorBoard(), "wandb": _Wandb(), "mlflow": _Mlflow()}
+    ids, opened = (_ids(run_dir) if first_step else {}), dict[str, RunTracker]()
     for name, tracker in named.items():
         if getattr(config.log, name) in (None, False):
             continue
