@@ -24,9 +24,9 @@ from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
-from accordion.train.adapters import trained_model
 from accordion.train.config import Config, Job, JobConfig
 from accordion.train.instructions import answer_losses
+from accordion.train.language_work import trained_model
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
 from accordion.units import AUTO, units_named
