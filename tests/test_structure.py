@@ -123,6 +123,7 @@ SAYS_CUDA = {
     "plan/trace/own_engine.py": "as above",
     "plan/trace/setup.py": "as above",
     "plan/search/space.py": "as above",
+    "plan/choice.py": "as above",
     "plan/trace/trace.py": "as above",
     "plan/trace/operators.py": "a note to the user on what runs there in the place of the CPU's own operator",
     "plan/search/search.py": "a name of torch's in a message on GPU memory",

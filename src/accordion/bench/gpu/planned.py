@@ -13,11 +13,11 @@ import accordion as acc
 from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import BF16, Case, shape_trainer
 from accordion.bench.gpu.findings import Findings
+from accordion.bench.gpu.measure import MeasureSizes, measured
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.pages.machine import describe
 from accordion.pages.page import Table
 from accordion.pages.stats import quartiles
-from accordion.plan.cli.measure import MeasureSizes, measured
 from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
 from accordion.plan.replay.predict import MemoryNeed, memory_of, step_of
 from accordion.plan.trace.setup import Subject, TrainingSetup

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from accordion.bench.gpu.cases import Case
+from accordion.bench.gpu.measure import MeasureSizes
 from accordion.bench.gpu.offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, OffloadCase
 from accordion.bench.gpu.simulated import Row
 from accordion.models.llama import PUBLISHED, TRAINED, LlamaShape
-from accordion.plan.cli.measure import MeasureSizes
 
 GIB = 2**30
 ROOM_GIB = 70  # what (a) takes: three contenders between steps, and the peak of one

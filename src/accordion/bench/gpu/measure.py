@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch.nn.functional as F
 from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
 from accordion.pages.machine import describe
-from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GB, GIB, REACHED
 from accordion.workers.ranks import Seat, WorkerTeam, World
 
@@ -90,7 +87,7 @@ class Meter:
 
 
 def measured(device: str = "", num_ranks: int = 0, sizes: MeasureSizes | None = None) -> dict[str, Any]:
-    """The machine as a card, plain data for `hardware.gpu_from`. `device`, `num_ranks`: by default all GPUs, else two CPU ranks.
+    """The machine as a card, plain data for `hardware.Gpu`. `device`, `num_ranks`: by default all GPUs, else two CPU ranks.
 
     The card's figures are such that the high end of the assumed rates is what was measured.
     """
@@ -98,7 +95,7 @@ def measured(device: str = "", num_ranks: int = 0, sizes: MeasureSizes | None = 
     device, most = devices.type, devices.count or max(2, num_cores())
     num_ranks = num_ranks or devices.count or 2
     if not 1 <= num_ranks <= most:
-        raise UsageError(f"--gpus is {num_ranks}; this machine is measured with 1 to {most} ranks.")
+        raise UsageError(f"{num_ranks} ranks are asked for; this machine is measured with 1 to {most} ranks.")
     sizes = sizes or (CPU_SIZES if devices.is_cpu else GPU_SIZES)
     threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
     with WorkerTeam("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
@@ -138,32 +135,3 @@ def measured(device: str = "", num_ranks: int = 0, sizes: MeasureSizes | None = 
     }
     found = {"products_tflops": rates, "attention_tflops": attention, "copies_gbps": copies, "gathers_gbps": gathers}
     return {"card": card, "measured": found, "machine": about}
-
-
-def write(found: dict[str, Any], path: Path) -> None:
-    """Raises `UsageError` where nothing can be written there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"what was measured cannot be stored: {error}; name a file with --measured-file.") from None
-
-
-def of_measured(found: dict[str, Any], path: Path) -> Page:
-    """What was measured, for the screen."""
-    m, card = found["measured"], found["card"]
-    rows = [
-        [f"products, {dtype}, {size} x {size}", f"{rate:.3g} TFLOP/s"]
-        for dtype, rates in m["products_tflops"].items()
-        for size, rate in rates.items()
-    ]
-    rows += [
-        ["attention, forward, causal, bfloat16", f"{m['attention_tflops']:.3g} TFLOP/s"],
-        ["copies, read and written", f"{m['copies_gbps']:.3g} GB/s"],
-        ["gathers, sent by each rank", f"{m['gathers_gbps']:.3g} GB/s"],
-        ["a small gather", f"{card['latency_s'] * 1e6:.3g} us"],
-        ["memory of a rank", f"{card['memory_gib']:.1f} GiB"],
-    ]
-    table = Table(title=card["name"], columns=["", card["link"]], rows=rows)
-    notes = [f"written: {path}", "plan with it: accordion plan --gpu measured"]
-    return Page(title="measured", name="measured", tables=[table], charts=[], notes=notes, data=found)
