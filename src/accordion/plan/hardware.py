@@ -251,7 +251,7 @@ class Cluster:
 
     @property
     def tellable(self) -> float:
-        """Two times that differ by less are not told apart."""
+        """The share of a time below which a difference between two is not taken as one."""
         return 0.05 if self.scales else 0.10
 
     @property
@@ -316,15 +316,23 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     values: dict[str, float] = {}
     for word in words:
         key, _, number = word.partition("=")
+        if key not in (*CARD_WORDS, *CLUSTER_WORDS):
+            raise UsageError(f"--gpu has no {key!r}; {nearest(key, [*CARD_WORDS, *CLUSTER_WORDS])}")
         try:
-            if key not in (*CARD_WORDS, *CLUSTER_WORDS):
-                raise UsageError(f"--gpu has no {key!r}; {nearest(key, [*CARD_WORDS, *CLUSTER_WORDS])}")
             values[key] = float(number)
         except ValueError:
             raise UsageError(f"--gpu has {word!r}; write a number after it, such as {key}=80.") from None
     card = {key: value for key, value in values.items() if key in CARD_WORDS}
     gpu = gpu_named(name, **card)
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """Return the words of which `cluster_of` makes a cluster, without its number of cards."""
+    gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
+    words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
+    words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
+    return ",".join([gpu.name, *(f"{key}={value:g}" for key, value in words.items() if value)])
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:

@@ -20,7 +20,7 @@ from accordion.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SavedAnswer:
     """What the command says of a plan. `data`: what JSON holds. `page`: what the screen shows."""
 
     fits: bool
@@ -58,19 +58,19 @@ def _text(file: Path) -> str:
         return ""
 
 
-def read(place: Path | None) -> Answer | None:
+def read(place: Path | None) -> SavedAnswer | None:
     """The answer that a file holds; None if there is none, or one that is broken."""
     if place is None:
         return None
     try:
         told = json.loads(read_text(place))
         tables = [Table(**table) for table in told["page"].pop("tables")]
-        return Answer(fits=told["fits"], data=told["data"], page=Page(**told["page"], tables=tables))
+        return SavedAnswer(fits=told["fits"], data=told["data"], page=Page(**told["page"], tables=tables))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def write(place: Path | None, answer: Answer) -> None:
+def write(place: Path | None, answer: SavedAnswer) -> None:
     """Keep an answer, in one step. A folder that cannot be written keeps none."""
     if place is None:
         return

@@ -14,7 +14,7 @@ from accordion.errors import UsageError, nearest
 from accordion.garbage import without_collections
 from accordion.plan.api import plan
 from accordion.plan.choice import MICRO_BATCHES, Search
-from accordion.plan.cli.cache import Answer
+from accordion.plan.cli.cache import SavedAnswer
 from accordion.plan.cli.options import Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import LARGEST_GPUS, Cluster, cluster_of
@@ -31,7 +31,7 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 """Flags that are fields of a sharding."""
 
 
-def planned(o: Options, own: list[str]) -> Answer:
+def planned(o: Options, own: list[str]) -> SavedAnswer:
     """Make the plan, and its page as HTML if one is asked for. `own`: options of a task. Raises `UsageError`, `TaskError`."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
@@ -47,7 +47,7 @@ def planned(o: Options, own: list[str]) -> Answer:
         write(made, Path(o.html))
         say(f"written: {o.html}")
     more = {"smallest_change": change} if change else {}
-    return Answer(fits=made.fits, data={**made.as_dict(), **more}, page=of_plan(made, change))
+    return SavedAnswer(fits=made.fits, data={**made.as_dict(), **more}, page=of_plan(made, change))
 
 
 # -- what options say

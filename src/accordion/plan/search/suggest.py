@@ -9,7 +9,7 @@ from typing import Any
 from accordion.config import FULL_SHARD, HOST, Offload
 from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, LARGEST_GPUS
+from accordion.plan.hardware import GIB, LARGEST_GPUS, cluster_words
 from accordion.plan.search.evaluate import Candidate, Say
 from accordion.plan.search.search import closest, search_in
 from accordion.plan.search.space import Space
@@ -80,8 +80,8 @@ def _with_more_memory(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
     for times in (2, 4):
         host_gib = times * cluster.host_bytes / GIB
         if host_gib <= MOST_HOST_GIB * cluster.node:
-            words = f"{flags} --gpu {cluster.gpu.name},host_memory_gib={host_gib:g}"
-            yield words.strip(), replace(space, cluster=replace(cluster, host_memory_gib=host_gib))
+            more = replace(cluster, host_memory_gib=host_gib)
+            yield f"{flags} --gpu {cluster_words(more)}".strip(), replace(space, cluster=more)
 
 
 def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
