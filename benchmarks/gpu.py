@@ -478,18 +478,9 @@ def plan_of(case: Case, card: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = Llama(case.preset, recompute=case.recompute).train()
     batch = batch_of(0, 0, (case.batch, case.seq), case.preset.vocab)
-    plan = acc.plan(
-        model,
-        lambda model, batch: loss_of(model(batch[0]), batch[1]),
-        batch,
-        gpu=card or "h100",
-        gpus=1,
-        node=1,
-        strategy="full_shard",
-        offload="none",
-        checkpoint_activations="none",
-        precision=acc.Precision(params=BF16),
-    )
+    workload = acc.Workload(model, lambda model, batch: loss_of(model(batch[0]), batch[1]), batch)
+    sharding = acc.Sharding(precision=acc.Precision(params=BF16))
+    plan = acc.plan(workload, acc.Cluster(gpu=GPUS[card or "h100"], gpus=(1,), node=1), sharding)
     return plan.as_dict()
 
 

@@ -335,6 +335,25 @@ def _() -> None:
     assert "aten.add_" in seen
 
 
+@checks("fake_metadata", "fake_like", "fake_view")
+def a_fake_tensor_like_another_is_in_memory_of_its_own() -> None:
+    with _torch.fake_tensors():
+        plain, view = torch.ones(3, 4).t(), torch.ones(4)[1:]
+        metadata = _torch.fake_metadata(plain)
+        assert metadata == ((4, 3), (1, 4), torch.float32, CPU)
+        make = _torch.fake_like(plain)
+        assert make is not None
+        again = make(())
+        assert _torch.fake_metadata(again) == metadata
+        assert _torch.storage_key(again.untyped_storage()) != _torch.storage_key(plain.untyped_storage())
+        assert again.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
+        assert _torch.fake_like(view) is None
+        parts = _torch.fake_view(torch.ops.aten.split.Tensor, (plain, 2), {})
+        assert [_torch.fake_metadata(part) for part in parts] == [((2, 3), (1, 4), torch.float32, CPU)] * 2
+        assert _torch.storage_key(parts[0].untyped_storage()) == _torch.storage_key(plain.untyped_storage())
+    assert _torch.fake_metadata(torch.ones(3)) is None
+
+
 @checks("fake_tensors", "told_device", "ASKS_DEVICE", "asks_for_values", "in_place_on_cpu")
 def _() -> None:
     with _torch.fake_tensors():

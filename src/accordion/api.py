@@ -19,6 +19,9 @@ from accordion.errors import AccordionError, CheckpointError, DivergenceError, N
 from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
+from accordion.plan.choice import Search
+from accordion.plan.hardware import Cluster
+from accordion.plan.workload import Workload
 from accordion.shard.api import entry_point, shard
 from accordion.sharding import Sharding
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
@@ -37,6 +40,7 @@ __all__ = [
     "SHARD_OPTIM",
     "AccordionError",
     "CheckpointError",
+    "Cluster",
     "DivergenceError",
     "NonFiniteError",
     "Offload",
@@ -44,9 +48,11 @@ __all__ = [
     "Place",
     "Precision",
     "Prefetch",
+    "Search",
     "Sharding",
     "Strategy",
     "UsageError",
+    "Workload",
     "clip_grad_norm_",
     "describe",
     "entry_point",

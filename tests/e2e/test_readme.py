@@ -103,7 +103,6 @@ SHOWS = {
     "accordion generate": "",
     "accordion export": "written: ",
     "accordion plan": "llama3-8b",
-    "accordion plan --explain": "by hand",
     "accordion checkpoint verify": "is as it was written, every byte",
     "accordion checkpoint inspect": "model/weight",
     "accordion doctor": "ranks",

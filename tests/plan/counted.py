@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,16 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
         model = subjects.made(architecture, case, "cpu")
         clip: Callable[[Any, float], object]
         if name == "fsdp2":
-            fsdp2.apply(model, mesh, **{**run.sharding, "units": run.units})
+            fsdp2.apply(model, mesh, replace(run.sharding, units=run.units))
             optimizer, clip = OPTIMIZERS[run.optimizer].make(model.parameters()), fsdp2.clip
         else:
             meshes = None
             if run.expert_parallel > 1:
                 meshes = spread_experts(model, mesh, partial(exchanged, mesh[EXPERTS_AXIS].get_group()))
                 mesh = mesh[EXPERT_DATA_AXIS, EXPERTS_AXIS]._flatten(ALL_AXES)
-            acc.shard(model, mesh, **run.sharding, meshes=meshes)
+            acc.shard(model, mesh, replace(run.sharding, meshes=meshes))
             engine = engine_of(model)
-            if "offload" in run.sharding and engine is not None:  # the profiler follows no other thread
+            if run.sharding.offload.asks and engine is not None:  # the profiler follows no other thread
                 vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)
             optimizer, clip = (
                 acc.wrap_optimizer(OPTIMIZERS[run.optimizer].make(model.parameters())),

@@ -24,8 +24,8 @@ from accordion.config import Precision
 from accordion.models.llama import PUBLISHED, LlamaShape, llama_config
 from accordion.plan.hardware import GIB, GPUS, Cluster
 from accordion.plan.replay.predict import log_of, memory_of, step_of
-from accordion.plan.search.space import Choice, Space
 from accordion.plan.trained_models import Kernels, language_subject
+from tests.plan import builders
 
 ROWS = Path(__file__).with_suffix(".csv")
 SHAPES = {
@@ -87,12 +87,12 @@ def traced(row: LabRow) -> LabRow:
     torch.set_num_threads(1)
     gpu = GPUS[row.gpu]
     cluster = Cluster(gpu=gpu, network_gbps=row.network_gbps)
-    choice = Choice(
+    reduce = torch.bfloat16 if row.reduce == "bf16" else torch.float32
+    run = builders.choice(
         strategy=row.strategy, checkpoint_activations=row.checkpoint_activations, micro_batch=row.micro_batch,
         gpus=row.gpus, replicas=row.gpus // cluster.node if row.strategy == "hybrid_shard" else 1,
-    )  # fmt: skip
-    reduce = torch.bfloat16 if row.reduce == "bf16" else torch.float32
-    run = Space(precision=Precision(params=torch.bfloat16, reduce=reduce)).run_of(choice, cluster)
+        precision=Precision(params=torch.bfloat16, reduce=reduce),
+    ).setup()  # fmt: skip
     config = llama_config(SHAPES[row.model], row.seq)
     log, _ = log_of(language_subject(config, row.model, row.micro_batch, row.seq, kernels=Kernels(loss=row.loss)), run)
     step = step_of(log, run, cluster)

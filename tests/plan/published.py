@@ -94,7 +94,7 @@ def run() -> TrainingSetup:
         "units": acc.only_blocks(),
         "precision": acc.Precision(params=torch.bfloat16, reduce=torch.float32),
         "checkpoint_activations": "selective",
-        "reshard_root": False,
-        "reshard_last": False,
     }
-    return TrainingSetup(engine="fsdp2", ranks=8, optimizer="adamw_foreach", sharding=sharding)
+    return TrainingSetup(
+        engine="fsdp2", ranks=8, optimizer="adamw_foreach", sharding=sharding, reshard_root=False, reshard_last=False
+    )

@@ -27,12 +27,10 @@ import torch
 
 from accordion.config import Precision
 from accordion.plan.efficiency import FILE
-from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.hardware import GPUS, Cluster, with_attention
-from accordion.plan.replay.predict import log_of, memory_of
-from accordion.plan.search.space import Choice, Space
+from accordion.plan.replay.predict import log_of, memory_of, step_of_choice
 from accordion.plan.trained_models import Kernels, language_subject
-from tests.plan import other_labs
+from tests.plan import builders, other_labs
 
 ROWS = Path(__file__).with_suffix(".csv")
 VOCAB = 50368
@@ -117,12 +115,12 @@ def traced(row: Row) -> Row:
     pure = row.fsdp_mixed_precision == "pure"
     gpu = with_attention(GPUS[row.gpu], "fa1")
     cluster = Cluster(gpu=gpu, network_gbps=NETWORK_GBPS[row.kind])
-    choice = Choice(
-        strategy=row.strategy, checkpoint_activations=row.checkpoint_activations, micro_batch=row.micro_batch,
-        gpus=row.gpus, accumulate=row.accumulate,
-    )  # fmt: skip
     precision = Precision(params=torch.bfloat16, reduce=torch.bfloat16 if pure else torch.float32)
-    run = Space(precision=precision).run_of(choice, cluster)
+    choice = builders.choice(
+        strategy=row.strategy, checkpoint_activations=row.checkpoint_activations, micro_batch=row.micro_batch,
+        gpus=row.gpus, accumulate=row.accumulate, precision=precision,
+    )  # fmt: skip
+    run = choice.setup()
     subject = language_subject(
         config_of(row.model, row.seq), row.model, row.micro_batch, row.seq, kernels=Kernels(loss="fused")
     )

@@ -11,10 +11,11 @@ from torch import nn
 
 import accordion as acc
 from accordion import _torch, cli
-from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.hardware import LARGEST_GPUS, Cluster
 from accordion.plan.result import Plan
-from accordion.plan.search.space import LARGEST_GPUS, Space
-from accordion.plan.search.suggest import _attempts
+from accordion.plan.search.suggest import attempts
+from tests.plan.builders import planned as planned_of
+from tests.plan.builders import space
 
 ONE = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --units blocks"
 FIXED = f"--seq 64 --gpus 2 --json {ONE}"
@@ -76,7 +77,9 @@ class Clashes(nn.Module):
 
 def test_of_shapes_that_clash_the_log_says_nothing(tmp_path, capsys, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError):
-        acc.plan(Clashes(), lambda model, x: model(x), torch.zeros(2, 8), gpus=2, strategy="full_shard", micro_batch=1)
+        planned_of(
+            Clashes(), lambda model, x: model(x), torch.zeros(2, 8), gpus=2, strategy="full_shard", micro_batch=1
+        )
     assert caplog.text == ""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     assert not log.disabled
@@ -88,7 +91,7 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def planned_alone(model: nn.Module) -> Plan:
     fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
-    return acc.plan(model, total, torch.zeros(4, 32), **fixed)
+    return planned_of(model, total, torch.zeros(4, 32), **fixed)
 
 
 def narrow() -> nn.Module:
@@ -117,22 +120,16 @@ def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
 
 def test_meshes_of_their_own_are_not_planned():
     with pytest.raises(acc.UsageError, match=r"meshes is given, and a plan makes its own.*expert_parallel"):
-        acc.plan(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=2, meshes={"*": None})
+        planned_of(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=2, meshes={"*": None})
 
 
 def test_more_gpus_than_any_world_has_are_not_tried():
-    cluster = Cluster(gpu=GPUS["h100"], node=8)
-    space = Space(
-        strategies=["full_shard"],
-        checkpointing=["full"],
-        micro_batches=[1],
-        offloads=["none"],
-        gpus=[LARGEST_GPUS // 4],
-    )
-    tried = [max(attempt.gpus) for _, attempt, _ in _attempts(space, cluster)]
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["full"], "micro_batches": [1], "offloads": ["none"]}
+    looked = space(**fixed, cluster=Cluster(gpus=LARGEST_GPUS // 4))
+    tried = [attempt.cluster.num_gpus for _, attempt in attempts(looked)]
     assert max(tried) == LARGEST_GPUS
-    with pytest.raises(acc.UsageError, match=r"gpus is 1,000,000; it takes up to 65,536"):
-        acc.plan(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=1_000_000)
+    with pytest.raises(acc.UsageError, match=r"gpus is 1,000,000; it takes 1 to 65,536"):
+        planned_of(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=1_000_000)
 
 
 def test_a_hybrid_whose_copies_nobody_fixed_does_not_look_at_other_gpus():
@@ -143,7 +140,7 @@ def test_a_hybrid_whose_copies_nobody_fixed_does_not_look_at_other_gpus():
         "units": acc.only_blocks(),
     }
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
-    made = acc.plan(model, total, torch.zeros(4, 32), gpus=32, **fixed)
+    made = planned_of(model, total, torch.zeros(4, 32), gpus=32, **fixed)
     assert {c.choice.gpus for c in made.found.candidates} == {32}
     assert {c.choice.replicas for c in made.found.candidates} == {4, 2}
     assert made.found.fewest is None

@@ -6,12 +6,15 @@ import pytest
 
 import accordion as acc
 from accordion.plan.result import Plan
+from tests.plan import builders
 from tests.plan.test_plan import gpt
 
 
 def planned(**options: object) -> Plan:
     fixed = {"strategy": "full_shard", "checkpoint_activations": "none", "gpu": "a100-80", "gpus": 2}
-    return acc.plan(gpt(2).make(), gpt(2).loss, gpt(2).batch(), **{**fixed, "units": acc.only_blocks(), **options})
+    return builders.planned(
+        gpt(2).make(), gpt(2).loss, gpt(2).batch(), **{**fixed, "units": acc.only_blocks(), **options}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from torch import nn
 
 from accordion import cli
+from accordion.plan.cli import cache
 from accordion.plan.cli.command import Options
 from accordion.plan.hardware import GPUS, gpu_named
 
@@ -22,35 +24,36 @@ NO_FOLDER = "/no-such-folder/page.html"
     ("words", "said"),
     [
         ("--gpu h1000", "nearest are h100"),
-        ("--gpu mine --gpu-memory-gib 10", "--gpu-tflops, --gpu-bandwidth-gbps and --link-gbps"),
+        ("--gpu mine,memory_gib=10", "memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400"),
         ("--gpu", "'--gpu' is given no value"),
         ("--gpu= --gpus 8", "not in the table"),
+        ("--gpu h100,memory=80", "memory_gib"),
+        ("--gpu h100,watts=many", "write a number after it"),
+        ("--gpu h100,tflops=-1", "positive"),
+        ("--gpu h100,memory_gib=nan", "positive"),
+        ("--gpu h100,link_gbps=inf", "positive"),
+        ("--gpu h100,network_gbps=0", "positive"),
+        ("--gpu h100,watts=7", "takes 140 to 700 W"),
         ("--model llama3-8x", "llama3-8b"),
         ("--model .", "no config.json"),
         ("--strategy full_shart", "full_shard"),
         ("--strategy", "given no value"),
+        ("--sharding reduce_up=sum", "did you mean 'reduce_op'"),
         ("--checkpoint-activations every:0", "not understood"),
         ("--checkpoint-activations ful", "did you mean 'full'"),
         ("--micro-batch -1", "micro_batch is -1"),
         ("--micro-batch 0", "micro_batch is 0"),
         ("--micro-batch two", "takes a whole number"),
-        ("--gpus 8 --nodes 3", "multiple of 3"),
-        ("--gpus 0", "--gpus is 0"),
+        ("--gpus 0", "it takes 1 to 65,536"),
+        ("--gpus=-2x8", "2x8 (nodes)"),
+        ("--gpus 8.5", "8,16,32"),
+        ("--gpus 1000000", "1 to 65,536"),
         ("--seq 99999999999999999999", "up to 1,000,000,000"),
         ("--seq 900000000", "900,000,000 tokens at a time"),
         ("--micro-batch 100000 --seq 100000", "fits no card"),
+        ("--lengths 4096", "mean,longest"),
         ("--accumulate 9999999999", "up to 1,000,000,000"),
-        ("--measure --gpus -3", "--gpus is -3"),
-        ("--measure --gpus 0", "--gpus is 0"),
-        ("--measure --gpus 999999", "is measured with 1 to"),
-        ("--measure --measured-file .", "is a folder"),
-        ("--gpu measured --measured-file README.md", "README.md holds no measured card"),
-        ("--gpu measured --measured-file /no-such-folder/card", "no measured card at /no-such-folder/card"),
-        ("--gpus 8.5", "takes a whole number"),
-        ("--gpus 1000000000000", "1 to 65,536"),
-        ("--gpus 1000000", "1 to 65,536"),
         ("--units Nonsense", "auto, blocks, min_params"),
-        ("--nodes -2", "--nodes is -2"),
         ("--gpuss 8", "did you mean '--gpus'"),
         ("--micro_bach 8", "did you mean '--micro-batch'"),
         ("--jsn", "did you mean '--json'"),
@@ -61,25 +64,26 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--seq 0", "seq is 0"),
         ("--accumulate 0", "accumulate is 0"),
         ("--optimizer adam", "adamw"),
+        ("--lora 16,base=nf3", "base=nf4"),
+        ("--lora 99999", "lora_rank is 99999"),
         ("--strategy full_shard --replicas 2", "take hybrid_shard"),
         ("--strategy hybrid_shard --replicas 3", "and divide them"),
         ("--strategy hybrid_shard --replicas 1", "more than one"),
         ("--engine fsdp3", "fsdp2"),
         ("--engine fsdp2 --strategy no_shard", "shard_grad_op"),
-        ("--engine fsdp2 --offload all", "engine accordion"),
-        ("--measured-step-s 1", "looks through several"),
-        ("--measured-at full_shard,none,1,8", "pass measured_step_s"),
-        ("--gpu none.json", "accordion plan --measure"),
-        ("--precision fp8", "bf16, fp16, fp32"),
-        ("--gpu-tflops -1", "positive"),
-        ("--gpu-memory-gib nan", "positive"),
-        ("--link-gbps inf", "positive"),
-        ("--network-gbps 0", "positive"),
+        ("--engine fsdp2 --offload optimizer=host", "engine accordion"),
+        ("--offload all", "write optimizer=host"),
+        ("--offload params=host", "is not planned"),
+        ("--calibrate 1", "looks through several"),
+        ("--calibrate full_shard,none,1,8", "begins with no number"),
+        ("--precision fp8", "bf16"),
+        ("--precision bf16,reduce=fp16", "bf16,reduce=bf16"),
         (f"--html {NO_FOLDER}", "no folder"),
         ("--html .", "is a folder"),
     ],
 )
-def test_bad_input_is_one_line_that_says_what_to_do(capsys, words, said):
+def test_bad_input_is_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.main(["plan", *words.split()]) == cli.BAD_INPUT
     text = capsys.readouterr().err
     assert text.count("\n") == 1
@@ -90,61 +94,20 @@ def test_every_flag_is_hyphened_and_told(capsys):
     assert cli.main(["plan", "--help"]) == 0
     said = capsys.readouterr().out
     for field in fields(Options):
-        assert f"--{field.name.rstrip('_').replace('_', '-')}" in said
+        assert f"--{field.name.replace('_', '-')}" in said
     assert "--json true" not in said
-    assert "_gib" not in said.partition("options:")[2]
 
 
 class ReachedError(Exception):
     """All flags were taken."""
 
 
-WORDS = [
-    "",
-    "0",
-    "-1",
-    "1",
-    "2",
-    "8",
-    "64",
-    "7",
-    "1e9",
-    "nan",
-    "inf",
-    "-inf",
-    "1.5",
-    "none",
-    "full",
-    "every:2",
-    "every:x",
-    "all",
-]
-WORDS += [
-    "full_shard",
-    "hybrid_shard",
-    "no_shard",
-    "shard_optim",
-    "fsdp2",
-    "accordion",
-    "bf16",
-    "adamw",
-    "h100",
-    "b200",
-    "mine",
-]
-WORDS += [
-    "llama3-1b",
-    "llama3-9b",
-    "min_params:0",
-    "a,b,c,d",
-    "full_shard,full,1,8",
-    "full_shard,full,0,8",
-    "x,y,1,2",
-    "/",
-    ".",
-    "\0",
-]
-WORDS += ["nowhere.json", "measured", "9" * 40, "--json", "--", "é"]
+WORDS = (
+    " 0 -1 1 2 8 64 7 1e9 nan inf -inf 1.5 none full every:2 every:x optimizer=host params=host activations=disk:/x "
+    "full_shard hybrid_shard no_shard shard_optim fsdp2 accordion bf16 adamw h100 b200 mine h100,watts=500 2x8 8,16 "
+    "llama3-1b llama3-9b min_params:0 a,b,c,d 1,full_shard,full,1,8 full_shard,full,0,8 x,y,1,2 / . \0 "
+    f"nowhere.json measured {'9' * 40} --json -- é secondary=4"
+).split(" ")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -155,12 +118,13 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
         raise ReachedError
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    workload = import_module("accordion.plan.workload")
+    monkeypatch.setattr(workload, "trained_model", lambda config, where, kernels: nn.Linear(1, 1))
     api = import_module("accordion.plan.api")
-    monkeypatch.setattr(api, "trained_model", lambda config, where, kernels: nn.Linear(1, 1))
-    for name in ("search", "calibrated"):
+    for name in ("search_in", "calibrated"):
         monkeypatch.setattr(api, name, reached)
     draw = random.Random(seed)
-    flags = [f"--{f.name.rstrip('_').replace('_', '-')}" for f in fields(Options) if f.name != "measure"]
+    flags = [f"--{f.name.replace('_', '-')}" for f in fields(Options)]
     taken = 0
     for _ in range(120 if seed == 0 else 3000):
         words = ["plan"]
@@ -185,7 +149,7 @@ def lines() -> list[str]:
         "import atexit, gc, sys, accordion.plan.cli.command; "
         "print(*{'rich', 'plotly', 'transformers'} & set(sys.modules)); "
         "atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
-        "from accordion.cli import main; main(['plan', '--gpus-table'])"
+        "from accordion.cli import main; main(['plan', '--gpu', 'table'])"
     )
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     return found.stdout.splitlines()
@@ -205,3 +169,43 @@ def test_cards_answer_to_the_names_that_people_write(written, name):
 
 def test_no_second_goes_into_a_last_garbage_collection(lines):
     assert lines[-1] == "True"
+
+
+def test_a_plan_that_was_made_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
+    """The same answer without a trace, until an option, the configuration or a version is another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"vocab_size": 512, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [
+        "plan",
+        "--model",
+        str(tmp_path),
+        "--gpus",
+        "2",
+        "--seq",
+        "64",
+        "--strategy",
+        "full_shard",
+        "--micro-batch",
+        "1",
+    ]
+    words += ["--units", "blocks", "--offload", "none"]
+
+    def said(*more: str) -> tuple[object, bool]:
+        assert cli.main([*words, "--json", *more]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out), "tracing" in err
+
+    first, is_traced = said()
+    assert is_traced
+    assert said() == (first, False)
+    assert cli.main([*words, "--html", str(tmp_path / "page.html")]) == 0
+    assert "tracing" in capsys.readouterr().err, "of the pictures nothing is kept"
+    assert said("--seq", "32")[1]
+    for text in ("{", "[]", "[1, 2]", "{}"):
+        for file in (tmp_path / "cache" / "accordion" / "plans").iterdir():
+            file.write_text(text)
+        assert said() == (first, True)
+    monkeypatch.setattr(cache, "version", lambda name: "9.9")
+    assert said()[1]

@@ -20,6 +20,7 @@ from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import OF_TOKENS
 from accordion.plan.result import Plan
 from tests.plan import subjects
+from tests.plan.builders import planned
 
 SEQ, WIDTH, MLP, LAYERS, COUNT, CHOSEN = 256, 128, 192, 3, 8, 2
 ROWS = 2 * SEQ * CHOSEN * WIDTH  # bytes of all tokens of a rank for all their experts, in bf16
@@ -54,7 +55,7 @@ def held(plan: Plan, category: str) -> int:
 
 
 def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
-    plain, spread = (acc.plan(folder, **FIXED, expert_parallel=n) for n in (1, 4))
+    plain, spread = (planned(folder, **FIXED, expert_parallel=n) for n in (1, 4))
     tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
     assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
     assert sorted(set(tokens)) == [8 * COUNT, 4 * SEQ * CHOSEN, ROWS]  # numbers of tokens, their weights, themselves
@@ -70,7 +71,7 @@ def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
     gathered = [p.chosen.memory.peak.highest["gathered"] for p in (plain, spread)]
     assert gathered[0] - gathered[1] > 2 * experts * 3 // 4
     step = spread.chosen.steps["middle"]
-    costs = costs_of(spread.cluster, REACHED["middle"], 16, hybrid=False, experts=4)
+    costs = costs_of(spread.cluster, "middle", 16, experts=4)
     by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, EXPERTS, "compute")) for n in tokens)
     assert step.by_kind[OF_TOKENS] == pytest.approx(by_hand)
     assert OF_TOKENS not in plain.chosen.steps["middle"].by_kind
@@ -84,14 +85,14 @@ def test_an_all_to_all_leaves_the_node_by_each_cards_own_link() -> None:
     cluster, rates, num_bytes = Cluster(gpu=GPUS["h100"], node=8, network_gbps=50.0), REACHED["middle"], 1 << 30
 
     def seconds(experts: int) -> float:
-        costs = costs_of(cluster, rates, 64, hybrid=False, experts=experts)
+        costs = costs_of(cluster, "middle", 64, experts=experts)
         return costs.of_collective(Collective(ALL_TO_ALL, num_bytes, EXPERTS, "compute"))
 
     inside = num_bytes * 3 / 4 / (450 * GB * rates.link) + GPUS["h100"].latency_s
     assert seconds(4) == pytest.approx(inside)
     outside = num_bytes * 24 / 32 / (50 * GB * rates.network) + LATENCY_S["network"]
     assert seconds(32) == pytest.approx(outside)
-    axes = costs_of(cluster, rates, 64, hybrid=False, experts=4).axes
+    axes = costs_of(cluster, "middle", 64, experts=4).axes
     assert (axes[EXPERT_DATA].ranks, axes[EXPERT_DATA].on_node) == (16, 2)
 
 
@@ -129,14 +130,14 @@ def test_what_cannot_be_is_said_before_anything_is_traced(folder: str, options: 
 
     model = options.get("model", folder)
     with pytest.raises(acc.UsageError, match=said) as raised:
-        acc.plan(model, **{**FIXED, **{k: v for k, v in options.items() if k != "model"}}, say=told)
+        planned(model, **{**FIXED, **{k: v for k, v in options.items() if k != "model"}}, say=told)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_experts_that_are_units_of_their_own_on_numbers_of_gpus_that_they_divide(folder: str, strategy: str) -> None:
     options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}
-    found = acc.plan(folder, **options, expert_parallel=COUNT)
+    found = planned(folder, **options, expert_parallel=COUNT)
     assert [c.choice.gpus for c in found.found.candidates] == [COUNT]
     assert found.chosen.memory.peak.num_bytes >= found.chosen.least_bytes
 
@@ -151,7 +152,7 @@ def test_a_deep_mixture_of_which_every_rank_steps_all_but_experts_is_that_of_som
     """Of experts a rank steps its share, of the rest all: the step of more blocks grows by both."""
     subject = replace(subjects.subject_of("mixture", "experts over 4, recomputed"), make=partial(on_meta, 9))
     run = subjects.run_of("mixture", "experts over 4, recomputed")
-    run = replace(run, sharding={**run.sharding, "strategy": acc.NO_SHARD})
+    run = replace(run, sharding=replace(run.sharding, strategy=acc.NO_SHARD))
     quick, how = log_of(subject, run)
     whole, _ = log_of(subject, run, quick=False)
     assert how != "all blocks"

@@ -8,17 +8,19 @@ import pytest
 
 import accordion as acc
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Log, Op
-from accordion.plan.hardware import GPUS, REACHED, Cluster
+from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.trace.trace import trace
+from tests.plan.builders import planned
 from tests.plan.test_plan import gpt, run_of
 
 
-def traced(blocks: int = 3, **sharding: object) -> Log:
-    return trace(gpt(blocks), replace(run_of(**sharding), engine="fsdp2"))
+def traced(blocks: int = 3, reshard_root: bool | None = None, reshard_last: bool = True, **sharding: object) -> Log:
+    run = replace(run_of(**sharding), engine="fsdp2", reshard_root=reshard_root, reshard_last=reshard_last)
+    return trace(gpt(blocks), run)
 
 
 def collectives(log: Log) -> list[tuple[str, str]]:
@@ -55,13 +57,13 @@ def test_a_deep_model_under_fsdp2_is_that_of_some_blocks():
     assert how == "6 of 8 equal blocks"
     a, b = peak_of(whole), peak_of(quick)
     assert (a.num_bytes, a.breakdown, a.unit, a.operator) == (b.num_bytes, b.breakdown, b.unit, b.operator)
-    costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
+    costs = costs_of(Cluster(), "middle", 8)
     assert simulate(quick, costs).seconds == pytest.approx(simulate(whole, costs).seconds, rel=1e-3)
 
 
 def test_both_engines_are_planned_by_name():
     plans = [
-        acc.plan(
+        planned(
             gpt(2).make(),
             gpt(2).loss,
             gpt(2).batch(),
@@ -75,4 +77,4 @@ def test_both_engines_are_planned_by_name():
     ]
     assert [p.as_dict()["config"]["engine"] for p in plans] == ["accordion", "fsdp2"]
     with pytest.raises(acc.UsageError, match="fsdp2 takes units, strategy"):
-        acc.plan(gpt(2).make(), gpt(2).loss, gpt(2).batch(), strategy="full_shard", engine="fsdp2", prefetch=None)
+        planned(gpt(2).make(), gpt(2).loss, gpt(2).batch(), strategy="full_shard", engine="fsdp2", reduce_op="sum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import accordion as acc
 from accordion.engine.hooks import engine_of
 from accordion.offload.step.deferred_step import tiers_of
+from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.inputs import inputs_of, staged_bytes
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
@@ -20,9 +22,9 @@ from accordion.plan.parts import by_kind
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step, simulate
 from accordion.plan.search.evaluate import HOST_MARGIN
-from accordion.plan.search.space import Choice
 from accordion.plan.trace.trace import trace
-from tests.plan import subjects
+from tests.plan import builders, subjects
+from tests.plan.builders import planned
 
 CASE = "inputs on the host"
 INPUT = 1 << 30
@@ -35,9 +37,8 @@ CLUSTER = Cluster(
 
 
 def choice(activations: str, **more: Any) -> Choice:
-    return Choice(
-        strategy="full_shard", checkpoint_activations="full", micro_batch=1, gpus=2, activations=activations, **more
-    )
+    place = f"disk:{tempfile.gettempdir()}" if activations == "disk" else activations
+    return builders.choice(checkpoint_activations="full", gpus=2, offload=acc.Offload(activations=place), **more)
 
 
 def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
@@ -90,7 +91,7 @@ def log_of(units: int, forward_s: float) -> Log:
 
 
 def step_of(units: int, forward_s: float, activations: str) -> Step:
-    costs = costs_of(CLUSTER, REACHED["middle"], 2, hybrid=False)
+    costs = costs_of(CLUSTER, "middle", 2)
     return simulate(offloaded(log_of(units, forward_s), choice(activations), 2), costs)
 
 
@@ -129,19 +130,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 FIXED: dict[str, Any] = {
-    "strategy": "full_shard", "micro_batch": 1, "offload": "none", "gpus": 2, "seq": SEQ, "units": acc.only_blocks(),
+    "strategy": "full_shard", "micro_batch": 1, "gpus": 2, "seq": SEQ, "units": acc.only_blocks(),
 }  # fmt: skip
 
 
 def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_room(folder: str) -> None:
-    plain = acc.plan(folder, **FIXED, checkpoint_activations="full")
-    assert {c.choice.activations for c in plain.found.candidates} == {"device"}
+    fixed = {**FIXED, "offloads": ["none"]}
+    plain = planned(folder, **fixed, checkpoint_activations="full")
+    assert {c.choice.offload.activations for c in plain.found.candidates} == {"device"}
     needed = plain.chosen.memory.needed_bytes
     card = replace(GPUS["h100"], memory_gib=(needed - MARGIN * KEPT / 4) / GIB)
     room = HOST_MARGIN * 1.5 * KEPT / GIB  # of two ranks; buffers on the way to the disk take 1.2
-    made = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card, host_memory_gib=room)
+    made = planned(folder, **fixed, checkpoint_activations="full", gpu=card, host_memory_gib=room)
     _, on_host, on_disk = made.found.candidates
-    assert [c.choice.activations for c in made.found.candidates] == ["device", "host", "disk"]
+    assert [c.choice.offload.activations for c in made.found.candidates] == ["device", "host", "disk:FOLDER"]
     assert [c.fits for c in made.found.candidates] == [False, False, True]
     assert on_host.memory.fits(made.cluster)
     assert "of a machine's memory" in on_host.why
@@ -150,19 +152,22 @@ def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_ro
     host, disk = (replace(c.memory.peak, at=0) for c in (on_host, on_disk))  # the events of the disk come between
     assert host == disk
     assert made.chosen.steps["middle"].seconds > on_host.steps["middle"].seconds
-    assert made.as_dict()["config"]["offload_activations"] == "disk"
+    assert made.as_dict()["config"]["offload"] == "activations=disk:FOLDER"
     assert "checkpointing full with inputs on the disk" in str(made.chosen.choice)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"offload_activations": "hots"}, r"offload_activations 'hots' is no place; .*'host'"),
-        ({"offload_activations": "host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
-        ({"offload_activations": "disk", "engine": "fsdp2"}, r"fsdp2 with offload_activations='disk' is not planned"),
+        ({"offload": "activations=hots"}, r"Offload\(activations='hots'\) is no place; .*'host'"),
+        ({"offload": "activations=host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
+        (
+            {"offload": "activations=disk:/x", "engine": "fsdp2"},
+            r"fsdp2 with offload=activations=disk:/x is not planned",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(folder: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(acc.UsageError, match=said) as raised:
-        acc.plan(folder, **{**FIXED, **options})
+        planned(folder, **{**FIXED, **options})
     assert "\n" not in str(raised.value)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,12 +11,12 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion import cli
 from accordion.models.llama import PUBLISHED, LlamaShape
-from accordion.plan.hardware import GPUS, Cluster
-from accordion.plan.search.space import Space
-from accordion.plan.search.suggest import _attempts
-from accordion.plan.trained_models import Built
+from accordion.plan.hardware import Cluster
+from accordion.plan.search.suggest import attempts
+from accordion.sharding import offload_words
+from tests.plan.builders import OFFLOADS, planned, space
 
-FOUR = Cluster(gpu=GPUS["h100"], node=4)
+FOUR = Cluster(gpus=4, node=4)
 NUM_PARAMS = {  # parameters, by the makers' model cards and indices of weights
     "llama3-405b": 405_853_388_800,
     "llama3-70b": 70_553_706_496,
@@ -42,43 +39,33 @@ def test_presets_are_as_large_as_their_makers_say():
     assert {name: elements(shape) for name, shape in PUBLISHED.items()} == NUM_PARAMS
 
 
-def test_a_model_that_is_there_is_taken_once_and_not_told_to_another_process():
-    first, make = nn.Linear(2, 2), partial(nn.Linear, 2, 2)
-    built = Built(first, make)
-    there = pickle.loads(pickle.dumps(built))
-    assert built() is first
-    assert built() is not first
-    assert isinstance(there(), nn.Linear)
-    assert first.weight.numel() == 4
-
-
 def test_changes_grow_from_what_costs_least():
-    space = Space(strategies=["no_shard"], checkpointing=["none"], micro_batches=[8], offloads=["none"], gpus=[4])
-    flags = [text for text, _, _ in _attempts(space, FOUR)]
+    fixed = {"strategies": ["no_shard"], "checkpointing": ["none"], "micro_batches": [8], "offloads": ["none"]}
+    flags = [text for text, _ in attempts(space(**fixed, cluster=FOUR))]
     first = "--micro-batch 1"
     second = f"{first} --checkpoint-activations full"
     third = f"{second} --strategy full_shard"
-    tiers = [f"{third} --offload {tier}" for tier in ("optimizer", "all", "disk")]
-    memory = f"{third} --offload all --host-memory-gib 2048"
+    tiers = [f"{third} --offload {OFFLOADS[tier]}" for tier in ("optimizer", "all", "disk")]
+    memory = f"{third} --offload {OFFLOADS['all']} --gpu h100,host_memory_gib=2048"
     assert flags[:8] == [first, second, third, *tiers, memory, f"{third} --gpus 8"]
-    assert flags[-1] == f"{third} --gpus 512 --nodes 64"
+    assert flags[-1] == f"{third} --gpus 64x8"
 
 
 def test_changes_are_such_that_the_command_takes_them():
     """FSDP2 is planned without offload; replicas go with the hybrid; what was fixed and is not named stays."""
-    space = Space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[1], offloads=["none"], gpus=[4])
-    attempts = list(_attempts(replace(space, engine="fsdp2", global_batch=8), FOUR))
-    assert [(text, on.node) for text, _, on in attempts[:2]] == [
+    fixed = {"checkpointing": ["full"], "micro_batches": [1], "offloads": ["none"], "cluster": FOUR}
+    tried = list(attempts(space(strategies=["full_shard"], **fixed, engine="fsdp2", global_batch=8)))
+    assert [(text, wider.cluster.node) for text, wider in tried[:2]] == [
         ("--gpus 8 --global-batch 16", 8),
-        ("--gpus 16 --nodes 2 --global-batch 32", 8),
+        ("--gpus 2x8 --global-batch 32", 8),
     ]
-    hybrid = replace(space, strategies=["hybrid_shard"], replicas=2)
-    assert next(_attempts(hybrid, FOUR))[0] == "--strategy full_shard without --replicas"
-    attempts = list(_attempts(replace(space, offloads=["all"]), FOUR))
-    assert [(text, list(tried.offloads)) for text, tried, _ in attempts[:3]] == [
-        ("--offload disk", ["disk"]),
-        ("--host-memory-gib 2048", ["all"]),
-        ("--gpus 8", ["all"]),
+    hybrid = space(strategies=["hybrid_shard"], **fixed, replicas=2)
+    assert next(attempts(hybrid))[0] == "--strategy full_shard without --replicas"
+    tried = list(attempts(space(strategies=["full_shard"], **{**fixed, "offloads": [OFFLOADS["all"]]})))
+    assert [(text, [offload_words(o) for o in other.search.offloads]) for text, other in tried[:3]] == [
+        (f"--offload {OFFLOADS['disk']}", [OFFLOADS["disk"]]),
+        ("--gpu h100,host_memory_gib=2048", [OFFLOADS["all"]]),
+        ("--gpus 8", [OFFLOADS["all"]]),
     ]
 
 
@@ -98,7 +85,7 @@ def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "wav2vec2"}')
     said = r"type 'wav2vec2', .*from Python, with accordion\.plan\(model, loss, batch\)"
     with pytest.raises(acc.UsageError, match=said):
-        acc.plan(str(tmp_path), gpus=2)
+        planned(str(tmp_path), gpus=2)
 
 
 class Experts(nn.Module):
@@ -140,7 +127,7 @@ def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 )
 def test_other_models_are_planned(make, loss, batch):
     fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "units": None}
-    made = acc.plan(make(), loss, batch, **fixed)
+    made = planned(make(), loss, batch, **fixed)
     found = made.as_dict()
     assert found["fits"] is True
     assert found["model"]["num_params"] == sum(p.numel() for p in make().parameters())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import accordion as acc
+from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster, Scale
@@ -15,10 +16,11 @@ from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import memory_of
 from accordion.plan.replay.timeline import simulate
-from accordion.plan.search.evaluate import Evaluator, SearchTask
-from accordion.plan.search.space import Choice, Space
+from accordion.plan.search.evaluate import Evaluator
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
+from tests.plan import builders
+from tests.plan.builders import OFFLOADS, space
 from tests.plan.test_plan import gpt, run_of
 
 RANKS = 2
@@ -34,7 +36,7 @@ CLUSTER = Cluster(
 
 
 def choice(offload: str, gpus: int = RANKS) -> Choice:
-    return Choice(strategy="full_shard", checkpoint_activations="none", micro_batch=1, gpus=gpus, offload=offload)
+    return builders.choice(gpus=gpus, offload=OFFLOADS[offload])
 
 
 def log_of(units: int, forward_s: float) -> Log:
@@ -71,7 +73,7 @@ def log_of(units: int, forward_s: float) -> Log:
 
 def costs(scale: float = 1.0) -> Costs:
     both = Scale(kernels=scale, messages=scale)
-    return costs_of(CLUSTER, REACHED["middle"], RANKS, hybrid=False, scale=both)
+    return costs_of(replace(CLUSTER, scales={"middle": both}), "middle", RANKS)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_copies_are_those_of_the_engine_in_its_order(offload, accumulate):
     """Which transfers start, one after the other, and how large copies are; small tensors, so their padding shows."""
     run = replace(run_of(8), accumulate=accumulate)
     places = {"params": "host"} if offload == "all" else {}
-    asked = replace(run, sharding={**run.sharding, "offload": acc.Offload(optimizer="host", **places)})
+    asked = replace(run, sharding=replace(run.sharding, offload=acc.Offload(optimizer="host", **places)))
     made, traced = offloaded(trace(gpt(3), run), choice(offload, 8), 2), trace(gpt(3), asked)
     assert launches(made) == launches(traced)
     for stream in ("fetch", "store"):
@@ -147,10 +149,10 @@ def launches(log: Log) -> list[tuple[str, StepPart]]:
 
 def test_one_rank_is_planned_as_the_engine_holds_it():
     """Its shards are the parameters, unless these rest on the host: then it gathers them, as no trace without offload has it."""
-    space = Space(strategies=["full_shard"], micro_batches=[2], gpus=[1], precision=acc.Precision())
-    job = SearchTask(subject_for=lambda size: gpt(3, batch=size), space=space, cluster=CLUSTER, num_params=1)
+    cluster = replace(CLUSTER, gpus=1)
+    looked = space(lambda size: gpt(3, batch=size), strategies=["full_shard"], micro_batches=[2], cluster=cluster)
     asked = replace(choice("disk", 1), micro_batch=2)
-    evaluator = Evaluator(job, lambda text: None)
+    evaluator = Evaluator(looked, lambda text: None)
     made = evaluator.candidate(asked)
     whole = TrainingSetup(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
     assert made.memory is not None
@@ -180,8 +182,7 @@ def test_states_on_disk_take_of_the_device_what_those_on_the_host_do():
     host, disk = (memory_of(m) for m in moved)
     assert host.reserved_bytes == disk.reserved_bytes
     assert replace(host.peak, at=0) == replace(disk.peak, at=0)  # the events of the disk come between
-    task = SearchTask(subject_for=lambda size: None, space=Space(), cluster=CLUSTER, num_params=1)
-    evaluator = Evaluator(task, say=lambda text: None)
+    evaluator = Evaluator(space(cluster=CLUSTER), say=lambda text: None)
     evaluator.traces.traced[choice("none")] = log
     found = [evaluator.candidate(choice(tier)) for tier in ("all", "disk")]
     assert found[0].memory is found[1].memory

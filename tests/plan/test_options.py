@@ -16,6 +16,7 @@ from accordion.plan.parts import logits_off
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
+from tests.plan import builders
 
 SEQ, WIDTH, LAYERS, MLP, VOCAB = 512, 256, 2, 768, 32000
 LOGITS = 4 * SEQ * VOCAB  # bytes in float32
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def planned(folder, **options: object) -> Plan:
-    return acc.plan(str(folder), seq=SEQ, **{**FIXED, "units": acc.only_blocks(), **options})
+    return builders.planned(str(folder), seq=SEQ, **{**FIXED, "units": acc.only_blocks(), **options})
 
 
 def peak(plan: Plan) -> int:
@@ -156,9 +157,7 @@ def test_less_power_is_slower_products(capsys):
     assert slower.elementwise == GPUS["h100"].elementwise
     for watts in (0.0, 71, 701):
         with (
-            pytest.raises(acc.UsageError, match=r"gpu_watts is|positive")
-            if watts != 71
-            else pytest.raises(acc.UsageError)
+            pytest.raises(acc.UsageError, match=r"watts is|positive") if watts != 71 else pytest.raises(acc.UsageError)
         ):
             at_watts(GPUS["h100"], watts)
 
@@ -199,63 +198,38 @@ def test_what_is_live_at_the_peak_is_all_of_it(plain):
 WORDS = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --gpus 2 --units blocks"
 
 
-def test_a_saved_plan_is_made_again_with_other_flags(folder, tmp_path, capsys):
+def test_the_command_takes_words_for_what_is_trained_and_where(folder, capsys):
     words = [
         "plan",
         "--model",
         str(folder),
-        "--seq",
-        "256",
         *WORDS.split(),
         "--loss",
         "fused",
-        "--price",
-        "2",
+        "--gpu",
+        "h100,price=2",
         "--tokens",
         "1e9",
-        "--json",
     ]
-    assert cli.main(words) == 0
-    text = capsys.readouterr().out
-    file = tmp_path / "plan.json"
-    file.write_text(text)
-    assert cli.main(["plan", "--from", str(file), "--json"]) == 0
-    again = capsys.readouterr().out
-    assert json.loads(again) == json.loads(text)
-    told = json.loads(text)["inputs"]
-    assert (told["seq"], told["loss"], told["precision"]["params"]) == (256, "fused", "bfloat16")
+    words += ["--lengths", "64,256", "--lora", "8,targets=q_proj+v_proj", "--precision", "bf16,reduce=bf16"]
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = found["inputs"]
+    assert (told["seq"], told["mean_tokens"], told["loss"], told["lora_rank"]) == (256, 64, "fused", 8)
+    assert (told["precision"]["params"], told["precision"]["reduce"]) == ("bfloat16", "bfloat16")
     assert set(told["versions"]) >= {"accordion", "torch", "transformers", "python"}
-
-    assert cli.main(["plan", "--from", str(file), "--loss", "plain"]) == 0
+    assert found["run"]["dollars"] == pytest.approx([2 * hours for hours in found["run"]["gpu_hours"]])
+    assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert "where the time goes, by kind" in shown
-    assert "what the peak is" in shown
-    assert "dollars" in shown
-    assert cli.main(["plan", "--from", str(file), "--loss", "plain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["inputs"]["loss"] == "plain"
-
-
-def test_a_file_that_is_no_plan_is_told_of(tmp_path, capsys):
-    for text, said in (
-        ("{", "cannot be read as JSON"),
-        ("{}", "holds no plan"),
-        ('{"config": {}, "command": {"gpuss": 8}}', "no options"),
-    ):
-        file = tmp_path / "plan.json"
-        file.write_text(text)
-        assert cli.main(["plan", "--from", str(file)]) == cli.BAD_INPUT
-        assert said in capsys.readouterr().err
-    gone = str(tmp_path / "gone.json")
-    assert cli.main(["plan", "--from", gone]) == cli.BAD_INPUT
-    said = f"accordion: --from {gone!r} is not there; it takes what `accordion plan --json` printed.\n"
-    assert capsys.readouterr().err == said
+    for part in ("where the time goes, by kind", "what the peak is", "dollars"):
+        assert part in shown
 
 
 def test_weights_in_four_bits_are_heeded_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for told, said in (
         ({"quant_method": "fp8"}, "quantized by fp8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--lora-rank"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--lora 16"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
         with pytest.raises(acc.UsageError, match=said):
@@ -265,4 +239,4 @@ def test_weights_in_four_bits_are_heeded_with_adapters_and_other_quantization_is
     )
     assert peak(made) == peak(asked)
     assert peak_of(made.log).num_bytes == peak(made)
-    assert replace(made.space, tokens=1).kernels.lora_rank == 8
+    assert made.workload.kernels.lora_rank == 8

@@ -14,6 +14,7 @@ from accordion.pages.page import Chart, Page, Table
 from accordion.plan.cli.html import PIECES, as_html, memory_chart, streams_chart
 from accordion.plan.cli.pages import of_plan
 from tests.plan import browser
+from tests.plan.builders import planned
 
 BINARY = browser.found()
 PHONE, DESK = (390, 844), (1200, 900)
@@ -29,7 +30,7 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def plan():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
-    return acc.plan(model, total, torch.randn(4096, 256), gpus=2, strategy="full_shard", checkpoint_activations="none")
+    return planned(model, total, torch.randn(4096, 256), gpus=2, strategy="full_shard", checkpoint_activations="none")
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
@@ -109,11 +110,13 @@ def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
 def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):
     best = plan.found.best
     bounds = [replace(best, fits=False, memory=None, steps=None, least_bytes=n, bound="no") for n in (12 << 30, 0)]
-    page = as_html(replace(plan, found=replace(plan.found, candidates=[best, *bounds]), seq=4096))
+    page = as_html(
+        replace(plan, found=replace(plan.found, candidates=[best, *bounds]), task=replace(plan.task, vocab=512))
+    )
     for said in (
         "sequence length 4,096, loss plain, computed in bfloat16, reduced in ",
         ", 1 node of 2 GPUs",
-        "host memory: 2 TiB a node of 8, the usual one; --host-memory-gib changes it",
+        "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it",
         "batches/s a GPU",
         "over 12.0",
     ):
@@ -136,10 +139,10 @@ def test_every_stream_is_drawn():
     for options, streams in (
         ({}, ours),
         ({"engine": "fsdp2"}, {*ours, "copy in"}),
-        ({"offload": "optimizer"}, {*ours, "fetch", "store", "host", "host step"}),
-        ({"offload": "disk"}, {*ours, "fetch", "store", "host", "host step", "disk"}),
+        ({"offload": "optimizer=host"}, {*ours, "fetch", "store", "host", "host step"}),
+        ({"offload": "params=host,optimizer=disk:/x"}, {*ours, "fetch", "store", "host", "host step", "disk"}),
     ):
-        made = acc.plan(model, total, torch.randn(64, 64), **options, **fixed)
+        made = planned(model, total, torch.randn(64, 64), **options, **fixed)
         drawn = {bar.name for bar in streams_chart(made).data}
         assert streams == drawn == {s.stream for s in made.chosen.steps["middle"].stretches}
 

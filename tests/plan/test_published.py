@@ -12,7 +12,7 @@ from accordion.plan.replay.timeline import simulate
 from accordion.plan.trace.trace import trace
 from tests.plan import published
 
-COSTS = costs_of(Cluster(gpu=GPUS["h100-96"]), REACHED["middle"], 8, hybrid=False)
+COSTS = costs_of(Cluster(gpu=GPUS["h100-96"]), "middle", 8)
 TOKENS = published.BATCH * published.SEQ
 
 
@@ -34,7 +34,7 @@ def test_the_published_run_of_torchtitan():
     log = trace(published.subject(), published.run())
     memory, steps = (
         memory_of(log),
-        {name: simulate(log, costs_of(COSTS.cluster, r, 8, False)) for name, r in REACHED.items()},
+        {name: simulate(log, costs_of(COSTS.cluster, name, 8)) for name in REACHED},
     )
     reserved = {how: num_bytes / GIB for how, num_bytes in memory.reserved_bytes.items()}
     rates = {name: TOKENS / step.seconds for name, step in steps.items()}

@@ -14,25 +14,26 @@ from torch import nn
 import accordion as acc
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.estimate import estimate_memory
-from accordion.plan.api import _units as units_to_try
+from accordion.plan.choice import in_memory
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log, Op
-from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.family import UnlikeError
 from accordion.plan.extrapolate.offload import disk_bytes, elements_of, host_bytes, offloaded
 from accordion.plan.extrapolate.sizes import alike
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import step_of
+from accordion.plan.replay.predict import step_of, step_of_choice
 from accordion.plan.result import next_gains
-from accordion.plan.search import traces
+from accordion.plan.search import evaluate, traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
-from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator, SearchTask
-from accordion.plan.search.search import SearchResult, closest, search
-from accordion.plan.search.space import Choice, Space, choices
+from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator
+from accordion.plan.search.search import SearchResult, closest, search_in
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from accordion.units import AUTO, units_named
+from accordion.plan.trained_models import unit_rules
+from accordion.sharding import offload_words
+from accordion.units import units_named
+from tests.plan.builders import OFFLOADS, choice, planned, space
 from tests.plan.test_plan import gpt, run_of, traced
 
 CLUSTER = Cluster(gpu=GPUS["h100"])
@@ -41,56 +42,49 @@ NARROW = acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)  # else sum
 GIB = 2**30
 
 
-def choice(**given: object) -> Choice:
-    defaults = {"strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "gpus": 8}
-    return Choice(**{**defaults, **given})
-
-
 # -- what is looked through
 
 
 def test_what_is_fixed_is_not_looked_for():
-    left = choices(Space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[2]), CLUSTER)
+    left = space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[2]).choices()
     assert left == [choice(checkpoint_activations="full", micro_batch=2)]
 
 
 def test_accumulation_follows_from_the_global_batch():
-    left = choices(
-        Space(strategies=["full_shard"], checkpointing=["none"], global_batch=96, micro_batches=[1, 2, 4, 8]), CLUSTER
-    )
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["none"]}
+    left = space(**fixed, global_batch=96, micro_batches=[1, 2, 4, 8]).choices()
     assert {(c.micro_batch, c.accumulate) for c in left} == {(1, 12), (2, 6), (4, 3)}
     with pytest.raises(acc.UsageError, match="global-batch"):
-        choices(Space(global_batch=7), CLUSTER)
+        space(global_batch=7).choices()
 
 
 def test_meshes_of_a_hybrid_have_shards_over_one_node_and_more():
-    space = Space(strategies=["hybrid_shard"], checkpointing=["none"], micro_batches=[1], gpus=[64])
-    assert [(c.replicas, c.shards) for c in choices(space, CLUSTER)] == [(8, 8), (4, 16), (2, 32)]
-    assert [c.replicas for c in choices(replace(space, replicas=2), CLUSTER)] == [2]
+    fixed = {"strategies": ["hybrid_shard"], "checkpointing": ["none"], "micro_batches": [1], "gpus": [64]}
+    assert [(c.replicas, c.shards) for c in space(**fixed).choices()] == [(8, 8), (4, 16), (2, 32)]
+    assert [c.replicas for c in space(**fixed, replicas=2).choices()] == [2]
     with pytest.raises(acc.UsageError, match="no configuration is left"):
-        choices(replace(space, replicas=3), CLUSTER)
+        space(**fixed, replicas=3).choices()
 
 
 def test_a_search_of_200_is_what_several_nodes_span():
-    assert len(choices(Space(gpus=[16, 32]), CLUSTER)) >= 200
+    assert len(space(gpus=[16, 32]).choices()) >= 200
 
 
 def test_units_by_size_are_tried_beside_the_fastest():
     """The embedding and the parts of a block apart: traced as the engine cuts them, each with a reason where it loses."""
-    auto, *rules = units_to_try(gpt(3).make(), "accordion", {})
-    assert (auto, rules) == (AUTO, ["min_params:66048"])
-    space = Space(
-        strategies=["full_shard"], checkpointing=["none"], micro_batches=[2], precision=BF16, units=[AUTO, *rules]
-    )
-    found = search(lambda size: gpt(3, batch=size), space, CLUSTER, 700_000)
-    assert [c.choice.units for c in found.candidates] == [AUTO, *rules]
+    rules = unit_rules(gpt(3).make())
+    assert rules == ["min_params:66048"]
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["none"], "micro_batches": [2], "units": [None, *rules]}
+    looked = space(lambda size: gpt(3, batch=size), **fixed, precision=BF16, num_params=700_000)
+    found = search_in(looked)
+    assert [c.choice.units and str(c.choice.units) for c in found.candidates] == [None, *rules]
     assert [bool(c.why) for c in found.candidates] == [c is not found.best for c in found.candidates]
 
     asked = choice(micro_batch=2, units=rules[0])
-    log = trace(gpt(3), space.run_of(asked, CLUSTER))
+    asked = asked.but(precision=BF16)
+    log = trace(gpt(3), looked.setup(asked))
     assert "blocks.1.up" in log.units
-    job = SearchTask(subject_for=lambda size: gpt(3, batch=size), space=space, cluster=CLUSTER, num_params=700_000)
-    made = Evaluator(job, lambda text: None).candidate(asked)  # no bound is known: it is traced
+    made = Evaluator(looked, lambda text: None).candidate(asked)  # no bound is known: it is traced
     assert made.memory is not None
     assert made.memory.peak.num_bytes == peak_of(log).num_bytes
 
@@ -106,7 +100,7 @@ def test_units_that_make_no_sense_are_told_of(text, said):
 def test_units_that_the_model_lacks_are_told_of_before_a_trace():
     heard: list[str] = []
     with pytest.raises(acc.UsageError, match="Foo"):
-        acc.plan(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
+        planned(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
     assert heard == []
 
 
@@ -163,7 +157,7 @@ def test_a_backward_with_secondary_shards_gathers_nothing_over_all_ranks():
     without, found = gathered(plain), gathered(kept)
     assert found["forward"] == without["forward"]
     assert {axis for axis, _ in without["backward"]} == {"shard"}
-    assert {axis for axis, _ in found["backward"]} == {"secondary"}
+    assert {axis for axis, _ in found["backward"]} == {"near"}
     assert len(found["backward"]) == len(without["backward"])
     parts = [n // 8 // ALIGN_BYTES * ALIGN_BYTES for _, n in found["backward"]]  # without the tags
     taken = [e.num_bytes for e in kept.events if isinstance(e, Alloc) and e.category is Category.GATHERED]
@@ -180,24 +174,21 @@ def test_a_step_over_nodes_is_faster_with_secondary_shards_in_each():
 
 
 def test_a_search_tries_secondary_shards_in_each_node_beside_what_is_fastest():
-    space = Space(
-        strategies=["full_shard"],
-        checkpointing=["none"],
-        micro_batches=[1],
-        gpus=[16],
-        precision=NARROW,
-        secondary=None,
-    )
-    cluster = replace(CLUSTER, network_gbps=1.0)
-    found = search(lambda size: gpt(4, size), space, cluster, 10_000)
-    assert [c.choice.secondary for c in found.candidates] == [0, 8]
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["none"], "micro_batches": [1], "precision": NARROW}
+
+    def searched(**given: object) -> SearchResult:
+        return search_in(space(lambda size: gpt(4, size), **fixed, num_params=10_000, network_gbps=1.0, **given))
+
+    def kept(result: SearchResult) -> list[int | None]:
+        return [c.choice.sharding.secondary for c in result.candidates]
+
+    found = searched(gpus=[16], copies=True)
+    assert kept(found) == [None, 8]
     assert found.best is not None
-    assert found.best.choice.secondary == 8
-    assert "secondary shards over 8" in str(found.best.choice)
-    fixed = search(lambda size: gpt(4, size), replace(space, secondary=4), cluster, 10_000)
-    assert [c.choice.secondary for c in fixed.candidates] == [4]
-    one_node = search(lambda size: gpt(4, size), replace(space, gpus=[8]), cluster, 10_000)
-    assert [c.choice.secondary for c in one_node.candidates] == [0]
+    assert found.best.choice.sharding.secondary == 8
+    assert "copies kept over 8" in str(found.best.choice)
+    assert kept(searched(gpus=[16], secondary=4)) == [4]
+    assert kept(searched(gpus=[8], copies=True)) == [None]
 
 
 # -- offload
@@ -211,7 +202,7 @@ def plain():
 def test_offload_takes_states_off_the_device_and_leaves_no_gradient_behind(plain):
     before = peak_of(plain)
     for offload, kept in (("optimizer", 0.5), ("all", 0.0), ("disk", 0.0)):
-        moved = offloaded(plain, choice(offload=offload), compute_bytes=2)
+        moved = offloaded(plain, choice(offload=OFFLOADS[offload]), compute_bytes=2)
         peak = peak_of(moved)
         assert peak.highest["optimizer"] <= 0.01 * before.highest["optimizer"] + 4096
         assert peak.highest["parameters"] == pytest.approx(kept * before.highest["parameters"], rel=0.05, abs=4096)
@@ -225,7 +216,7 @@ def test_offload_takes_states_off_the_device_and_leaves_no_gradient_behind(plain
 def test_offload_copies_cost_time_and_host_memory(plain):
     times = {}
     for offload in ("none", "optimizer", "all", "disk"):
-        chosen = choice(offload=offload)
+        chosen = choice(offload=OFFLOADS[offload])
         moved = offloaded(plain, chosen, compute_bytes=2)
         times[offload] = step_of_choice(moved, run_of(8), chosen, CLUSTER, "middle").seconds
     assert times["none"] < times["optimizer"] <= times["all"] < times["disk"]
@@ -245,8 +236,8 @@ def test_host_and_disk_have_what_the_tiers_state():
     """Of a model whose parameters are large beside pages, for all ranks of a machine."""
     wide = gpt(2, width=1024)
     log = trace(wide, run_of(8))
-    for offload, places in PLACES.items():
-        said, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=offload)
+    for places in PLACES.values():
+        said, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=places)
         assert host_bytes(log, chosen, 2, CLUSTER) == pytest.approx(8 * said.host, rel=0.02)
         assert disk_bytes(log, chosen, CLUSTER) == pytest.approx(8 * said.disk, rel=0.02)
 
@@ -277,19 +268,17 @@ CARD_GIB = 2.09  # three blocks need 2.092 with states on the card, and 2.088 wi
 def found() -> SearchResult:
     """A card on which states do not fit beside what a step needs."""
     gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
-    space = Space(
-        strategies=["full_shard"], checkpointing=["none", "full"], micro_batches=[2], gpus=[2], precision=BF16
-    )
-    return search(lambda size: gpt(3, batch=size), space, Cluster(gpu=gpu, node=2), 700_000)
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["none", "full"], "micro_batches": [2], "precision": BF16}
+    looked = space(lambda size: gpt(3, batch=size), **fixed, gpus=[2], gpu=gpu, node=2, num_params=700_000)
+    return search_in(looked)
 
 
 def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
-    by = {(c.choice.checkpoint_activations, c.choice.offload): c for c in found.candidates if c.choice.gpus == 2}
+    by = {(c.choice.checkpointing, offload_words(c.choice.offload)): c for c in found.candidates if c.choice.gpus == 2}
     assert {key for key, c in by.items() if key[1] == "none" and c.fits} == set()
     assert found.best is not None
-    assert found.best.choice.offload != "none"
-    offload = acc.Offload(params="device" if found.best.choice.offload == "optimizer" else "host", optimizer="host")
-    way = found.best.choice.checkpoint_activations
+    assert found.best.choice.offload.is_any
+    offload, way = in_memory(found.best.choice.offload), found.best.choice.checkpointing
     own = trace(
         gpt(3), run_of(2, offload=offload, checkpoint_activations=way)
     )  # what is chosen was traced with its offload
@@ -305,16 +294,22 @@ def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
 def test_what_comes_closest_was_worked_out(found):
     """And is no choice that a bound ruled out, of which only the least is known."""
     ruled_out = Candidate(choice=choice(gpus=2), fits=False, least_bytes=1, bound="takes more than full_shard")
-    assert closest([ruled_out, *found.candidates], Space(gpus=[2])).memory is not None
-    assert closest([ruled_out], Space(gpus=[2])) is ruled_out
+    assert closest([ruled_out, *found.candidates], space(gpus=[2])).memory is not None
+    assert closest([ruled_out], space(gpus=[2])) is ruled_out
 
 
 def test_a_machine_that_is_too_small_for_offload_says_so():
     gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
-    space = Space(
-        strategies=["full_shard"], checkpointing=["full"], micro_batches=[2], gpus=[2], precision=BF16, offloads=["all"]
+    fixed = {
+        "strategies": ["full_shard"],
+        "checkpointing": ["full"],
+        "micro_batches": [2],
+        "offloads": [OFFLOADS["all"]],
+    }
+    cluster = Cluster(gpu=gpu, gpus=2, node=2, host_memory_gib=0.001)
+    small = search_in(
+        space(lambda size: gpt(3, batch=size), **fixed, cluster=cluster, precision=BF16, num_params=700_000)
     )
-    small = search(lambda size: gpt(3, batch=size), space, Cluster(gpu=gpu, node=2, host_memory_gib=0.001), 700_000)
     assert small.best is None
     assert "of a machine's memory" in small.candidates[0].why
 
@@ -322,11 +317,11 @@ def test_a_machine_that_is_too_small_for_offload_says_so():
 def test_the_usual_machine_of_a_card_is_taken_and_named():
     usual, given = Cluster(gpu=GPUS["h100"]), Cluster(gpu=GPUS["h100"], host_memory_gib=512)
     assert usual.host_bytes == 2048 * GIB
-    assert usual.host_is == "host memory: 2 TiB a node of 8, the usual one; --host-memory-gib changes it"
+    assert usual.host_is == "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it"
     assert given.host_is == "host memory: 512 GiB a node of 8, as given"
     # What 70 B parameters keep there at least, in float32 with gradients and states.
-    space = Space(precision=BF16, gpus=[8])
-    assert least_host_bytes(choice(gpus=8, offload="all"), space, 70 * 10**9, usual) * HOST_MARGIN < usual.host_bytes
+    looked = space(precision=BF16, num_params=70 * 10**9)
+    assert least_host_bytes(choice(offload=OFFLOADS["all"]), looked) * HOST_MARGIN < usual.host_bytes
 
 
 @pytest.fixture(scope="module")
@@ -354,21 +349,16 @@ def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monk
     """Beside a search that works everything out; two billion parameters."""
     monkeypatch.setattr(traces, "log_of", traced_once)
     subject_for = partial(gpt, 40, width=2048)
-    space = Space(
-        strategies=["full_shard", "hybrid_shard"],
-        checkpointing=["full"],
-        micro_batches=[1],
-        gpus=[16],
-        precision=BF16,
-    )
+    fixed = {"strategies": ["full_shard", "hybrid_shard"], "checkpointing": ["full"], "micro_batches": [1]}
     gpu = replace(GPUS["l40s"], memory_gib=memory_gib)
-    cluster = Cluster(gpu=gpu, network_gbps=0.3, host_memory_gib=host_gib)
+    cluster = Cluster(gpu=gpu, gpus=16, network_gbps=0.3, host_memory_gib=host_gib)
     num_params = sum(p.numel() for p in subject_for(1).make().parameters())
-    quick = search(subject_for, space, cluster, num_params)
+    looked = space(subject_for, **fixed, cluster=cluster, precision=BF16, num_params=num_params)
+    quick = search_in(looked)
     for bound in ("_bound_of", "_host_bound_of"):
         monkeypatch.setattr(Evaluator, bound, lambda self, *about: "")
-    monkeypatch.setattr(Evaluator, "_least_bytes", lambda self, choice: 0)
-    whole = search(subject_for, space, cluster, num_params)
+    monkeypatch.setattr(evaluate, "least_bytes", lambda choice, space: 0)
+    whole = search_in(looked)
     assert all(c.memory is not None for c in whole.candidates)
     if (memory_gib, host_gib) == (4.0, 15):
         assert [c.bound for c in quick.candidates if c.bound] == ["needs at least 21 of 15 GiB of a machine's memory"]
@@ -385,7 +375,7 @@ def test_what_would_be_faster_names_the_memory_that_is_lacking(found):
     cluster = Cluster(gpu=replace(GPUS["l40s"], memory_gib=card / GIB), host_memory_gib=10)
     fast = {name: replace(step, seconds=step.seconds / 2) for name, step in found.best.steps.items()}
     other = replace(found.best, fits=False, steps=fast, host_bytes=20 * GIB)
-    stub = SimpleNamespace(found=replace(found, candidates=[found.best, other]), space=Space(), cluster=cluster)
+    stub = SimpleNamespace(found=replace(found, candidates=[found.best, other]), space=space(), cluster=cluster)
     assert next_gains(stub)[0].costs == "12 GiB more in each machine"
     stub.cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=card / GIB - 2))
     assert next_gains(stub)[0].costs == "1.0 GiB more on each card and 12 GiB more in each machine"
@@ -396,39 +386,40 @@ def test_no_trace_keeps_less_on_the_host_than_its_bound():
     subject = gpt(2, width=1024)
     elements = sum(p.numel() for p in subject.make().parameters())
     for gpus, optimizer in ((8, "adamw"), (16, "sgd")):
-        space = Space(precision=BF16, optimizer=optimizer, gpus=[gpus])
-        log = trace(subject, space.run_of(choice(gpus=gpus), CLUSTER))
+        looked = space(precision=BF16, optimizer=optimizer, num_params=elements)
+        log = trace(subject, looked.setup(choice(gpus=gpus, precision=BF16)))
         for tier in ("optimizer", "all"):
-            asked = choice(gpus=gpus, offload=tier)
-            least, held = least_host_bytes(asked, space, elements, CLUSTER), host_bytes(log, asked, 2, CLUSTER)
+            asked = choice(gpus=gpus, offload=OFFLOADS[tier])
+            least, held = least_host_bytes(asked, looked), host_bytes(log, asked, 2, CLUSTER)
             assert 0.8 * held < least <= held
-    disk = least_host_bytes(choice(offload="disk"), Space(precision=BF16), elements, CLUSTER)
-    assert disk == elements * (4 + 4 + 2) < least_host_bytes(choice(offload="all"), Space(), elements, CLUSTER)
+    narrow, wide = space(precision=BF16, num_params=elements), space(num_params=elements)
+    disk = least_host_bytes(choice(offload=OFFLOADS["disk"]), narrow)
+    assert disk == elements * (4 + 4 + 2) < least_host_bytes(choice(offload=OFFLOADS["all"]), wide)
 
     gpu = replace(GPUS["l40s"], memory_gib=2.0)  # tracing would fail here
     small = Cluster(gpu=gpu, host_memory_gib=20)
-    task = SearchTask(subject_for=lambda size: None, space=Space(precision=BF16), cluster=small, num_params=2 * 10**9)
-    none, disk = Evaluator(task, lambda text: None).candidates([choice(gpus=16, strategy="hybrid_shard", replicas=2)])
-    assert (none.memory, disk.memory, disk.fits, disk.choice.offload) == (None, None, False, "disk")
+    looked = space(precision=BF16, cluster=small, num_params=2 * 10**9)
+    none, disk = Evaluator(looked, lambda text: None).candidates([choice(gpus=16, strategy="hybrid_shard", replicas=2)])
+    assert (none.memory, disk.memory, disk.fits) == (None, None, False)
+    assert offload_words(disk.choice.offload) == OFFLOADS["disk"]
     assert disk.bound == "needs at least 20 of 20 GiB of a machine's memory"
 
 
 def test_no_strategy_is_said_to_take_less_than_its_states():
-    space = Space(precision=BF16)
     billion = 10**9
-    assert least_bytes(choice(), space, billion) == 1.5 * billion
-    assert least_bytes(choice(strategy="shard_grad_op"), space, billion) == 3.5 * billion
-    assert least_bytes(choice(strategy="no_shard"), space, billion) == 14 * billion
-    assert least_bytes(choice(strategy="hybrid_shard", gpus=16, replicas=2), space, billion) == 1.5 * billion
-    assert least_bytes(choice(strategy="hybrid_shard_optim", gpus=16, replicas=2), space, billion) == 0.75 * billion
-    assert least_bytes(choice(offload="all"), space, billion) == 0
+    looked = space(precision=BF16, num_params=billion)
+    assert least_bytes(choice(), looked) == 1.5 * billion
+    assert least_bytes(choice(strategy="shard_grad_op"), looked) == 3.5 * billion
+    assert least_bytes(choice(strategy="no_shard"), looked) == 14 * billion
+    assert least_bytes(choice(strategy="hybrid_shard", gpus=16, replicas=2), looked) == 1.5 * billion
+    assert least_bytes(choice(strategy="hybrid_shard_optim", gpus=16, replicas=2), looked) == 0.75 * billion
+    assert least_bytes(choice(offload=OFFLOADS["all"]), looked) == 0
 
 
 def test_a_strategy_that_could_not_win_is_not_traced():
     """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
     cluster = replace(CLUSTER, network_gbps=0.1)
-    task = SearchTask(subject_for=lambda size: None, space=Space(precision=BF16), cluster=cluster, num_params=10**6)
-    evaluator = Evaluator(task, lambda text: None)
+    evaluator = Evaluator(space(precision=BF16, cluster=cluster, num_params=10**6), lambda text: None)
     evaluator._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
     for gpus, floor, said in (
         (8, Floor(GIB, 0.625), "20 % slower"),
@@ -459,10 +450,10 @@ def test_a_strategy_that_could_not_win_is_not_traced():
 def test_no_step_is_faster_than_its_messages(name):
     """Seconds of the messages, from FULL_SHARD's own log, beside what is traced: close to it where only messages take time."""
     cluster = replace(CLUSTER, network_gbps=0.01)
-    space = Space(precision=BF16, gpus=[16])
-    base, asked = choice(gpus=16), choice(strategy=name, gpus=16, replicas=2 if "hybrid" in name else 1)
-    log = trace(gpt(3), space.run_of(base, cluster))
-    floor = floor_of(log, 0, step_of(log, space.run_of(base, cluster), cluster), base, cluster)
-    run = space.run_of(asked, cluster)
+    looked, base = space(precision=BF16, cluster=cluster), choice(gpus=16, precision=BF16)
+    asked = choice(strategy=name, gpus=16, replicas=2 if "hybrid" in name else 1, precision=BF16)
+    log = trace(gpt(3), looked.setup(base))
+    floor = floor_of(log, 0, step_of(log, looked.setup(base), cluster), base, cluster)
+    run = looked.setup(asked)
     step = step_of(trace(gpt(3), run), run, cluster)
-    assert 0.3 * step.seconds < messages_s(asked, floor, space, cluster) <= step.seconds
+    assert 0.3 * step.seconds < messages_s(asked, floor, looked) <= step.seconds

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import accordion as acc
 from accordion.plan.hardware import GIB, gpu_named
 from accordion.plan.trace.operators import unknown_workspace_of
+from tests.plan import builders
 
 MOST = "aten.convolution.default"
 
@@ -21,7 +21,7 @@ def planned(memory_gib: float, **options: object) -> object:
     model = nn.Sequential(nn.Conv2d(8, 64, 7, padding=3), nn.Flatten(), nn.AdaptiveAvgPool1d(16))
     fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
     gpu = gpu_named("h100", memory_gib=memory_gib)
-    return acc.plan(model, total, torch.empty(8, 8, 128, 128), gpu=gpu, **{**fixed, **options})
+    return builders.planned(model, total, torch.empty(8, 8, 128, 128), gpu=gpu, **{**fixed, **options})
 
 
 def test_no_verdict_where_an_operator_could_take_more_than_is_left():
@@ -68,7 +68,7 @@ def test_a_custom_operator_is_named():
         return torch.empty_like(x)
 
     twice.register_autograd(lambda ctx, grad: grad * 2)
-    made = acc.plan(
+    made = builders.planned(
         nn.Linear(64, 64), lambda m, b: total(m, twice(b)), torch.empty(4, 64), gpus=1, strategy="full_shard"
     )
     assert "custom operator" in made.log.unmodelled["accordion_test.twice.default"]

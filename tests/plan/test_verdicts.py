@@ -9,14 +9,15 @@ from itertools import permutations
 import pytest
 
 import accordion as acc
+from accordion.plan.choice import Choice
 from accordion.plan.events import Log
 from accordion.plan.hardware import GPUS, Cluster, Scale
 from accordion.plan.replay.predict import memory_of, step_of
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import why_not
-from accordion.plan.search.space import Choice, Space
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
+from tests.plan.builders import choice, space
 from tests.plan.test_plan import gpt, run_of
 
 SLOW = Cluster(  # slow enough that a small model's kernels are not all as short as their launch
@@ -30,7 +31,7 @@ def traced() -> list[tuple[Choice, TrainingSetup, Log]]:
     found = []
     for strategy, checkpointing in WAYS:
         run = run_of(8, strategy=strategy, checkpoint_activations=checkpointing)
-        asked = Choice(strategy=strategy.name, checkpoint_activations=checkpointing, micro_batch=2, gpus=8)
+        asked = choice(strategy=strategy, checkpoint_activations=checkpointing, micro_batch=2)
         found.append((asked, run, trace(gpt(3), run)))
     return found
 
@@ -54,7 +55,7 @@ def off_by(most: float, draw: random.Random) -> Cluster:
 @pytest.mark.parametrize("scales", [{}, {"middle": Scale()}])
 def test_an_order_that_is_claimed_holds(traced, scales):
     """Uncalibrated, 10 % outweigh rates that are 4.7 % off, each in its own way; calibrated, 5 % outweigh 2.4 %."""
-    cluster, space, draw = replace(SLOW, scales=scales), Space(gpus=[8]), random.Random(0)
+    cluster, draw = replace(SLOW, scales=scales), random.Random(0)
     candidates = [
         Candidate(
             choice=c, fits=True, least_bytes=0, memory=memory_of(log), steps={"middle": step_of(log, run, cluster)}
@@ -62,7 +63,7 @@ def test_an_order_that_is_claimed_holds(traced, scales):
         for c, run, log in traced
     ]
     claimed = {
-        (a, b): why_not(candidates[b], candidates[a], space, cluster).endswith("slower")
+        (a, b): why_not(candidates[b], candidates[a], space(cluster=cluster)).endswith("slower")
         for a, b in permutations(range(len(candidates)), 2)
     }
     assert sum(claimed.values()) >= 5

@@ -9,7 +9,7 @@ from typing import NamedTuple
 COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
 REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
-SECONDARY = "secondary"  # the axis of neighbours that keep one copy from a forward to its backward
+NEAR = "near"  # the axis of neighbours that keep one copy from a forward to its backward
 EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
 EXPERT_DATA = "expert data"  # that of ranks that have the same ones
 ALL_TO_ALL = "all_to_all"  # of tokens to their experts, on the compute stream
@@ -87,7 +87,7 @@ class Collective:
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int
-    axis: str  # shard, replicate, SECONDARY, EXPERTS or EXPERT_DATA
+    axis: str  # shard, replicate, NEAR, EXPERTS or EXPERT_DATA
     stream: str
 
 

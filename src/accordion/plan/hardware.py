@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from pathlib import Path
+from typing import Any
 
-from accordion.errors import UsageError
-from accordion.files import read_text
+from accordion.errors import UsageError, nearest
 from accordion.plan.efficiency import ATTENTION, GUESSED, MADE, efficiency_of
 
 GIB, GB = 2**30, 10**9
@@ -24,6 +22,8 @@ HOST_MEMORY_GBPS = (
 HOST_GIB = 64.0  # of a machine's memory for each card that is in no table, and for those of workstations
 DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
 LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
+LARGEST = 10**9  # of numbers that are asked for
+LARGEST_GPUS = 1 << 16  # a trace knows each rank of its world by number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,47 +68,22 @@ class Gpu:
         return "guessed: no published step on such a card was fitted"
 
 
-def _gpu(
-    name: str,
-    memory_gib: float,
-    tflops: float,
-    fp32_tflops: float,
-    bandwidth_gbps: float,
-    link: str,
-    link_gbps: float,
-    source: str,
-    *,
-    like: str = "",
-    host_gbps: float = PCIE_4,
-    watts: float = 0.0,
-    half: str = "bf16",
-    elementwise: float | None = None,
-    host_gib: float = HOST_GIB,
-) -> Gpu:
-    """A card of the table. `like`: the kind of card whose efficiency it has, as far as anybody knows. `elementwise`: its own."""
+PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_gbps", "source")
+
+
+def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
+    """A card of the table.
+
+    Args:
+        peaks: in the order of `PEAKS`.
+        like: the kind of card whose efficiency it has, as far as anybody knows.
+        more: other fields.
+    """
     own = efficiency_of(like)
-    is_own = name in own.cards
-    return Gpu(
-        name=name,
-        memory_gib=memory_gib,
-        tflops=tflops,
-        fp32_tflops=fp32_tflops,
-        bandwidth_gbps=bandwidth_gbps,
-        link=link,
-        link_gbps=link_gbps,
-        source=source,
-        products=own.products,
-        elementwise=own.elementwise if elementwise is None else elementwise,
-        attention=own.attention[ATTENTION],
-        slow=own.slow if is_own else GUESSED.slow,
-        fast=own.fast if is_own else GUESSED.fast,
-        rows=own.rows if is_own else 0,
-        kind=like,
-        host_gbps=host_gbps,
-        half=half,
-        watts=watts,
-        host_gib=host_gib,
-    )
+    ranges = own if name in own.cards else GUESSED
+    shares = {"products": own.products, "elementwise": own.elementwise, "attention": own.attention[ATTENTION]}
+    shares |= {"slow": ranges.slow, "fast": ranges.fast, "rows": ranges.rows}
+    return Gpu(name=name, kind=like, **{**dict(zip(PEAKS, peaks, strict=True)), **shares, **more})
 
 
 def at_watts(gpu: Gpu, watts: float) -> Gpu:
@@ -116,9 +91,9 @@ def at_watts(gpu: Gpu, watts: float) -> Gpu:
     computes goes with the clock. Raises `UsageError`.
     """
     if not gpu.watts:
-        raise UsageError(f"the power of card {gpu.name!r} is not known; leave --gpu-watts out, or take --gpu-tflops.")
+        raise UsageError(f"the power of card {gpu.name!r} is not known; leave watts out, or give tflops.")
     if not 0.2 * gpu.watts <= watts <= gpu.watts:
-        raise UsageError(f"gpu_watts is {watts:g}; {gpu.name} takes {0.2 * gpu.watts:g} to {gpu.watts:g} W.")
+        raise UsageError(f"watts is {watts:g}; {gpu.name} takes {0.2 * gpu.watts:g} to {gpu.watts:g} W.")
     slower = (watts / gpu.watts) ** (1 / 3)
     return replace(gpu, products=gpu.products * slower, attention=gpu.attention * slower, watts=watts)
 
@@ -222,21 +197,61 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `host_memory_gib`: of one machine;
-    None: that of the card's usual machine. `disk_gbps`: of one machine. `scales`: by assumed rates, what one measured step made
-    of their times; empty where none was measured.
+    """Equal machines with equal cards.
+
+    Args:
+        gpu: a card of the table by its name, or a description.
+        gpus: number of cards in all; of several numbers the largest is what is asked for.
+        node: cards of one machine.
+        network_gbps: GB/s that one card sends to other machines.
+        host_memory_gib: memory of one machine. None: that of the card's usual machine.
+        disk_gbps: GB/s of the disk of one machine.
+        price: dollars for an hour of one card.
+        measured_step_s: seconds of one measured step on these cards, which calibrates all times.
+        measured_at: its configuration, "full_shard,selective,2,8": strategy, checkpointing, micro-batch and cards. Without it
+            the only configuration that is planned.
+        scales: by assumed rates, what the measured step made of their times.
     """
 
-    gpu: Gpu
+    gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
+    gpus: Sequence[int] = (8,)
     node: int = 8
     network_gbps: float = NETWORK_GBPS
     host_memory_gib: float | None = None
     disk_gbps: float = DISK_GBPS
+    price: float | None = None
+    measured_step_s: float | None = None
+    measured_at: str = ""
     scales: Mapping[str, Scale] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        gpu: Any = self.gpu
+        if not isinstance(gpu, Gpu):
+            object.__setattr__(self, "gpu", gpu_named(gpu))
+        counts = [self.gpus] if isinstance(self.gpus, int) else sorted(self.gpus)
+        object.__setattr__(self, "gpus", tuple(counts))
+        if not counts:
+            raise UsageError("gpus is empty; name at least one number of GPUs.")
+        for name, value in [*(("gpus", n) for n in counts), ("node", self.node)]:
+            if not 1 <= value <= LARGEST_GPUS:
+                raise UsageError(f"{name} is {value:,}; it takes 1 to {LARGEST_GPUS:,}.")
+        rates = {"network_gbps": 1e6, "host_memory_gib": 1e6, "disk_gbps": 1e6, "price": 1e18}
+        for name, most in rates.items():
+            value = getattr(self, name)
+            check_rate(name, 1 if value is None else value, most)
+        if self.measured_at and self.measured_step_s is None:
+            raise UsageError(
+                f"measured_at {self.measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of cards that is asked for."""
+        return max(self.gpus)
 
     @property
     def tellable(self) -> float:
-        """Two times that differ by less are not told apart."""
+        """The share of a time below which a difference between two is not taken as one."""
         return 0.05 if self.scales else 0.10
 
     @property
@@ -249,7 +264,7 @@ class Cluster:
         """The memory of one machine in words, with where the number is from."""
         gib = self.host_bytes / GIB
         size = f"{gib / 1024:.3g} TiB" if gib >= 1024 else f"{gib:,.0f} GiB"
-        given = "as given" if self.host_memory_gib else "the usual one; --host-memory-gib changes it"
+        given = "as given" if self.host_memory_gib else "the usual one; host_memory_gib changes it"
         return f"host memory: {size} a node of {self.node}, {given}"
 
     @property
@@ -257,50 +272,67 @@ class Cluster:
         return int(self.gpu.memory_gib * GIB)
 
 
-def gpu_from(path: Path) -> Gpu:
-    """The card in a file of `accordion plan --measure`. Raises `UsageError`."""
-    try:
-        card = json.loads(read_text(path))["card"]
-        made = Gpu(**card)
-    except FileNotFoundError:
-        raise UsageError(f"no measured card at {path}; `accordion plan --measure` writes one.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} holds no measured card ({error}); `accordion plan --measure` writes one.") from None
-    numbers = [made.memory_gib, made.tflops, made.fp32_tflops, made.bandwidth_gbps, made.link_gbps]
-    numbers += [made.products, made.elementwise, made.attention, made.slow, made.fast]
-    if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
-        raise UsageError(f"{path} holds a card whose rates are not all positive; measure it again.")
-    return made
+def gpu_named(name: str, watts: float | None = None, **rates: float) -> Gpu:
+    """Return the card of that name, corrected by `rates`.
 
-
-def gpu_named(
-    name: str | Path,
-    memory_gib: float | None = None,
-    tflops: float | None = None,
-    bandwidth_gbps: float | None = None,
-    link_gbps: float | None = None,
-) -> Gpu:
-    """The card of that name, or in that .json file, corrected by what is given; all four describe one that is in neither.
+    Args:
+        watts: power of the card, if that is less than its data sheet's.
+        rates: memory_gib, tflops, bandwidth_gbps and link_gbps; all four describe a card that is in no table.
 
     Raises `UsageError`.
     """
-    given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
-    told = {key: value for key, value in given.items() if value is not None}
-    for key, value in told.items():
+    for key, value in rates.items():
         check_rate(key, value)
-    if isinstance(name, Path) or name.endswith(".json"):
-        return replace(gpu_from(Path(name)), **told)  # type: ignore[arg-type]
-    key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb")
-    key = ALIASES.get(key.replace("rtx-", "rtx"), key.replace("rtx-", "rtx"))
+    key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")
+    key = ALIASES.get(key, key)
     if key in GPUS:
-        return replace(GPUS[key], **told)  # type: ignore[arg-type]
-    if len(told) == len(given):
-        return Gpu(name=name, fp32_tflops=told["tflops"] / 16, link="as given", source="as given", **told)  # type: ignore[arg-type]
-    near = get_close_matches(key, GPUS, n=3, cutoff=0.3) or list(GPUS)
-    raise UsageError(
-        f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it with "
-        "--gpu-memory-gib, --gpu-tflops, --gpu-bandwidth-gbps and --link-gbps."
-    )
+        card = GPUS[key]
+    elif len(rates) == 4:
+        card = Gpu(name=name, fp32_tflops=rates["tflops"] / 16, link="as given", source="as given", **rates)  # type: ignore[arg-type]
+    else:
+        near = get_close_matches(key, GPUS, n=3, cutoff=0.3) or list(GPUS)
+        raise UsageError(
+            f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it: "
+            "--gpu mine,memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400."
+        )
+    card = replace(card, **rates)  # type: ignore[arg-type]
+    return card if watts is None else at_watts(card, watts)
+
+
+CARD_WORDS = ("memory_gib", "tflops", "bandwidth_gbps", "link_gbps", "watts")
+CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
+
+
+def cluster_of(text: str, **more: Any) -> Cluster:
+    """Return the cluster that words describe: a card, and more with commas between, `h100,memory_gib=94,price=2.5`.
+
+    Args:
+        text: the words.
+        more: other fields of the cluster.
+
+    Raises `UsageError`.
+    """
+    name, *words = (word.strip() for word in text.split(","))
+    values: dict[str, float] = {}
+    for word in words:
+        key, _, number = word.partition("=")
+        if key not in (*CARD_WORDS, *CLUSTER_WORDS):
+            raise UsageError(f"--gpu has no {key!r}; {nearest(key, [*CARD_WORDS, *CLUSTER_WORDS])}")
+        try:
+            values[key] = float(number)
+        except ValueError:
+            raise UsageError(f"--gpu has {word!r}; write a number after it, such as {key}=80.") from None
+    card = {key: value for key, value in values.items() if key in CARD_WORDS}
+    gpu = gpu_named(name, **card)
+    return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """Return the words of which `cluster_of` makes a cluster, without its number of cards."""
+    gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
+    words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
+    words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
+    return ",".join([gpu.name, *(f"{key}={value:g}" for key, value in words.items() if value)])
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:

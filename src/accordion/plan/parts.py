@@ -20,7 +20,6 @@ from accordion.plan.events import (
     StepPart,
     StepPhase,
 )
-from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.replay.peak import MemoryPeak, name_of, peak_of
 from accordion.plan.replay.timeline import KERNELS_OF, Step
 
@@ -167,7 +166,7 @@ class RunCost:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def cost_of(tokens: float, rates: Sequence[float], gpus: int, cluster: Cluster, price: float | None) -> RunCost:
+def cost_of(tokens: float, rates: Sequence[float], gpus: int, price: float | None) -> RunCost:
     """`rates`: useful tokens a second of one GPU. `price`: dollars for an hour of one GPU."""
     seconds = sorted(tokens / (rate * gpus) for rate in rates)
     hours = (seconds[0] / 3600, seconds[-1] / 3600)
@@ -178,7 +177,3 @@ def cost_of(tokens: float, rates: Sequence[float], gpus: int, cluster: Cluster, 
         gpu_hours=gpu_hours,
         dollars=None if price is None else (gpu_hours[0] * price, gpu_hours[1] * price),
     )
-
-
-def gib_of(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -35,9 +35,13 @@ from accordion.plan.parts import (
 )
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
-from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.search.space import Space
+from accordion.plan.workload import Trained, Workload
+from accordion.sharding import PRINTERS, Sharding
 from accordion.units import AUTO
 from accordion.version import VERSION
+
+FIELDS = [f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "reduce_op")]
 
 NOT_KNOWN = (
     "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
@@ -47,26 +51,34 @@ NOT_KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
+    """The answer.
 
-    `measured`: which step, if any, was measured and calibrates the times. `tokens`, `price`: of a whole
-    run, and dollars for an hour of a GPU. `counted`: what speed is of. `asked`: the arguments of `plan`. `remarks`: on the model.
+    Args:
+        task: the workload with its model.
+        found: every candidate.
+        log: of the best one, or of the one that comes closest.
+        num_params: of the whole model.
+        measured: which step, if any, was measured and calibrates the times.
+        remarks: on the model, and on how it is planned.
     """
 
-    model: str
-    cluster: Cluster
+    task: Trained
+    workload: Workload
     space: Space
     found: SearchResult
-    log: Log | None
     num_params: int
+    log: Log | None = None
     measured: str = ""
-    tokens: float | None = None
-    price: float | None = None
-    seq: int = 0
-    vocab: int = 0
-    counted: str = "tokens"
-    asked: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.space.cluster
+
+    @property
+    def seq(self) -> int:
+        """Tokens of a sample; 0 for a model without a vocabulary."""
+        return self.workload.seq if self.task.vocab else 0
 
     @property
     def time_is(self) -> str:
@@ -112,8 +124,8 @@ class Plan:
         return {
             **self._entry(chosen),
             "fewest_gpus": fewest,
-            "counted": self.counted,
-            "model": {"name": self.model, "num_params": self.num_params},
+            "counted": self.task.counted,
+            "model": {"name": self.task.name, "num_params": self.num_params},
             "hardware": {
                 "gpu": self.cluster.gpu.name,
                 "memory_bytes": self.cluster.card_bytes,
@@ -137,7 +149,7 @@ class Plan:
         """The sequence length, precision, loss and nodes that figures hold for."""
         precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
         num_nodes = self.chosen.choice.gpus // node
-        parts = [f"sequence length {self.seq:,}", f"loss {self.space.kernels.loss}"] if self.seq else []
+        parts = [f"sequence length {self.seq:,}", f"loss {self.workload.kernels.loss}"] if self.seq else []
         dtypes = {"computed": precision.params, "reduced": precision.reduce}
         parts += [f"{what} in {dtype or 'its own dtype'}".replace("torch.", "") for what, dtype in dtypes.items()]
         return ", ".join(
@@ -146,22 +158,25 @@ class Plan:
 
     def inputs(self) -> dict[str, Any]:
         """All that the plan was made from, versions included."""
-        space, cluster, precision = self.space, self.cluster, self.space.precision
+        space, cluster, kernels = self.space, self.cluster, self.workload.kernels
+        lengths = {"seq": self.seq, "mean_tokens": self.workload.mean_tokens or self.seq} if self.seq else {}
         return {
-            **self.asked,
-            "gpus": list(space.gpus),
+            "model": self.task.name,
+            "gpu": cluster.gpu.name,
+            **lengths,
+            "gpus": list(cluster.gpus),
             "ranks_in_a_node": cluster.node,
             "network_gbps": cluster.network_gbps,
             "host_memory_gib": cluster.host_bytes / GIB,
             "disk_gbps": cluster.disk_gbps,
             "optimizer": space.optimizer,
             "engine": space.engine,
-            "loss": space.kernels.loss,
-            "attention": space.kernels.attention,
-            "lora_rank": space.kernels.lora_rank,
-            "four_bits": space.kernels.four_bits,
-            "attention_share": space.kernels.attention_share,
-            "precision": {key: _name_of(getattr(precision, key)) for key in ("params", "reduce", "master")},
+            "loss": kernels.loss,
+            "attention": kernels.attention,
+            "lora_rank": kernels.lora_rank,
+            "four_bits": kernels.four_bits,
+            "attention_share": self.workload.traced_kernels.attention_share,
+            "precision": {key: _name_of(getattr(space.precision, key)) for key in ("params", "reduce", "master")},
             "versions": versions(),
         }
 
@@ -193,16 +208,17 @@ class Plan:
     @property
     def logits_bytes(self) -> int:
         """Of a micro-batch's logits in float32; 0 for a model without a vocabulary."""
-        return 4 * self.vocab * self.seq * self.chosen.choice.micro_batch
+        return 4 * self.task.vocab * self.seq * self.chosen.choice.micro_batch
 
     @property
     def run_cost(self) -> RunCost | None:
         """Of a run over `tokens`; None where none were asked for."""
         c = self.chosen
-        if self.tokens is None or c.steps is None:
+        tokens = self.workload.tokens
+        if tokens is None or c.steps is None:
             return None
         rates = [c.tokens_per_s(self.space.tokens, rate) for rate in c.steps]
-        return cost_of(self.tokens, rates, c.choice.gpus, self.cluster, self.price)
+        return cost_of(tokens, rates, c.choice.gpus, self.cluster.price)
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
         memory, steps = c.memory, c.steps
@@ -229,30 +245,19 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
+        """A configuration: the fields of its sharding in words, and the rest."""
+        choice = c.choice
         return {
-            "strategy": c.choice.strategy,
-            "replicas": c.choice.replicas,
-            "secondary": c.choice.secondary,
-            "units": self._units(c),
-            "checkpoint_activations": c.choice.checkpoint_activations,
-            "micro_batch": c.choice.micro_batch,
-            "accumulate": c.choice.accumulate,
-            "no_sync": c.choice.no_sync,
-            "gpus": c.choice.gpus,
-            "expert_parallel": c.choice.expert_parallel,
-            "offload": c.choice.offload,
-            "offload_params": OFFLOADS[c.choice.offload][0],
-            "offload_optimizer": OFFLOADS[c.choice.offload][1],
-            "offload_activations": c.choice.activations,
+            **words_of(choice.sharding),
+            "replicas": choice.replicas,
+            "micro_batch": choice.micro_batch,
+            "accumulate": choice.accumulate,
+            "no_sync": choice.no_sync,
+            "gpus": choice.gpus,
+            "expert_parallel": choice.expert_parallel,
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }
-
-    def _units(self, c: Candidate) -> str:
-        if c.choice.units != AUTO:
-            return c.choice.units
-        own = "repeated blocks" if self.space.engine == "fsdp2" else "repeated blocks, large embeddings and heads"
-        return str(self.space.sharding.get("units") or own)
 
     def _peak(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None:
@@ -301,6 +306,12 @@ class Plan:
 
 def _name_of(dtype: object) -> str:
     return "as the model's" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def words_of(sharding: Sharding) -> dict[str, Any]:
+    """The fields of a sharding that a plan chooses, in words."""
+    words = {name: PRINTERS.get(name, lambda value: value)(getattr(sharding, name)) for name in FIELDS}
+    return {**words, "units": AUTO if sharding.units is None else words["units"]}
 
 
 def versions() -> dict[str, str]:
@@ -354,42 +365,3 @@ def host_assumed(cluster: Cluster) -> str:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.1f}"
-
-
-TEXTBOOK = (("parameters, bf16", 2), ("gradients, bf16", 2), ("Adam's two moments, float32", 8))
-MASTER = ("masters, float32", 4)
-
-
-def explanation(plan: Plan) -> list[tuple[str, str, str]]:
-    """(line, by hand, traced): the textbook's arithmetic beside what the trace counted on one rank."""
-    n, chosen = plan.num_params, plan.chosen
-    gpus = chosen.choice.gpus
-    per_param = sum(size for _, size in TEXTBOOK)
-    lines = [("example: 70 B parameters", _sizes(70e9, per_param, (1, 8, 16)), "")]
-    lines.append((f"this model: {n / 1e9:.2f} B parameters", _sizes(n, per_param, (1, gpus)), ""))
-    lines += [(f"  {name}", f"{size} B x {n:,} = {n * size / 1e9:,.1f} GB", "") for name, size in (*TEXTBOOK, MASTER)]
-    lines.append(("with float32 masters", _sizes(n, per_param + MASTER[1], (1, gpus)), ""))
-    if chosen.memory is None:
-        return lines
-    highest, at_peak = chosen.memory.peak.highest, chosen.memory.peak.breakdown
-    over, away = chosen.choice.shards, chosen.choice.offload != NO_OFFLOAD
-    by_hand: Mapping[str, str] = {
-        "parameters": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB, as masters",
-        "gradients": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB at the end of the backward, reduced in float32",
-        "optimizer": f"8 B x {n:,} / {over} = {8 * n / over / GIB:,.2f} GiB",
-        "gathered": "full parameters of the units that stand: one and the next, the root and the last",
-        "activations": "not in the textbook: what the backward needs, logits and loss",
-        "other": "not in the textbook: gradients of activations, temporaries, workspaces",
-    }
-    for key, text in by_hand.items():
-        text += ", offloaded" if away and "GiB" in text else ""
-        traced = f"most {highest[key] / GIB:,.2f} GiB, at the peak {at_peak[key] / GIB:,.2f}"
-        lines.append((key, text, traced))
-    lines.append(("peak, allocated", "", f"{chosen.memory.peak.num_bytes / GIB:,.2f} GiB"))
-    return lines
-
-
-def _sizes(num_params: float, size: int, gpus: Sequence[int]) -> str:
-    total = num_params * size / 1e9
-    on = [f"{total / n:,.1f}".removesuffix(".0") + f" GB on {n} GPUs" for n in dict.fromkeys(gpus) if n > 1]
-    return ", ".join([f"{size} B each: " + f"{total:,.1f}".removesuffix(".0") + " GB", *on])

@@ -21,7 +21,7 @@ from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
-from accordion.plan.losses import expect_labels, loss_of_logits, with_chunked_head
+from accordion.plan.losses import LOSSES, expect_labels, loss_of_logits, with_chunked_head
 from accordion.plan.own_model import own_loss, own_model
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
@@ -129,9 +129,16 @@ class Kernels:
     four_bits: bool = False
     attention_share: float = 1.0
 
+    def __post_init__(self) -> None:
+        for kind, name, known in (("loss", self.loss, LOSSES), ("attention", self.attention, ATTENTIONS)):
+            if name not in known:
+                raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, list(known))}")
+        if not 0 <= self.lora_rank <= 4096:
+            raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
+
 
 class Built:
-    """Gives a model that is there already, once, since who has it may cut it; then makes others, in another process at once."""
+    """Gives a model that is there already, once, since who has it may shorten it; then makes others."""
 
     def __init__(self, model: nn.Module | None, make: Callable[[], nn.Module]) -> None:
         self._model, self._make = model, make
@@ -139,9 +146,6 @@ class Built:
     def __call__(self) -> nn.Module:
         model, self._model = self._model, None
         return self._make() if model is None else model
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Built, (None, self._make)
 
 
 def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
@@ -165,9 +169,7 @@ def _changed(model: nn.Module, where: str, kernels: Kernels, four_bits: bool) ->
     if kernels.lora_rank:
         model = with_adapters(model, where, kernels.lora_rank, kernels.lora_targets, four_bits)
     elif four_bits:
-        raise UsageError(
-            f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora-rank 16."
-        )
+        raise UsageError(f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora 16.")
     return with_chunked_head(model, where) if kernels.loss == "chunked" else model
 
 

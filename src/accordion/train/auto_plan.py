@@ -5,31 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from accordion.config import DEVICE, DISK, HOST, Precision, strategy_named
+from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.devices import name_of
 from accordion.errors import UsageError
-from accordion.plan.api import subject_of
+from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice, Search
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.search.evaluate import Candidate
-from accordion.plan.search.search import search
-from accordion.plan.search.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, ON_DISK, STRATEGIES, Choice, Space
+from accordion.plan.search.search import search_in
+from accordion.plan.search.space import Space
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
+from accordion.plan.workload import subject_of
+from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
-from accordion.train.config import Config, Job, JobConfig
+from accordion.train.config import Config, Job, JobConfig, ShardConfig
 from accordion.train.instructions import answer_losses
 from accordion.train.language_work import trained_model
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
-from accordion.units import AUTO, units_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,101 +58,89 @@ def planned(
     """
     if config.train.plan == "none":
         return config, None
-    cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks, host_memory_gib=host_gib())
+    space = space_of(config, named, num_ranks, device, task)
+    best = search_in(space).best
+    cut = smaller_of(config, named, space)
+    if best is None and cut is not None:
+        best = search_in(cut).best
+    if best is None or best.memory is None or best.steps is None:
+        seq = f" and seq_len {config.data.seq_len}" if isinstance(config, Config) else ""
+        raise UsageError(
+            f"train.plan: nothing fits {num_ranks} x {space.cluster.gpu.memory_gib:.0f} GiB with micro_batch "
+            f"{config.train.micro_batch}{seq}; lower train.micro_batch, or ask `accordion plan`."
+        )
+    expected = _expected(best)
+    say(f"plan: {expected.choice}")
+    return with_choice(config, best.choice, named), expected
+
+
+def space_of(
+    config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str, task: LoadedTask | None = None
+) -> Space:
+    """What is left to look for. `task`: if text is not what is trained."""
     if isinstance(config, Config):
-        model = trained_model(config)
-        subject_for = partial(_subject, config)
+        model, subject_for = trained_model(config), partial(_subject, config)
     else:
         assert task is not None, "a run without text has a task"
         with of_the_task("model()"):
             model = model_of(task)
         subject_for = partial(_subject_of_task, task, model)
-    num_params = sum(p.numel() for p in model.parameters())
-    space = space_of(config, named, num_ranks, device)
-    if "shard.units" not in named:
-        space = replace(space, units=[AUTO, *unit_rules(model)])
-    best = search(subject_for, space, cluster, num_params).best
-    cut = smaller_of(config, named, num_ranks, space)
-    if best is None and cut is not None:
-        best = search(subject_for, cut, cluster, num_params).best
-    if best is None or best.memory is None or best.steps is None:
-        seq = f" and seq_len {config.data.seq_len}" if isinstance(config, Config) else ""
-        raise UsageError(
-            f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch "
-            f"{config.train.micro_batch}{seq}; lower train.micro_batch, or ask `accordion plan`."
-        )
-    expected = _expected(best)
-    say(f"plan: {expected.choice}")
-    return with_choice(config, best.choice, space), expected
-
-
-def space_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str) -> Space:
-    """What is left to look for. On CPU ranks the host is the device: there is nowhere to offload to."""
-    shard, places = config.shard, config.shard.offload
-    offloads: Sequence[str] = [NO_OFFLOAD]
-    if device != "cpu":
-        offloads = [name for name in OFFLOADS if name != "disk"]  # which takes a folder that nobody named
-        if "shard.offload" in named:
-            offloads = [offload_named(places.params, places.optimizer)]
+    base = sharding_of(config.shard, device)
+    units = (base.units,) if "shard.units" in named else (base.units, *unit_rules(model))
     return Space(
-        strategies=[shard.strategy.name] if "shard.strategy" in named else STRATEGIES,
-        checkpointing=[shard.checkpoint_activations] if "shard.checkpoint_activations" in named else CHECKPOINTING,
-        micro_batches=[config.train.micro_batch],
-        gpus=[num_ranks],
-        accumulate=config.train.accumulate,
-        replicas=shard.replicas,
-        secondary=shard.secondary or 0 if named & {"shard.secondary", "shard.strategy"} else None,
-        offloads=offloads,
-        activations=_places(places.activations, named, device),
-        precision=shard.precision or Precision(params=None if device == "cpu" else torch.bfloat16),
+        subject_for=subject_for,
+        num_params=sum(p.numel() for p in model.parameters()),
+        cluster=Cluster(gpu=card_of(device, num_ranks), gpus=(num_ranks,), node=num_ranks, host_memory_gib=host_gib()),
+        sharding=base,
+        search=replace(search_of(config, named, base, device), units=units),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
-        sharding={"units": shard.units},
         device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
     )
 
 
-def _places(place: str, named: AbstractSet[str], device: str) -> Sequence[str]:
-    """Where inputs of recomputed units may wait, as the space has it."""
-    if "shard.offload" in named:
-        return [ON_DISK if place.startswith(DISK) else place]
-    return [DEVICE] if device == "cpu" else [DEVICE, HOST]  # a disk takes a folder that nobody named
-
-
-def smaller_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, space: Space) -> Space | None:
-    """The same with smaller micro-batches and as much of them in a step; None where they were named or cannot be cut."""
-    size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
-    cut = [n for n in range(size // 2, 0, -1) if size % n == 0]
-    if not cut or named & {"train.micro_batch", "train.accumulate"}:
-        return None
-    return replace(space, micro_batches=sorted(cut), global_batch=samples * num_ranks)
-
-
-def with_choice(config: Job, choice: Choice, space: Space) -> Job:
-    """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
-    shard = replace(
-        config.shard,
-        strategy=strategy_named(choice.strategy),
-        secondary=choice.secondary,
-        checkpoint_activations=choice.checkpoint_activations,
+def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device: str) -> Search:
+    """What is looked through beside what keys name. On CPU ranks the host is the device: there is nowhere to offload to."""
+    # A disk takes a folder, which nobody named.
+    search = Search(
+        micro_batches=[config.train.micro_batch],
+        accumulate=config.train.accumulate,
+        replicas=config.shard.replicas or None,
+        offloads=[NO_OFFLOAD] if device == "cpu" else [o for o in OFFLOADS if not folder_of(o.optimizer)],
+        activations=[DEVICE] if device == "cpu" else [DEVICE, HOST],
     )
-    if choice.units != AUTO:
-        shard = replace(shard, units=units_named(choice.units))
-    if len(space.activations) > 1:
-        shard = replace(shard, offload=replace(shard.offload, activations=choice.activations))
-    if len(space.offloads) > 1:
-        params, optimizer = OFFLOADS[choice.offload]
-        shard = replace(shard, offload=replace(shard.offload, params=params, optimizer=optimizer))
+    return search.narrowed(base, {field.name for field in fields(Sharding) if f"shard.{field.name}" in named})
+
+
+def sharding_of(shard: ShardConfig, device: str) -> Sharding:
+    """What keys say of the sharding, as far as a plan knows it: of places on a disk it knows those of states and inputs."""
+    own, inputs = shard.offload, Offload(activations=shard.offload.activations)
+    params = HOST if own.params != DEVICE and own.optimizer != DEVICE else DEVICE
+    offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=own.optimizer)
+    precision = shard.precision or Precision(params=None if device == "cpu" else torch.bfloat16)
+    values = {f.name: getattr(shard, f.name) for f in fields(Sharding)}
+    return Sharding(**{**values, "precision": precision, "offload": offload})
+
+
+def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Space | None:
+    """The same with smaller micro-batches and as much of them in a step; None if they were named or cannot be divided."""
+    size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
+    smaller = [n for n in range(1, size // 2 + 1) if size % n == 0]
+    if not smaller or named & {"train.micro_batch", "train.accumulate"}:
+        return None
+    batch = samples * space.cluster.num_gpus
+    return replace(space, search=replace(space.search, micro_batches=smaller, global_batch=batch))
+
+
+def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
+    """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
+    kept = {"precision", "offload"}
+    shard = replace(
+        config.shard, **{f.name: getattr(choice.sharding, f.name) for f in fields(Sharding) if f.name not in kept}
+    )
+    if "shard.offload" not in named:
+        shard = replace(shard, offload=choice.offload)
     train = replace(config.train, micro_batch=choice.micro_batch, accumulate=choice.accumulate)
     return replace(config, shard=shard, train=train)
-
-
-def offload_named(params: str, optimizer: str) -> str:
-    """What a plan calls these places. With states on disk and parameters on the device it counts the states as the host's."""
-    if optimizer == DEVICE:
-        return NO_OFFLOAD
-    if params == DEVICE:
-        return "optimizer"
-    return "disk" if optimizer.startswith(DISK) else "all"
 
 
 def host_gib() -> float:
@@ -198,11 +187,10 @@ def _expected(best: Candidate) -> Expected:
 
 
 def _said(choice: Choice) -> str:
-    parts = [choice.strategy, f"checkpoint_activations {choice.checkpoint_activations}"]
-    parts += [f"secondary {choice.secondary}"] if choice.secondary else []
-    parts += [f"offload {choice.offload}"] if choice.offload != NO_OFFLOAD else []
-    parts += [f"offload_activations {choice.activations}"] if choice.activations != DEVICE else []
-    parts += [f"units {choice.units}"] if choice.units != AUTO else []
+    words = choice.sharding.as_config()
+    words = {name: words[name] for name in words if name not in ("strategy", "precision", "checkpoint_activations")}
+    parts = [choice.strategy.name, f"checkpoint_activations {choice.checkpointing}"]
+    parts += [f"{name} {value}" for name, value in words.items()]
     return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
 
 
@@ -226,7 +214,7 @@ def card_of(device: str, num_ranks: int) -> Gpu:
     if not known:
         raise UsageError(
             f"train.plan: the card {card!r} is not in the planner's table; choose with `accordion plan` and "
-            "--gpu-memory-gib and its kin, and pass what it says to train."
+            "its words for --gpu, and pass what it says to train."
         )
     return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory)), memory_gib=memory)
 

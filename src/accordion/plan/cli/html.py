@@ -37,7 +37,7 @@ def write(plan: Plan, path: Path) -> None:
 
 def as_html(plan: Plan) -> str:
     """The whole page, plotly's script included once."""
-    page = of_plan(plan, explain=True)
+    page = of_plan(plan)
     charts = [memory_chart(plan), streams_chart(plan)] if plan.log is not None else []
     if len(plan.found.candidates) > 1:  # of one choice there is no map
         charts.append(map_chart(plan))
@@ -110,16 +110,16 @@ def streams_chart(plan: Plan) -> go.Figure:
 
 def map_chart(plan: Plan) -> go.Figure:
     """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
-    space = plan.space
+    sizes = plan.space.search.micro_batches
     counts = sorted({c.choice.gpus for c in plan.found.candidates})
-    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in counts]
+    cells = [[_cell(plan, gpus, size) for size in sizes] for gpus in counts]
     chart = go.Figure(
         go.Heatmap(
-            x=[str(size) for size in space.micro_batches],
+            x=[str(size) for size in sizes],
             y=[str(gpus) for gpus in counts],
             z=[[speed for speed, _ in row] for row in cells],
             text=[[text for _, text in row] for row in cells],
-            colorscale="Viridis", colorbar={"title": f"{plan.counted}/s a GPU"}, xgap=2, ygap=2,
+            colorscale="Viridis", colorbar={"title": f"{plan.task.counted}/s a GPU"}, xgap=2, ygap=2,
             hovertemplate="%{text}<extra></extra>", hoverongaps=True,
         )
     )  # fmt: skip
@@ -138,6 +138,6 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
         best = max(fitting, key=speed)
         return speed(
             best
-        ), f"{best.choice}<br>{speed(best):,.0f} {plan.counted}/s a GPU, needs {gib(best.needed_bytes)} GiB"
+        ), f"{best.choice}<br>{speed(best):,.0f} {plan.task.counted}/s a GPU, needs {gib(best.needed_bytes)} GiB"
     least = min(mine, key=lambda c: c.needed_bytes, default=None)
     return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"

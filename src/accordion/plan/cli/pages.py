@@ -8,7 +8,7 @@ from functools import partial
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
 from accordion.plan.parts import TimePart, by_kind, by_unit
-from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib, next_gains
+from accordion.plan.result import NOT_KNOWN, Plan, gib, next_gains
 from accordion.plan.search.evaluate import Candidate
 
 SHOWN = 24  # candidates on the screen; JSON has all
@@ -25,7 +25,7 @@ def of_table() -> Page:
     return Page(name="gpus", title="Cards", notes=[], tables=[Table(title="cards", columns=columns, rows=rows)])
 
 
-def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
+def of_plan(plan: Plan, change: str = "") -> Page:
     """Verdict, where the bytes go, what the step takes, and why others lost."""
     tables = [_verdict(plan)]
     if plan.chosen.memory is not None:
@@ -34,11 +34,9 @@ def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
     if gains:
         rows = [[n.name, f"{n.gain:+.0%}", n.costs] for n in gains]
         tables.append(Table(title="what would be faster", columns=["", "speed", "costs"], rows=rows))
-    if explain:
-        tables.append(Table(title="by hand", columns=["", "by hand", "traced, one rank"], rows=explanation(plan)))
     tables.append(_candidates(plan))
     return Page(
-        name="plan", title=f"{plan.model} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
+        name="plan", title=f"{plan.task.name} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
     )
 
 
@@ -57,14 +55,14 @@ def _verdict(plan: Plan) -> Table:
                 _range([s.seconds for s in c.steps.values()], "s"),
             ],
             ["of it waiting for others", _range([s.exposed_s for s in c.steps.values()], "s")],
-            [f"{plan.counted}/s a GPU", _range(list(rates.values()), "")],
+            [f"{plan.task.counted}/s a GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
     cost = plan.run_cost
     if cost is not None:
         rows.append(
             [
-                f"{cost.tokens:,.0f} {plan.counted} take",
+                f"{cost.tokens:,.0f} {plan.task.counted} take",
                 f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}",
             ]
         )
@@ -76,7 +74,9 @@ def _verdict(plan: Plan) -> Table:
     if plan.found.fewest is not None:
         rows.append(["fewest GPUs that fit", str(plan.found.fewest.choice)])
     return Table(
-        title=f"{plan.model}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}", columns=["", ""], rows=rows
+        title=f"{plan.task.name}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}",
+        columns=["", ""],
+        rows=rows,
     )
 
 
@@ -167,7 +167,7 @@ def _candidates(plan: Plan) -> Table:
         rows.append([str(c.choice), _need(c), steps, speed, mark])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
-    return Table(title=title, columns=["", "needs GiB", "step s", f"{plan.counted}/s a GPU", "why not"], rows=rows)
+    return Table(title=title, columns=["", "needs GiB", "step s", f"{plan.task.counted}/s a GPU", "why not"], rows=rows)
 
 
 def _need(c: Candidate) -> str:

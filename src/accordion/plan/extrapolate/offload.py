@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accordion.config import DEVICE, DISK, HOST
+from accordion.config import DEVICE, HOST, folder_of
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
+from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
 from accordion.plan.extrapolate.inputs import inputs_of, inputs_on_disk, staged_bytes
 from accordion.plan.extrapolate.offload_events import Away, OffloadWalk
 from accordion.plan.hardware import Cluster
-from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, ON_DISK, Choice
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4  # of an element, float32
 
 
 def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
-    """`log` of the same step with shards, gradients and states where `choice.offload` has them, with the copies, the work of
+    """`log` of the same step with shards, gradients and states where the choice has them, with the copies, the work of
     the host and of the disk, and the waits of the engine. The log has inputs of recomputed units on the host if the choice has
     them off the device; on disk they are behind that. A step of one rank alone is traced instead: see `Evaluator`.
     """
-    if choice.activations == ON_DISK:
+    offload = choice.offload
+    if folder_of(offload.activations):
         log = inputs_on_disk(log)
-    if choice.offload == NO_OFFLOAD:
+    if not offload.is_any:
         return log
-    params, optimizer = OFFLOADS[choice.offload]
     held = []
     for alloc, unit in log.held:
         if alloc.category is Category.PARAMETERS and unit is not None:
-            if params == HOST:
+            if offload.params == HOST:
                 continue
             alloc = replace(alloc, num_bytes=alloc.num_bytes * compute_bytes // MASTER_BYTES)
         elif alloc.category is Category.OPTIMIZER:
@@ -45,8 +45,8 @@ def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
         leaving=_leaving(log),
         row_bytes=rows,
         state_bytes={unit: r.state_bytes for unit, r in rests.items()},
-        fetches_always=params == HOST,
-        on_disk=optimizer == DISK,
+        fetches_always=offload.params == HOST,
+        on_disk=folder_of(offload.optimizer) is not None,
         written_for_gradient=(MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if wide else 0.0,
     )
     return replace(log, held=held, events=list(OffloadWalk(log, away).events()))
@@ -106,16 +106,16 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
     """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, where those of a unit land, and
     states, or the buffers through which these pass where they are on disk; and inputs of recomputed units likewise.
     """
-    ranks = min(choice.gpus, cluster.node)
-    inputs = inputs_of(log) if choice.activations != DEVICE else []
-    waiting = ranks * (staged_bytes(inputs) if choice.activations == ON_DISK else sum(inputs))
-    if choice.offload == NO_OFFLOAD:
+    ranks, offload = min(choice.gpus, cluster.node), choice.offload
+    inputs = inputs_of(log) if offload.activations != DEVICE else []
+    waiting = ranks * (staged_bytes(inputs) if folder_of(offload.activations) else sum(inputs))
+    if not offload.is_any:
         return waiting
     rests = rests_of(log).values()
     elements, states = elements_of(log), sum(r.state_bytes for r in rests)
     largest = max((r.elements for r in rests), default=0)
     each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
-    if OFFLOADS[choice.offload][1] == DISK:
+    if folder_of(offload.optimizer):
         state = states // max(elements, 1)  # of an element
         states = NUM_BUFFERS * state * min(chunk_numel(compute_bytes, elements), largest)
     return (elements * each + GRADIENT_BYTES * largest + states) * ranks + waiting
@@ -123,6 +123,6 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
     """States and inputs of recomputed units of all ranks of one machine, where they are on disk."""
-    states = sum(r.state_bytes for r in rests_of(log).values()) if OFFLOADS[choice.offload][1] == DISK else 0
-    inputs = sum(inputs_of(log)) if choice.activations == ON_DISK else 0
+    states = sum(r.state_bytes for r in rests_of(log).values()) if folder_of(choice.offload.optimizer) else 0
+    inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

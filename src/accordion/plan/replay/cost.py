@@ -13,7 +13,7 @@ from accordion.plan.events import (
     EXPERTS,
     FETCH,
     HOST,
-    SECONDARY,
+    NEAR,
     STEPPER,
     STORE,
     Collective,
@@ -27,6 +27,7 @@ from accordion.plan.hardware import (
     LATENCY_S,
     LAUNCH_S,
     MANY_RANKS,
+    REACHED,
     Cluster,
     Rates,
     Scale,
@@ -64,6 +65,9 @@ class Costs:
     def caller_s(self) -> float:
         """Seconds of the host for one kernel."""
         return self.rates.caller_s * self.scale.kernels
+
+    def seconds_of(self, event: Op | Collective) -> float:
+        return self.of_collective(event) if isinstance(event, Collective) else self.of(event)
 
     def of(self, op: Op) -> float:
         """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
@@ -118,30 +122,24 @@ class Costs:
 
 
 def costs_of(
-    cluster: Cluster,
-    rates: Rates,
-    ranks: int,
-    hybrid: bool,
-    shards: int = 0,
-    scale: Scale | None = None,
-    secondary: int = 0,
-    experts: int = 1,
+    cluster: Cluster, rate: str, ranks: int, *, shards: int | None = None, near: int = 0, experts: int = 1
 ) -> Costs:
-    """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
+    """Return the costs of a rank of so many, at one of the assumed rates.
 
-    `secondary`: neighbours that keep one copy from a forward to its backward. `experts`: neighbours that share a mixture's.
+    Args:
+        shards: ranks over which a hybrid strategy shards. None: all, with one axis.
+        near: neighbours that keep one copy of a unit from a forward to its backward.
+        experts: neighbours that share the experts of a mixture.
     """
-    machine = min(ranks, cluster.node)
-    axes = dict.fromkeys(("shard", "replicate"), MeshAxis(ranks=ranks, on_node=machine))
-    if hybrid:
-        inside = shards or machine
-        axes = {
-            "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
-            "replicate": MeshAxis(ranks=ranks // inside, on_node=max(1, machine // inside)),
-        }
-    near = max(1, secondary)
-    axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, machine))
-    axes[EXPERTS] = MeshAxis(ranks=experts, on_node=min(experts, machine))
-    axes[EXPERT_DATA] = MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts))
+    machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
+    across = ranks // inside if shards else ranks
+    axes = {
+        "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
+        "replicate": MeshAxis(ranks=across, on_node=max(1, machine // inside) if shards else machine),
+        NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
+        EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
+        EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
+    }
     drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
-    return Costs(cluster=cluster, rates=rates, axes=axes, on_machine=machine, scale=scale or Scale(), drag=drag)
+    scale = cluster.scales.get(rate, Scale())
+    return Costs(cluster=cluster, rates=REACHED[rate], axes=axes, on_machine=machine, scale=scale, drag=drag)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from accordion.config import Place, checkpointing_named
-from accordion.plan.events import Log
+from accordion.config import Place
+from accordion.plan.choice import Choice
+from accordion.plan.events import Enter, Log, StepPart, StepPhase, begins
 from accordion.plan.experts import experts_in
 from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
-from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
@@ -56,7 +58,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     blocks = longest_run(model, run.units)
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
-    period = max(1, checkpointing_named(run.sharding.get("checkpoint_activations", "none")).every)
+    period = max(1, run.sharding.checkpointing.every)
     later = _later(run)
     count = num_traced(blocks.count, period, later)
     if count == blocks.count:
@@ -92,7 +94,7 @@ def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
 
 def _later(run: TrainingSetup) -> int:
     """A reduce between a hybrid's groups lands two blocks later than one inside of them, a copy to the host one later."""
-    return 2 * run.strategy.hybrid + (run.sharding.get("offload") is not None)
+    return 2 * run.strategy.hybrid + run.sharding.offload.asks
 
 
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
@@ -109,16 +111,51 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
     """A step at one of the assumed rates. `drawn`: with its stretches."""
-    scale = cluster.scales.get(rate)
-    secondary = run.sharding.get("secondary") or 0
-    costs = costs_of(
-        cluster,
-        REACHED[rate],
-        run.ranks,
-        run.strategy.hybrid,
-        run.shards,
-        scale,
-        secondary,
-        run.expert_parallel,
-    )
+    shards = run.shards if run.strategy.hybrid else None
+    costs = costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
     return simulate(log, costs, drawn=drawn)
+
+
+# -- accumulation: what was traced, and micro-batches like its second one
+
+
+def step_of_choice(
+    log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
+) -> Step:
+    """A step at one of the assumed rates. `log`: with the choice's offload. `drawn`: with its stretches."""
+    step = step_of(log, run, cluster, rate, drawn=drawn)
+    between = choice.accumulate - run.accumulate
+    if between <= 0:
+        return step
+    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
+    marks.append(next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP))
+    first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
+    return replace(
+        step,
+        seconds=step.seconds + between * (second.seconds - first.seconds),
+        exposed_s=max(0.0, step.exposed_s + between * (second.exposed_s - first.exposed_s)),
+        flops=step.flops + between * (second.flops - first.flops),
+        by_kind=_more(step.by_kind, first.by_kind, second.by_kind, between),
+        waits=_more(step.waits, first.waits, second.waits, between),
+        by_place=_more_places(step, first, second, between),
+    )
+
+
+def _more(
+    step: Mapping[str, float], first: Mapping[str, float], second: Mapping[str, float], times: int
+) -> dict[str, float]:
+    """`step` and so many times what `second` has beyond `first`."""
+    return {
+        name: max(0.0, step.get(name, 0.0) + times * (second.get(name, 0.0) - first.get(name, 0.0)))
+        for name in {**step, **second}
+    }
+
+
+def _more_places(step: Step, first: Step, second: Step, times: int) -> dict[StepPart, tuple[float, float]]:
+    nothing = (0.0, 0.0)
+
+    def at(place: StepPart, which: int) -> float:
+        now, one, two = (found.by_place.get(place, nothing)[which] for found in (step, first, second))
+        return max(0.0, now + times * (two - one))
+
+    return {place: (at(place, 0), at(place, 1)) for place in {**step.by_place, **second.by_place}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accordion.plan.events import (
     ALL_TO_ALL,
@@ -14,10 +15,8 @@ from accordion.plan.events import (
     HOST,
     STEPPER,
     STORE,
-    Alloc,
     Collective,
     Enter,
-    Free,
     Land,
     Launch,
     Log,
@@ -64,95 +63,130 @@ class Step:
 
 
 def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
-    """Run a log on streams that work side by side. A transfer starts behind the compute stream's work so far, ends in order on
-    its stream, and the compute stream waits where it lands, as the engine has it. What the caller waits for holds up all that
-    it begins later. Other than that it takes time for kernels alone, where the rates say so. `drawn`: with its stretches.
+    """Run a log on streams that work at the same time. `drawn`: with its stretches.
+
+    A transfer starts after the compute stream's work so far, ends in order on its stream, and the compute stream waits where
+    it lands, as the engine has it. What the caller waits for holds up all that it begins later. Other than that it takes time
+    for kernels alone, where the rates say so.
     """
-    now: dict[str, float] = defaultdict(float)  # until when each stream is busy
-    ends: dict[int, float] = {}  # of transfers; of the one that runs on a stream, so far
-    streams: dict[int, str] = {}  # of transfers
-    running: dict[str, int] = {}
-    flops = asked = entered = (
-        0.0  # `asked`: when the caller asked for the last kernel; `entered`: the place, on the compute stream
-    )
-    by_kind: dict[str, float] = defaultdict(float)
-    waits: dict[str, float] = defaultdict(float)
-    places: dict[StepPart, list[float]] = {}
-    stretches, place = _Stretches(), StepPart(StepPhase.FORWARD, -1)
-    here = places.setdefault(place, [0.0, 0.0])
-    taken: dict[int, tuple[str, float]] = {}  # by id of the event, which a deep model's log has many times
+    clock = _Clock(log, costs, drawn)
     for event in log.events:
-        kind = type(event)
-        if kind is Alloc or kind is Free:  # most are
-            continue
-        if isinstance(event, (Op, Collective)):
-            known = taken.get(id(event))
-            if known is None:
-                if isinstance(event, Collective):
-                    kind_said = (
-                        event.kind if event.stream != COMPUTE else (OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE)
-                    )
-                    known = kind_said, costs.of_collective(event)
-                else:
-                    known = kind_of(event), costs.of(event)
-                taken[id(event)] = known
-            name, seconds = known
-            stream = event.stream
-            held_up = now[HOST] - now[stream]
-            if held_up > 0:
-                now[stream] += held_up
-                if stream == COMPUTE:
-                    waits[HOST] += held_up
-                    here[1] += held_up
-            if stream == COMPUTE:
-                asked = max(asked, now[HOST]) + costs.caller_s
-                late = asked - now[COMPUTE]
-                if late > 0:
-                    now[COMPUTE] = asked
-                    by_kind["the caller"] += late
-            if drawn:
-                stretches.add(stream, label_of(event, place, log), now[stream], seconds)
-            now[stream] += seconds
-            by_kind[name] += seconds
-            if isinstance(event, Op) and not event.again:
-                flops += event.flops
-            if stream in running:
-                ends[running[stream]] = now[stream]
-        elif isinstance(event, Enter):
-            here[0] += now[COMPUTE] - entered
-            place, entered = event.place, now[COMPUTE]
-            here = places.setdefault(place, [0.0, 0.0])
-        elif isinstance(event, Launch):
-            now[event.stream] = max(now[event.stream], now[COMPUTE])
-            running[event.stream], ends[event.transfer] = event.transfer, now[event.stream]
-            streams[event.transfer] = event.stream
-        elif isinstance(event, (Land, Wait)):
-            stream = event.stream if isinstance(event, Wait) else COMPUTE
-            waited = max(0.0, ends.get(event.transfer, 0.0) - now[stream])
-            now[stream] += waited
-            if stream == COMPUTE and waited:
-                waits[streams.get(event.transfer, "")] += waited
-                here[1] += waited
-            if isinstance(event, Wait) and stream in running:
-                ends[running[stream]] = now[stream]
-        elif isinstance(event, Mark):
-            ends[event.transfer] = now[event.stream]
-            streams[event.transfer] = event.stream
-    total = max(now.values(), default=0.0)
-    here[0] += total - entered
-    last = max(now, key=lambda name: now[name], default=COMPUTE)
-    if total > now[COMPUTE]:
-        waits[last] += total - now[COMPUTE]
-        here[1] += total - now[COMPUTE]
-    return Step(
-        seconds=total,
-        exposed_s=sum(waits.values()),
-        flops=flops,
-        by_kind=dict(by_kind),
-        waits=dict(waits),
-        by_place={place: (busy, waited) for place, (busy, waited) in places.items()},
-        stretches=tuple(stretches.found),
-    )
+        if (run := _HANDLERS.get(type(event))) is not None:
+            run(clock, event)
+    return clock.step()
+
+
+class _Clock:
+    """How far each stream is, and what its time went to.
+
+    Args:
+        busy: seconds until which each stream is busy.
+        ends: of transfers; of the one that runs on a stream, so far.
+        streams: of transfers.
+        running: the last transfer of each stream.
+        taken: name and seconds of an event, by its id: a deep model's log has the same one many times.
+    """
+
+    def __init__(self, log: Log, costs: Costs, drawn: bool) -> None:
+        self._log, self._costs, self._drawn = log, costs, drawn
+        self._busy: dict[str, float] = defaultdict(float)
+        self._ends: dict[int, float] = {}
+        self._streams: dict[int, str] = {}
+        self._running: dict[str, int] = {}
+        self._taken: dict[int, tuple[str, float]] = {}
+        self._by_kind: dict[str, float] = defaultdict(float)
+        self._waits: dict[str, float] = defaultdict(float)
+        self._places: dict[StepPart, list[float]] = {}  # [seconds, of them waiting]
+        self._stretches = _Stretches()
+        self._flops = self._asked = 0.0  # when the caller asked for the last kernel
+        self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
+        self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
+
+    def _wait(self, stream: str, seconds: float, cause: str) -> None:
+        self._busy[stream] += seconds
+        if stream == COMPUTE and seconds:
+            self._waits[cause] += seconds
+            self._in_place[1] += seconds
+
+    def work(self, event: Op | Collective) -> None:
+        known = self._taken.get(id(event))
+        if known is None:
+            known = self._taken[id(event)] = kind_of(event), self._costs.seconds_of(event)
+        (name, seconds), stream, busy = known, event.stream, self._busy
+        held_up = busy[HOST] - busy[stream]
+        if held_up > 0:
+            self._wait(stream, held_up, HOST)
+        if stream == COMPUTE:
+            self._asked = max(self._asked, busy[HOST]) + self._costs.caller_s
+            late = self._asked - busy[COMPUTE]
+            if late > 0:
+                busy[COMPUTE] = self._asked
+                self._by_kind["the caller"] += late
+        if self._drawn:
+            self._stretches.add(stream, label_of(event, self._place, self._log), busy[stream], seconds)
+        busy[stream] += seconds
+        self._by_kind[name] += seconds
+        if type(event) is Op and not event.again:
+            self._flops += event.flops
+        if stream in self._running:
+            self._ends[self._running[stream]] = busy[stream]
+
+    def enter(self, event: Enter) -> None:
+        now = self._busy[COMPUTE]
+        self._in_place[0] += now - self._entered
+        self._place, self._entered = event.place, now
+        self._in_place = self._places.setdefault(event.place, [0.0, 0.0])
+
+    def launch(self, event: Launch) -> None:
+        busy = self._busy
+        busy[event.stream] = max(busy[event.stream], busy[COMPUTE])
+        self._running[event.stream] = event.transfer
+        self.mark(event)
+
+    def mark(self, event: Launch | Mark) -> None:
+        self._ends[event.transfer] = self._busy[event.stream]
+        self._streams[event.transfer] = event.stream
+
+    def land(self, event: Land) -> None:
+        self._wait_for(event.transfer, COMPUTE)
+
+    def wait(self, event: Wait) -> None:
+        self._wait_for(event.transfer, event.stream)
+        if event.stream in self._running:
+            self._ends[self._running[event.stream]] = self._busy[event.stream]
+
+    def _wait_for(self, transfer: int, stream: str) -> None:
+        waited = max(0.0, self._ends.get(transfer, 0.0) - self._busy[stream])
+        self._wait(stream, waited, self._streams.get(transfer, ""))
+
+    def step(self) -> Step:
+        """What the whole log takes: until the last stream is done."""
+        busy = self._busy
+        total = max(busy.values(), default=0.0)
+        self._in_place[0] += total - self._entered
+        if total > busy[COMPUTE]:
+            self._wait(COMPUTE, total - busy[COMPUTE], max(busy, key=lambda name: busy[name]))
+        return Step(
+            seconds=total,
+            exposed_s=sum(self._waits.values()),
+            flops=self._flops,
+            by_kind=dict(self._by_kind),
+            waits=dict(self._waits),
+            by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
+            stretches=tuple(self._stretches.found),
+        )
+
+
+_HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
+    Op: _Clock.work,
+    Collective: _Clock.work,
+    Enter: _Clock.enter,
+    Launch: _Clock.launch,
+    Mark: _Clock.mark,
+    Land: _Clock.land,
+    Wait: _Clock.wait,
+}
+"""By type of event; memory takes no time."""
 
 
 def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
@@ -161,15 +195,19 @@ def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
     return f"{place.phase.value} {name_of(place, log.units)}".strip()
 
 
-def kind_of(op: Op) -> str:
-    """What a kernel of the compute stream does; of others, the stream that they run on."""
-    if op.stream in (FETCH, STORE, HOST, STEPPER, DISK_STREAM):
-        return op.stream
-    if op.stream != COMPUTE:
-        return f"{op.stream}{KERNELS_OF}"
-    if op.flops:
-        return "attention" if "attention" in op.name else "products"
-    return "optimizer" if "adam" in op.name or "sgd" in op.name else "element-wise"
+def kind_of(event: Op | Collective) -> str:
+    """What a kernel of the compute stream, or a message, does; of other kernels, the stream that they run on."""
+    if isinstance(event, Collective):
+        if event.stream != COMPUTE:
+            return event.kind
+        return OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE
+    if event.stream in (FETCH, STORE, HOST, STEPPER, DISK_STREAM):
+        return event.stream
+    if event.stream != COMPUTE:
+        return f"{event.stream}{KERNELS_OF}"
+    if event.flops:
+        return "attention" if "attention" in event.name else "products"
+    return "optimizer" if "adam" in event.name or "sgd" in event.name else "element-wise"
 
 
 class _Stretches:

@@ -6,40 +6,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from accordion.config import HOST, strategy_named
+from accordion.config import DEVICE, FULL_SHARD, HOST, Place
+from accordion.plan.choice import NO_OFFLOAD, Choice
 from accordion.plan.events import Collective, Enter, Log, StepPhase, begins
 from accordion.plan.extrapolate.offload import GRADIENT_BYTES, MASTER_BYTES
-from accordion.plan.hardware import REACHED, Cluster
+from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step
-from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice, Space
-from accordion.units import AUTO
+from accordion.plan.search.space import Space
+from accordion.units import UnitChoice
 
 SCATTERS = ("scatter_sum", "exchange")
 ROUNDING = 0.99  # of messages: another number of ranks pads differently
 
 
-def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
+def least_bytes(choice: Choice, space: Space) -> int:
     """What no trace can fall below: what is trained and its states, in the master's dtype, and full copies that stay."""
-    strategy = strategy_named(choice.strategy)
+    strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
-    if strategy.optim.value == "replicate":
+    if strategy.optim is Place.REPLICATE:
         over = choice.expert_parallel  # at least: what is no expert is whole on each rank
-    stays = strategy.params.value == "replicate" or strategy.keep_until_backward
+    stays = strategy.params is Place.REPLICATE or strategy.keep_until_backward
     copies = space.compute_bytes / choice.expert_parallel if stays and choice.gpus > 1 else 0
-    if choice.offload == NO_OFFLOAD:
-        return int(num_params * (space.master_bytes / over + copies))
-    return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
+    if not choice.offload.is_any:
+        return int(space.num_params * (space.master_bytes / over + copies))
+    return int(space.num_params * (space.compute_bytes / over * (choice.offload.params == DEVICE) + copies))
 
 
-def least_host_bytes(choice: Choice, space: Space, num_params: int, cluster: Cluster) -> int:
+def least_host_bytes(choice: Choice, space: Space) -> int:
     """What `host_bytes` of no trace can fall below, in the same terms: see there."""
-    strategy = strategy_named(choice.strategy)
-    over = choice.gpus if strategy.optim_over_replicas else choice.shards
+    over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
-    each += space.state_bytes if OFFLOADS[choice.offload][1] == HOST else 0
-    return int(num_params / over * each * min(choice.gpus, cluster.node))
+    each += space.state_bytes if choice.offload.optimizer == HOST else 0
+    return int(space.num_params / over * each * min(choice.gpus, space.cluster.node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,13 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
     return Floor(num_bytes, step.seconds - step.exposed_s, tuple(gathered), tuple(reduced), far)
 
 
-def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> float:
+def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
     """Seconds that the gathers of a step's forwards take, or the reductions of its backwards, if that is longer; at middle rates.
 
     Inside of a node the engine may send gradients in the dtype of the computation and sum them itself.
     """
-    strategy = strategy_named(choice.strategy)
-    scale = cluster.scales.get("middle")
-    costs = costs_of(cluster, REACHED["middle"], choice.gpus, strategy.hybrid, choice.shards, scale)
+    strategy, cluster = choice.strategy, space.cluster
+    costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
     def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:
         return sum(costs.of_collective(Collective(kind, int(n * share), axis, kind)) for n in sizes)
@@ -94,14 +93,15 @@ def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> 
     if strategy.hybrid:
         kind = "scatter_sum" if strategy.optim_over_replicas else "sum"
         reduces += seconds(kind, floor.reduced, "replicate", narrow / choice.shards)
-    if strategy.grads.value == "shard" and not choice.no_sync:
+    if strategy.grads is Place.SHARD and not choice.no_sync:
         reduces *= choice.accumulate
     gathers = 0.0
-    if strategy.params.value == "shard":
+    if strategy.params is Place.SHARD:
         gathers = seconds("gather", floor.gathered, "shard", 1.0) * choice.accumulate
     return max(gathers, reduces) * ROUNDING
 
 
-def as_full_shard(choice: Choice) -> Choice:
-    """The choice whose floor bounds this one."""
-    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD, units=AUTO, secondary=0)
+def as_full_shard(choice: Choice, units: UnitChoice) -> Choice:
+    """The choice whose floor bounds this one. `units`: those that are tried everywhere."""
+    inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
+    return replace(choice.but(strategy=FULL_SHARD, offload=inputs, units=units), replicas=1).keeping(0)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from accordion.config import FULL_SHARD
+from accordion.plan.choice import Choice
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, Cluster
-from accordion.plan.search.evaluate import (
-    FIRST,
-    HOST_MARGIN,
-    Candidate,
-    Evaluator,
-    Outcome,
-    Say,
-    SearchTask,
-    frugal_space,
-    on_fewer,
-)
-from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices
-from accordion.plan.search.worker import SecondProcess, search_half, theirs_of
-from accordion.plan.trace.setup import Subject
-from accordion.units import AUTO
+from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator, Say, on_fewer
+from accordion.plan.search.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,85 +27,57 @@ class SearchResult:
     logs: Mapping[Choice, Log]
 
 
-def search(
-    subject_for: Callable[[int], Subject],
-    space: Space,
-    cluster: Cluster,
-    num_params: int,
-    say: Say = lambda text: None,
-    processes: int = 1,
-    fewest: bool = False,
-    known: Mapping[Choice, Log] | None = None,
+def search_in(
+    space: Space, say: Say = lambda text: None, fewest: bool = False, known: Mapping[Choice, Log] | None = None
 ) -> SearchResult:
-    """Predict every choice of `space`. `subject_for`: training with that micro-batch. `processes`: 2 has a second one take half
-    of the ways of checkpointing, and fewer GPUs. `fewest`: smaller numbers of GPUs are looked at too, with what takes least
-    memory, unless there is one choice alone. `known`: logs that a search of the same model and step traced. Raises `UsageError`
-    where the space is empty.
+    """Predict every choice of `space`.
+
+    Args:
+        fewest: look at smaller numbers of GPUs too, with what takes least memory, unless there is one choice alone.
+        known: logs that a search of the same model and step traced.
+
+    Raises `UsageError` if the space is empty.
     """
-    task = SearchTask(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
-    every = choices(space, cluster)
-    evaluator = Evaluator(task, say)
-    evaluator.traces.traced.update(known or {})
-    with ExitStack() as stack:
-        # Copies of a hybrid are not fixed by anything but the GPUs; with all else fixed, no other number is asked for.
-        is_open = len({replace(c, replicas=1) for c in every}) > 1
-        candidates, less = _searched(evaluator, task, every, say, processes, fewest and is_open, stack)
-        candidates += evaluator.other_units(candidates)
-        candidates += evaluator.with_secondary(candidates)
-        candidates += evaluator.with_activations(candidates)
-        place = {replace(choice, secondary=0): i for i, choice in enumerate(every)}
-        first_place = space.activations[0]
-        candidates.sort(
-            key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0, activations=first_place)]
-        )
-        best = evaluator.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
-        if less is not None and best is not None:
-            on_less, logs = less()
-            candidates += on_less
-            evaluator.traces.traced.update(logs)
+    every = space.choices()
+    evaluator = Evaluator(space, say, known)
+    # Copies of a hybrid are not fixed by anything but the GPUs; with all else fixed, no other number is asked for.
+    is_open = len({replace(c, replicas=1) for c in every}) > 1
+    # Full sharding takes least memory, and others can only wait less: it bounds them.
+    first = [c for c in every if c.strategy == FULL_SHARD] or every
+    candidates = evaluator.candidates(first)
+    looks_at_fewer = fewest and is_open and len(space.cluster.gpus) == 1 and any(c.fits for c in candidates)
+    candidates += evaluator.candidates(evaluator.promising([c for c in every if c not in first]))
+    for more in (evaluator.other_units, evaluator.with_copies, evaluator.with_activations):
+        candidates += more(candidates)
+    place = {_key(choice): i for i, choice in enumerate(every)}
+    candidates.sort(key=lambda c: place[_key(c.choice)])
+    best = evaluator.verified([c for c in candidates if c.choice.gpus == space.cluster.num_gpus])
+    if looks_at_fewer and best is not None:
+        on_less, logs = on_fewer(space, evaluator.traces.traced, say)
+        candidates += on_less
+        evaluator.traces.traced.update(logs)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
-    looked = is_open or max(space.gpus) == 1
+    looked = is_open or space.cluster.num_gpus == 1
     on_fewest = evaluator.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
     evaluator.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
-        candidate.why = "" if candidate is best else why_not(candidate, best, space, cluster)
+        candidate.why = "" if candidate is best else why_not(candidate, best, space)
     return SearchResult(best=best, fewest=on_fewest, candidates=candidates, logs=evaluator.traces.traced)
 
 
-def _searched(
-    evaluator: Evaluator,
-    task: SearchTask,
-    every: Sequence[Choice],
-    say: Say,
-    processes: int,
-    fewest: bool,
-    stack: ExitStack,
-) -> tuple[list[Candidate], Callable[[], Outcome] | None]:
-    """The candidates, what bounds others first; and what gives those on fewer GPUs."""
-    first = [c for c in every if c.strategy == FIRST] or every
-    theirs = theirs_of(first) if processes > 1 else []
-    second = stack.enter_context(SecondProcess(task, say)) if theirs else None
-    half = None if second is None else second.asked(search_half, theirs)
-    candidates = evaluator.candidates([c for c in first if c not in theirs])
-    if half is not None:
-        found, logs = half()
-        evaluator.adopt(found, logs)
-        candidates += found
-    less = None
-    if fewest and len(task.space.gpus) == 1 and any(c.fits for c in candidates):
-        known = evaluator.traces.known(choices(replace(frugal_space(task.space), gpus=task.space.gpus), task.cluster))
-        less = (lambda: on_fewer(task, known, say)) if second is None else second.asked(on_fewer, known)
-    candidates += evaluator.candidates(evaluator.promising([c for c in every if c not in first]))
-    return candidates, less
+def _key(choice: Choice) -> tuple[object, ...]:
+    """What is chosen everywhere: units, offload and copies are tried next to some choices."""
+    return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
     """What comes closest to fitting all GPUs asked for, of what was worked out where anything was."""
-    mine = [c for c in candidates if c.choice.gpus == max(space.gpus)]
+    mine = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
     return min([c for c in mine if c.memory is not None] or mine, key=lambda c: c.needed_bytes)
 
 
-def why_not(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cluster) -> str:
+def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
+    cluster = space.cluster
     card = cluster.card_bytes / GIB
     if candidate.bound:
         return candidate.bound

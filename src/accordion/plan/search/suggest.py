@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from accordion.config import HOST
+from accordion.config import FULL_SHARD, HOST, Offload
+from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, Cluster
+from accordion.plan.hardware import GIB, LARGEST_GPUS, cluster_words
 from accordion.plan.search.evaluate import Candidate, Say
-from accordion.plan.search.search import closest, search
-from accordion.plan.search.space import LARGEST_GPUS, NO_OFFLOAD, OFFLOADS, Choice, Space
-from accordion.plan.trace.setup import Subject
+from accordion.plan.search.search import closest, search_in
+from accordion.plan.search.space import Space
+from accordion.sharding import offload_words
 
 DOUBLINGS = 7  # of the GPUs, at most
 NODE = 8  # GPUs of a machine, where nobody says
 MOST_HOST_GIB = 512.0  # of a machine's memory for each GPU
-ALL = "all"  # of OFFLOADS: parameters, gradients and states on the host
+ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
-def smallest_change(
-    subject_for: Callable[[int], Subject],
-    space: Space,
-    cluster: Cluster,
-    num_params: int,
-    say: Say,
-    known: Mapping[Choice, Log],
-) -> str:
+def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
     """The first of ever larger changes that makes it fit; each keeps those before it. `known`: logs that were traced to find
     that nothing of `space` fits.
     """
     smallest: Candidate | None = None
-    for flags, attempt, on in _attempts(space, cluster):
-        found = search(subject_for, attempt, on, num_params, say, known=known)
+    for flags, attempt in attempts(space):
+        found = search_in(attempt, say, known=known)
         known = found.logs
         if found.best is not None:
-            needed = f"{found.best.needed_bytes / GIB:,.1f} of {on.card_bytes / GIB:.1f} GiB"
+            needed = f"{found.best.needed_bytes / GIB:,.1f} of {attempt.cluster.card_bytes / GIB:.1f} GiB"
             host = (
                 f", and {found.best.host_bytes / GIB:,.0f} GiB of a machine's memory" if found.best.host_bytes else ""
             )
@@ -46,58 +41,66 @@ def smallest_change(
     return f"a card of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
 
 
-def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Cluster]]:
-    """(flags, space, cluster): from what costs least."""
-    flags, looks = "", len(space.activations) > 1
-    space = replace(space, activations=space.activations[:1])
-    if min(space.micro_batches) > 1:
-        flags, space = f"{flags} --micro-batch 1", replace(space, micro_batches=[1])
-        yield flags.strip(), space, cluster
-    space = replace(space, micro_batches=[1])
-    if "full" not in space.checkpointing:
-        flags, space = f"{flags} --checkpoint-activations full", replace(space, checkpointing=["full"])
-        yield flags.strip(), space, cluster
-    space = replace(space, checkpointing=["full"])
-    if "full_shard" not in space.strategies:
-        flags += " --strategy full_shard" + (" without --replicas" if space.replicas else "")
-        space = replace(space, strategies=["full_shard"], replicas=0)
-        yield flags.strip(), space, cluster
-    space = replace(space, strategies=["full_shard"])
-    if looks:
-        yield f"{flags} --offload-activations {HOST}".strip(), replace(space, activations=[HOST]), cluster
-    for tier in _further_tiers(space):
-        yield f"{flags} --offload {tier}".strip(), replace(space, offloads=[tier]), cluster
-    yield from _with_more_memory(flags, space, cluster)
-    gpus = max(space.gpus)
-    offloads = space.offloads if len(space.offloads) == 1 else [NO_OFFLOAD]
-    for _ in range(DOUBLINGS):
-        gpus *= 2
-        if gpus > LARGEST_GPUS:
-            return
-        node = min(gpus, NODE) if cluster.node == min(max(space.gpus), NODE) else cluster.node
-        nodes = f" --nodes {gpus // node}" if gpus > node else ""
-        more, batch = replace(space, gpus=[gpus], offloads=offloads), ""
-        if space.global_batch is not None:
-            more = replace(more, global_batch=space.global_batch * gpus // max(space.gpus))
-            batch = f" --global-batch {more.global_batch}"
-        yield f"{flags} --gpus {gpus}{nodes}{batch}".strip(), more, replace(cluster, node=node)
+def attempts(space: Space) -> Iterator[tuple[str, Space]]:
+    """(flags, space): from what costs least. Each keeps what those before it changed."""
+    flags, search = "", space.search
+    narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
+    if min(search.micro_batches) > 1:
+        flags += " --micro-batch 1"
+        yield flags.strip(), _searching(space, **narrow)
+    narrow["checkpointing"] = ["full"]
+    if "full" not in search.checkpointing:
+        flags += " --checkpoint-activations full"
+        yield flags.strip(), _searching(space, **narrow)
+    narrow["strategies"] = [FULL_SHARD]
+    if FULL_SHARD not in search.strategies:
+        flags += " --strategy full_shard" + (" without --replicas" if search.replicas else "")
+        narrow["replicas"] = None
+        yield flags.strip(), _searching(space, **narrow)
+    space = _searching(space, **narrow)
+    if len(search.activations) > 1:
+        yield f"{flags} --offload activations={HOST}".strip(), _searching(space, activations=[HOST])
+    for offload in _further_offloads(space):
+        yield f"{flags} --offload {offload_words(offload)}".strip(), _searching(space, offloads=[offload])
+    yield from _with_more_memory(flags, space)
+    yield from _with_more_gpus(flags, space)
 
 
-def _with_more_memory(flags: str, space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Cluster]]:
+def _searching(space: Space, **changes: Any) -> Space:
+    return replace(space, search=replace(space.search, **changes))
+
+
+def _with_more_memory(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
     """Machines with more memory, up to the largest that are common; FSDP2 is planned without offload."""
+    cluster = space.cluster
     if space.engine != "accordion":
         return
-    if list(space.offloads) == [NO_OFFLOAD]:
-        flags, space = f"{flags} --offload {ALL}", replace(space, offloads=[ALL])
+    if list(space.search.offloads) == [NO_OFFLOAD]:
+        flags, space = f"{flags} --offload {offload_words(ON_HOST)}", _searching(space, offloads=[ON_HOST])
     for times in (2, 4):
         host_gib = times * cluster.host_bytes / GIB
         if host_gib <= MOST_HOST_GIB * cluster.node:
             more = replace(cluster, host_memory_gib=host_gib)
-            yield f"{flags} --host-memory-gib {host_gib:g}".strip(), space, more
+            yield f"{flags} --gpu {cluster_words(more)}".strip(), replace(space, cluster=more)
 
 
-def _further_tiers(space: Space) -> Sequence[str]:
-    """Where one offload was fixed, those that leave less on the card, or on the host; FSDP2 is planned without any."""
-    known = list(OFFLOADS)
-    fixed = len(space.offloads) == 1 and space.engine == "accordion"
-    return known[known.index(space.offloads[0]) + 1 :] if fixed else []
+def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
+    search, cluster = space.search, space.cluster
+    gpus, batch = cluster.num_gpus, search.global_batch
+    offloads = search.offloads if len(search.offloads) == 1 else [NO_OFFLOAD]
+    while gpus < min(LARGEST_GPUS, cluster.num_gpus << DOUBLINGS):
+        gpus *= 2
+        node = min(gpus, NODE) if cluster.node == min(cluster.num_gpus, NODE) else cluster.node
+        count = f"{gpus // node}x{node}" if gpus > node else f"{gpus}"
+        more = None if batch is None else batch * gpus // cluster.num_gpus
+        words = f"{flags} --gpus {count}" + (f" --global-batch {more}" if more else "")
+        wider = _searching(space, offloads=offloads, global_batch=more)
+        yield words.strip(), replace(wider, cluster=replace(cluster, gpus=(gpus,), node=node))
+
+
+def _further_offloads(space: Space) -> Sequence[Offload]:
+    """If one offload was fixed, those that leave less on the card, or on the host; FSDP2 is planned without any."""
+    fixed = space.search.offloads[0]
+    if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
+        return []
+    return OFFLOADS[OFFLOADS.index(fixed) + 1 :]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accordion.config import HOST
+from accordion.plan.choice import Choice, moved_as, traced_as
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.family import Family, UnlikeError
 from accordion.plan.extrapolate.sizes import alike
-from accordion.plan.hardware import Cluster
 from accordion.plan.replay.predict import log_of
-from accordion.plan.search.space import NO_OFFLOAD, ON_DISK, Choice, Space
-from accordion.plan.trace.setup import Subject
+from accordion.plan.search.space import Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +24,9 @@ class _Lines:
 class Traces:
     """Owns what was traced. `traced`: by choice, as `traced_as` and `moved_as` have it."""
 
-    def __init__(
-        self, subject_for: Callable[[int], Subject], space: Space, cluster: Cluster, say: Callable[[str], None]
-    ) -> None:
-        self._subject_for, self._space, self._cluster, self._say = subject_for, space, cluster, say
-        self.traced: dict[Choice, Log] = {}
+    def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
+        self._space, self._say = space, say
+        self.traced = dict(known)
         self._families: dict[Choice, Family | None] = {}
         self._lines: list[_Lines] = []
 
@@ -56,21 +52,15 @@ class Traces:
     def _trace(self, choice: Choice) -> Log:
         if choice not in self.traced:
             self._say(f"tracing {choice}")
-            subject = self._subject_for(choice.micro_batch)
-            log, _ = log_of(subject, self._space.run_of(choice, self._cluster))
-            unmodelled = {
-                name: why for name, why in log.unmodelled.items() if name != "offload"
-            }  # `OffloadWalk` has its time
+            log, _ = log_of(self._space.subject_for(choice.micro_batch), self._space.setup(choice))
+            # `OffloadWalk` has the time of what is offloaded.
+            unmodelled = {name: why for name, why in log.unmodelled.items() if name != "offload"}
             self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
 
     def is_own(self, log: Log) -> bool:
         """Whether a log was traced, and not worked out."""
         return any(log is own for own in self.traced.values())
-
-    def known(self, chosen: Sequence[Choice]) -> dict[Choice, Log]:
-        """Those of these choices that were traced."""
-        return {c: self.traced[c] for c in map(traced_as, chosen) if c in self.traced}
 
     def _family(self, choice: Choice) -> Family | None:
         """The log of all micro-batches, and of all numbers of GPUs on one side of the node's size, or with as many shards."""
@@ -85,12 +75,12 @@ class Traces:
     def _gpus_like(self, choice: Choice) -> list[int]:
         if choice.gpus == 1 or choice.replicas > 1:
             return [choice.gpus]
-        inside = choice.gpus <= self._cluster.node
-        like = [n for n in self._space.divided_gpus if n > 1 and (n <= self._cluster.node) == inside]
+        node = self._space.cluster.node
+        like = [n for n in self._space.divided_gpus if n > 1 and (n <= node) == (choice.gpus <= node)]
         return like or [choice.gpus]
 
     def _make_family(self, choice: Choice, gpus: list[int]) -> Family | None:
-        batches = sorted(self._space.micro_batches)
+        batches = sorted(self._space.search.micro_batches)
         base = replace(choice, micro_batch=batches[0], gpus=max(gpus))
         more = replace(base, micro_batch=batches[1]) if len(batches) > 1 else None
         fewer = replace(base, gpus=min(gpus)) if len(gpus) > 1 else None
@@ -125,12 +115,10 @@ class Traces:
         """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does and is
         recomputed, from one number of GPUs to the other whatever is recomputed.
         """
-        alike_first = sorted(
-            self._lines, key=lambda lines: lines.choices[0].checkpoint_activations != base.checkpoint_activations
-        )
+        alike_first = sorted(self._lines, key=lambda lines: lines.choices[0].checkpointing != base.checkpointing)
         for lines in alike_first:
             first, other = lines.choices[0], lines.choices[which]
-            if other is None or (first.accumulate, first.activations) != (base.accumulate, base.activations):
+            if other is None or (first.accumulate, first.offload) != (base.accumulate, base.offload):
                 continue
             if which == 1 and (first.micro_batch, other.micro_batch) == (base.micro_batch, wanted.micro_batch):
                 yield lines
@@ -138,19 +126,3 @@ class Traces:
                 base.strategy, base.micro_batch, base.gpus, wanted.gpus, base.units,
             ):  # fmt: skip
                 yield lines
-
-
-def traced_as(choice: Choice) -> Choice:
-    """What differs from it in nothing that is traced."""
-    return replace(choice, offload=NO_OFFLOAD, accumulate=choice.num_traced, activations=_seen(choice))
-
-
-def moved_as(choice: Choice) -> Choice:
-    """What differs from it in nothing that the device sees: what is on disk is as far away as what is on the host."""
-    tier = choice.offload if choice.offload in (NO_OFFLOAD, "optimizer") else "all"
-    return replace(choice, offload=tier, accumulate=choice.num_traced, activations=_seen(choice))
-
-
-def _seen(choice: Choice) -> str:
-    """Where inputs wait, as far as the device sees it."""
-    return HOST if choice.activations == ON_DISK else choice.activations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
-from accordion.config import FULL_SHARD, Place, Precision, Strategy, checkpointing_named
+from accordion.config import Place, Precision, Strategy
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.plan.events import COMPUTE, Mark, StepPhase, Wait
@@ -21,10 +22,11 @@ from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.activations import checkpoint_forward
-from accordion.units import UnitChoice, choose_units
+from accordion.sharding import Sharding
+from accordion.units import choose_units
 
 STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
-OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")
+FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # of a sharding that FSDP2 has
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
@@ -33,7 +35,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
         _tell(module, i, tracker)  # ahead of FSDP2's own hooks
-    apply(model, mesh, **{**run.sharding, "units": run.units})
+    apply(model, mesh, replace(run.sharding, units=run.units), run.reshard_root, run.reshard_last)
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
     return Rig(
@@ -48,29 +50,22 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 def apply(
     model: nn.Module,
     mesh: DeviceMesh,
-    *,
-    units: UnitChoice,
-    strategy: Strategy = FULL_SHARD,
-    precision: Precision | None = None,
-    checkpoint_activations: str = "none",
+    sharding: Sharding,
     reshard_root: bool | None = None,
     reshard_last: bool = True,
-    **others: object,
 ) -> None:
-    """FSDP2 as a configuration of `accordion.shard` would have it, as far as FSDP2 can; for plans and for tests.
+    """Apply FSDP2 as `accordion.shard` would be applied, as far as FSDP2 can; for plans and for tests.
 
     `reshard_root`: None is FSDP2's default, which keeps the root. `reshard_last`: False keeps the last unit until its backward.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if others:
-        raise UsageError(f"fsdp2 takes {', '.join(OPTIONS)} alone, not {', '.join(others)}; leave them out.")
-    check(strategy)
-    p, checkpointing = precision or Precision(), checkpointing_named(checkpoint_activations)
+    check_sharding(sharding)
+    strategy, p, checkpointing = sharding.strategy, sharding.precision or Precision(), sharding.checkpointing
     policy = MixedPrecisionPolicy(
         param_dtype=p.params, reduce_dtype=p.reduce, output_dtype=p.output, cast_forward_inputs=p.cast_inputs
     )
-    chosen = choose_units(model, units)
+    chosen = choose_units(model, sharding.units)
     deep = [module for _, module in chosen[1:] if not is_layer(module)]
     recomputed = {id(module) for module in deep[:: checkpointing.every]} if checkpointing.every else ()
     for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # what lies inside of another unit comes first
@@ -82,9 +77,25 @@ def apply(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
 
 
+def has(strategy: Strategy) -> bool:
+    """Whether FSDP2 has a strategy."""
+    return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
+
+
+def check_sharding(sharding: Sharding) -> None:
+    """Raise `UsageError` for fields of a sharding that FSDP2 does not have."""
+    config = sharding.as_config()
+    if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
+        raise UsageError(
+            f"fsdp2 with {', '.join(others)} is not planned; leave that out (fsdp2 takes {', '.join(FIELDS)}), or take the "
+            "engine accordion."
+        )
+    check(sharding.strategy)
+
+
 def check(strategy: Strategy) -> None:
-    """Raises `UsageError` for a strategy that FSDP2 has not."""
-    if Place.REPLICATE in (strategy.params, strategy.optim) or strategy.optim_over_replicas:
+    """Raise `UsageError` for a strategy that FSDP2 does not have."""
+    if not has(strategy):
         raise UsageError(
             f"fsdp2 has no strategy {strategy.name!r}; take full_shard, shard_grad_op or hybrid_shard, or the engine accordion."
         )

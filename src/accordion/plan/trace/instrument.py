@@ -12,15 +12,14 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import CallInForward, Observer, Purpose
-from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.plan.events import (
     EXPERT_DATA,
     FETCH,
+    NEAR,
     REPLICATE,
-    SECONDARY,
     STORE,
     Category,
     Land,
@@ -40,8 +39,9 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
         own = group.context.shard
         tracker.axes |= {id(own.gather): EXPERT_DATA, id(own.reduce): EXPERT_DATA}
-    for group in [g for unit in engine.units for g in unit.groups if isinstance(g, SecondaryGroup)]:
-        tracker.axes[id(group.over)] = SECONDARY
+    # Groups of which some ranks keep one copy gather it over these.
+    for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
+        tracker.axes[id(group.over)] = NEAR
         buffer: Any = group.full_buffer
         vars(buffer)["close"] = _taken_for(Category.GATHERED, tracker, buffer.close)
     streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}

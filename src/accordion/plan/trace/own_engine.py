@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from accordion.plan.trace.spread import ALL_AXES, silent_exchange, spread_expert
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
 from accordion.shard.topology import CommunicatorMaker
-from accordion.sharding import MeshChoice, Sharding
+from accordion.sharding import MeshChoice
 from accordion.state import no_sync
 
 
@@ -41,9 +42,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         with tracker.paused():
             meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
     arena = partial(TracedArena, tracker, run)
-    shard_over(
-        silent(tracker, run), model, mesh, Sharding.from_config({**run.sharding, "meshes": meshes}), make_arena=arena
-    )
+    shard_over(silent(tracker, run), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
@@ -52,7 +51,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         for own in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
             own.shard.one_node = run.ranks <= run.node
     watch(engine, tracker)
-    if run.sharding.get("offload") is not None:
+    if run.sharding.offload.asks:
         tiers = tiers_of(engine)
         vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
+from accordion.plan.trace.memo import Memo
 from accordion.plan.trace.operators import (
     bytes_moved_by,
     flops_of,
@@ -62,6 +63,7 @@ class Tracker(StorageWatch):
         self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._transfers = 0
+        self._memo = Memo()
         self.attention_share = 1.0  # see `Subject`
 
     # -- what the driver says
@@ -139,7 +141,7 @@ class Tracker(StorageWatch):
         self._operator = str(func)
         for storage in storages_of((args, kwargs)):
             self._meet(storage)
-        out = func(*args, **kwargs)
+        out = self._memo.run(func, args, kwargs)
         self._operator = str(func)
         for storage in storages_of(out):
             self._meet(storage)

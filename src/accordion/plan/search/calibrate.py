@@ -6,62 +6,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from accordion.config import DEVICE, checkpointing_named, strategy_named
+from accordion.config import DEVICE, Offload, strategy_named
 from accordion.errors import UsageError
-from accordion.plan.extrapolate.accumulate import step_of_choice
-from accordion.plan.hardware import REACHED, Cluster, Gpu, Scale
-from accordion.plan.replay.predict import log_of
-from accordion.plan.search.space import Choice, Space, choices
-from accordion.plan.trace.setup import Subject
+from accordion.plan.choice import Choice
+from accordion.plan.hardware import REACHED, Gpu, Scale
+from accordion.plan.replay.predict import log_of, step_of_choice
+from accordion.plan.search.space import Space
+from accordion.plan.trace.setup import with_copies
 
 
-def choice_of(text: str) -> Choice:
-    """The configuration that `text` names, as "full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs."""
-    words = [word.strip() for word in text.split(",")]
-    if len(words) != 4 or not all(word.isdecimal() and int(word) for word in words[2:]):
-        raise UsageError(
-            f"measured_at {text!r} is not understood; name the measured configuration as "
-            "strategy,checkpointing,micro-batch,GPUs, such as full_shard,selective,2,8."
-        )
-    strategy_named(words[0])
-    checkpointing_named(words[1])
-    return Choice(strategy=words[0], checkpoint_activations=words[1], micro_batch=int(words[2]), gpus=int(words[3]))
-
-
-def only_choice(space: Space, cluster: Cluster) -> Choice:
-    """The configuration that a plan is of, where it leaves nothing open. Raises `UsageError`."""
-    found = [choice for choice in choices(space, cluster) if choice.gpus == max(space.gpus)]
-    if len(found) > 1:
-        raise UsageError(
-            "measured_step_s is the time of one configuration, and this plan looks through several; say with measured_at which "
-            "it was (strategy,checkpointing,micro-batch,GPUs), or fix strategy, checkpoint_activations and micro_batch."
-        )
-    return found[0]
-
-
-def calibrated(
-    cluster: Cluster, subject_for: Callable[[int], Subject], space: Space, choice: Choice, measured_s: float
-) -> Cluster:
-    """`cluster` with the scales at which each of its assumed rates gives `measured_s` for a step of `choice`.
+def calibrated(space: Space) -> tuple[Space, str]:
+    """Return the space with a cluster at the speed of its measured step, and what was measured, in words.
 
     One time says nothing of messages that nothing waited for. So kernels are scaled, once for each of the assumed rates of
-    links; messages only where kernels alone would have to be faster than the card's peaks. What the low, middle and high rates
-    then say of another configuration differs by as much as one measured step leaves open. Raises `UsageError` where no rates up
+    links; messages only if kernels alone would have to be faster than the card's peaks. What the low, middle and high rates
+    then say of another configuration differs by as much as one measured step leaves open. Raises `UsageError` if no rates up
     to the peaks give so short a step.
     """
+    cluster, measured_s = space.cluster, space.cluster.measured_step_s
+    if measured_s is None:
+        return space, ""
     if not 0 < measured_s < 1e6:
         raise UsageError(f"measured_step_s is {measured_s:g}; it takes the seconds of a step, a positive number.")
-    if strategy_named(choice.strategy).hybrid and choice.replicas == 1:
-        choice = replace(choice, replicas=max(1, choice.gpus // cluster.node))
-    choice = replace(
-        choice,
-        accumulate=max(choice.accumulate, space.accumulate),
-        no_sync=space.no_sync,
-        expert_parallel=space.expert_parallel,
-        activations=DEVICE if choice.checkpoint_activations == "none" else space.activations[0],
-    )
-    run = space.run_of(choice, cluster)
-    log, _ = log_of(subject_for(choice.micro_batch), run)
+    choice = _choice_of(cluster.measured_at, space) if cluster.measured_at else _only_choice(space)
+    run = space.setup(choice)
+    log, _ = log_of(space.subject_for(choice.micro_batch), run)
 
     def seconds(rate: str, scale: Scale) -> float:
         return step_of_choice(log, run, choice, replace(cluster, scales={rate: scale}), rate).seconds
@@ -73,7 +42,40 @@ def calibrated(
             "links; check the time, what it was measured of (measured_at), and the card."
         )
     scales = {rate: _scale(partial(seconds, rate), _peaks(cluster.gpu, rate), measured_s) for rate in REACHED}
-    return replace(cluster, scales=scales)
+    return replace(space, cluster=replace(cluster, scales=scales)), f"{measured_s:g} s of {choice}"
+
+
+def _choice_of(text: str, space: Space) -> Choice:
+    """The configuration that `text` names, as "full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs."""
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 4 or not all(word.isdecimal() and int(word) for word in words[2:]):
+        raise UsageError(
+            f"measured_at {text!r} is not understood; name the measured configuration as "
+            "strategy,checkpointing,micro-batch,GPUs, such as full_shard,selective,2,8."
+        )
+    search, gpus, strategy = space.search, int(words[3]), strategy_named(words[0])
+    inputs = Offload(activations=DEVICE if words[1] == "none" else search.activations[0])
+    sharding = replace(space.sharding, strategy=strategy, checkpoint_activations=words[1], offload=inputs)
+    return Choice(
+        sharding=with_copies(sharding, 0),
+        micro_batch=int(words[2]),
+        gpus=gpus,
+        accumulate=search.accumulate,
+        replicas=max(1, gpus // space.cluster.node) if strategy.hybrid else 1,
+        no_sync=search.no_sync,
+        expert_parallel=search.expert_parallel,
+    )
+
+
+def _only_choice(space: Space) -> Choice:
+    """The configuration that a plan is of, if it leaves nothing open. Raises `UsageError`."""
+    choices = [choice for choice in space.choices() if choice.gpus == space.cluster.num_gpus]
+    if len(choices) > 1:
+        raise UsageError(
+            "measured_step_s is the time of one configuration, and this plan looks through several; say with measured_at which "
+            "it was (strategy,checkpointing,micro-batch,GPUs), or fix strategy, checkpoint_activations and micro_batch."
+        )
+    return choices[0]
 
 
 def _peaks(gpu: Gpu, rate: str) -> Scale:

@@ -1,0 +1,266 @@
+"""One configuration as plain data, and what a plan looks through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from accordion.config import (
+    DEVICE,
+    DISK,
+    FULL_SHARD,
+    HOST,
+    HYBRID_SHARD,
+    HYBRID_SHARD_OPTIM,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    SHARD_OPTIM,
+    Offload,
+    Place,
+    Strategy,
+    checkpointing_named,
+    folder_of,
+    strategy_named,
+)
+from accordion.errors import UsageError
+from accordion.plan.hardware import LARGEST
+from accordion.plan.trace.setup import COPIES, TrainingSetup, copy_ranks, with_copies
+from accordion.sharding import Sharding, offload_named, offload_words, unit_words
+from accordion.units import UnitChoice, units_named
+
+ON_DISK = f"{DISK}FOLDER"  # in words of a plan, for a folder that its reader chooses
+STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
+CHECKPOINTING = ("none", "selective", "every:2", "full")
+MICRO_BATCHES = (1, 2, 4, 8)
+NO_OFFLOAD = Offload()
+OFFLOADS = tuple(
+    map(offload_named, ("none", "optimizer=host", "params=host,optimizer=host", f"params=host,optimizer={ON_DISK}"))
+)
+ACTIVATIONS = (DEVICE, HOST, ON_DISK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One configuration.
+
+    Args:
+        sharding: the arguments of `accordion.shard`.
+        micro_batch: samples that a rank takes at a time.
+        gpus: number of ranks.
+        accumulate: micro-batches of a step.
+        replicas: copies of the model with a hybrid strategy, else 1.
+        no_sync: micro-batches but the last reduce nothing.
+        expert_parallel: ranks that share the experts of a mixture; 1: each has all.
+    """
+
+    sharding: Sharding
+    micro_batch: int
+    gpus: int
+    accumulate: int = 1
+    replicas: int = 1
+    no_sync: bool = False
+    expert_parallel: int = 1
+
+    def __hash__(self) -> int:  # a sharding may hold mappings
+        return hash((self.strategy.name, self.checkpointing, self.micro_batch, self.gpus, self.replicas))
+
+    def __str__(self) -> str:
+        offload, copies = self.offload, copy_ranks(self.sharding)
+        parts = [self.strategy.name + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
+        parts += [f"copies kept over {copies}"] if copies else []
+        parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
+        inputs = "disk" if folder_of(offload.activations) else offload.activations
+        inputs = f" with inputs on the {inputs}" if inputs != DEVICE else ""
+        parts += [f"checkpointing {self.checkpointing}{inputs}", f"micro-batch {self.micro_batch}"]
+        unreduced = " without reducing" if self.no_sync else ""
+        parts += [f"accumulate {self.accumulate}{unreduced}"] if self.accumulate > 1 else []
+        parts += [f"offload {offload_words(replace(offload, activations=DEVICE))}"] if offload.is_any else []
+        parts += [f"units {unit_words(self.units)}"] if self.units is not None else []
+        return ", ".join([*parts, f"{self.gpus} GPUs"])
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.sharding.strategy
+
+    @property
+    def checkpointing(self) -> str:
+        return self.sharding.checkpoint_activations
+
+    @property
+    def offload(self) -> Offload:
+        return self.sharding.offload
+
+    @property
+    def units(self) -> UnitChoice:
+        return self.sharding.units
+
+    @property
+    def num_traced(self) -> int:
+        """Micro-batches that are traced: all others are like the second, which is like the last where each one reduces."""
+        each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
+        return min(self.accumulate, 2 if each_reduces else 3)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters are sharded."""
+        return self.gpus // self.replicas
+
+    def but(self, **fields: Any) -> Choice:
+        """This choice with other fields of its sharding."""
+        return replace(self, sharding=replace(self.sharding, **fields))
+
+    def keeping(self, ranks: int) -> Choice:
+        """This choice with copies of units that `ranks` neighbours keep for the backward; without any if that is no gain."""
+        s = self.strategy
+        has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
+        gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
+        return replace(self, sharding=with_copies(self.sharding, ranks if gains else 0))
+
+    def setup(
+        self,
+        node: int = 8,
+        optimizer: str = "adamw",
+        engine: str = "accordion",
+        device: Literal["cuda", "cpu"] = "cuda",
+    ) -> TrainingSetup:
+        """What is traced for this choice: no more micro-batches than differ, with the host in place of a disk."""
+        return TrainingSetup(
+            engine=engine,
+            ranks=self.gpus,
+            node=node,
+            replicas=self.replicas,
+            expert_parallel=self.expert_parallel,
+            accumulate=self.num_traced,
+            no_sync=self.no_sync,
+            optimizer=optimizer,
+            sharding=replace(self.sharding, offload=in_memory(self.offload)),
+            device=device,
+        )
+
+
+def in_memory(offload: Offload) -> Offload:
+    """`offload` with the host's memory in place of a disk: a trace has no files."""
+    return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
+
+
+def _in_memory(place: str) -> str:
+    return HOST if folder_of(place) else place
+
+
+def traced_as(choice: Choice) -> Choice:
+    """The choice of which the trace without offloaded states is that of `choice`."""
+    inputs = Offload(activations=in_memory(choice.offload).activations)
+    return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
+
+
+def moved_as(choice: Choice) -> Choice:
+    """The choice of which the trace with offload is that of `choice`: a disk is as far from the device as the host."""
+    return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What a plan looks through. Fields that a sharding fixes are not looked through.
+
+    Args:
+        strategies: strategies, or their names.
+        checkpointing: ways of `checkpoint_activations`.
+        micro_batches: samples that a rank takes at a time.
+        offloads: places of parameters and states; each is tried if the one before it does not fit.
+        activations: places of the inputs of recomputed units; all but the first are tried only if nothing fits.
+        units: choices of units; all but the first are tried next to the fastest configurations. None: rules by the sizes
+            of the model's parts.
+        replicas: copies of the model with a hybrid strategy. None: shards over one, two and four nodes.
+        copies: whether copies kept by the ranks of a node are tried next to the fastest configurations.
+        accumulate: micro-batches of a step.
+        global_batch: samples of a step over all GPUs, from which `accumulate` follows.
+        no_sync: micro-batches of a step but the last reduce nothing.
+        expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose experts evenly.
+    """
+
+    strategies: Sequence[Strategy] = STRATEGIES
+    checkpointing: Sequence[str] = CHECKPOINTING
+    micro_batches: Sequence[int] = MICRO_BATCHES
+    offloads: Sequence[Offload] = OFFLOADS
+    activations: Sequence[str] = ACTIVATIONS
+    units: Sequence[UnitChoice] | None = None
+    replicas: int | None = None
+    copies: bool = True
+    accumulate: int = 1
+    global_batch: int | None = None
+    no_sync: bool = False
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        words: Any = self
+        parsed: Mapping[str, Any] = {
+            "strategies": [strategy_named(s) for s in words.strategies],
+            "offloads": [offload_named(o) if isinstance(o, str) else o for o in words.offloads],
+            "units": words.units and [units_named(u) if isinstance(u, str) else u for u in words.units],
+        }
+        for name, values in parsed.items():
+            object.__setattr__(self, name, values and tuple(values))
+        for way in self.checkpointing:
+            checkpointing_named(way)
+        numbers = [("micro_batch", n) for n in self.micro_batches]
+        numbers += [
+            (name, getattr(self, name)) for name in ("accumulate", "expert_parallel", "replicas", "global_batch")
+        ]
+        for name, value in numbers:
+            if value is not None and not 1 <= value <= LARGEST:
+                raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
+        if self.no_sync and self.accumulate == 1 and self.global_batch is None:
+            raise UsageError("no_sync is for micro-batches of one step; give accumulate, 2 or more, or a global_batch.")
+        for offload in parsed["offloads"]:
+            check_offload(offload)
+
+    def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
+        """This search without what `sharding` fixes: its fields in `fixed`. Raises `UsageError` if they contradict."""
+        narrow: dict[str, Any] = {}
+        if "strategy" in fixed:
+            narrow |= {"strategies": [sharding.strategy], "copies": False}
+            self._check_strategy(sharding)
+        if "checkpoint_activations" in fixed:
+            narrow["checkpointing"] = [sharding.checkpoint_activations]
+        if "offload" in fixed:
+            offload = sharding.offload
+            if offload.activations != DEVICE and narrow.get("checkpointing") == ["none"]:
+                raise UsageError(
+                    f"offload {offload_words(offload)!r} takes the inputs of recomputed units off the device, and "
+                    "checkpoint_activations is 'none'; take full, selective or every:2, or leave one of them out."
+                )
+            narrow |= {"offloads": [replace(offload, activations=DEVICE)], "activations": [offload.activations]}
+        elif sharding.checkpoint_activations == "none" and "checkpoint_activations" in fixed:
+            narrow["activations"] = [DEVICE]
+        if self.no_sync:
+            if sharding.offload.is_any:
+                raise UsageError(
+                    f"no_sync keeps full gradients on the device; leave offload {offload_words(sharding.offload)!r} out."
+                )
+            narrow["offloads"] = [NO_OFFLOAD]
+        if COPIES in fixed or self.expert_parallel > 1:
+            narrow["copies"] = False
+        return replace(self, **narrow)
+
+    def _check_strategy(self, sharding: Sharding) -> None:
+        s, offload = sharding.strategy, sharding.offload
+        if self.replicas is not None and not s.hybrid:
+            raise UsageError(
+                f"replicas is {self.replicas}, of which strategy {s.name!r} keeps none; take hybrid_shard, or leave it out."
+            )
+        if offload.is_any and s.grads is not Place.SHARD:
+            raise UsageError(
+                f"offload {offload_words(offload)!r} with strategy {s.name!r} is not planned: gradients are whole on each rank; "
+                "take full_shard."
+            )
+
+
+def check_offload(offload: Offload) -> None:
+    """Raise `UsageError` for places that are not planned."""
+    planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
+    if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
+        raise UsageError(
+            f"offload {offload_words(offload)!r} is not planned; take optimizer=host or optimizer=disk:/folder, with or without "
+            "params=host, and activations= at any place."
+        )

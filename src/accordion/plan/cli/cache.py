@@ -1,0 +1,81 @@
+"""Answers on named models, kept in the user's cache folder: what was traced and worked out once is read the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accordion.files import read_text
+from accordion.models.llama import PUBLISHED
+from accordion.pages.page import Page, Table
+from accordion.plan.cli.options import Options
+from accordion.version import VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAnswer:
+    """What the command says of a plan. `data`: what JSON holds. `page`: what the screen shows."""
+
+    fits: bool
+    data: dict[str, Any]
+    page: Page
+
+
+def cache_folder() -> Path:
+    """The folder in which this user's plans are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
+
+
+def place_of(o: Options) -> Path | None:
+    """Return the file for the plan of a named model; None for code of the user's, which may change unseen."""
+    folder = Path(o.model)
+    config = _text(folder / "config.json" if folder.is_dir() else folder)
+    if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
+        return None
+    package = Path(__file__).parents[2]
+    asked = (
+        replace(o, json=False, html=None),
+        config,
+        {name: version(name) for name in ("torch", "transformers") if find_spec(name) is not None},
+        VERSION,
+        sorted((str(p), p.stat().st_mtime_ns) for p in package.rglob("*.py")),
+    )
+    return cache_folder() / "plans" / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
+
+
+def _text(file: Path) -> str:
+    """What a file holds; empty if it cannot be read."""
+    try:
+        return read_text(file)
+    except (OSError, ValueError):
+        return ""
+
+
+def read(place: Path | None) -> SavedAnswer | None:
+    """The answer that a file holds; None if there is none, or one that is broken."""
+    if place is None:
+        return None
+    try:
+        told = json.loads(read_text(place))
+        tables = [Table(**table) for table in told["page"].pop("tables")]
+        return SavedAnswer(fits=told["fits"], data=told["data"], page=Page(**told["page"], tables=tables))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write(place: Path | None, answer: SavedAnswer) -> None:
+    """Keep an answer, in one step. A folder that cannot be written keeps none."""
+    if place is None:
+        return
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(answer)), encoding="utf-8")
+        part.replace(place)

@@ -1,0 +1,175 @@
+"""The plan that the options of `accordion plan` ask for, made anew."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accordion.config import COMPUTE_DTYPES, Precision
+from accordion.errors import UsageError, nearest
+from accordion.garbage import without_collections
+from accordion.plan.api import plan
+from accordion.plan.choice import MICRO_BATCHES, Search
+from accordion.plan.cli.cache import SavedAnswer
+from accordion.plan.cli.options import Options
+from accordion.plan.cli.pages import of_plan
+from accordion.plan.hardware import LARGEST_GPUS, Cluster, cluster_of
+from accordion.plan.search.suggest import NODE, smallest_change
+from accordion.plan.trained_models import Kernels
+from accordion.plan.workload import Workload
+from accordion.tasks.errors import of_the_task
+from accordion.tasks.flags import read_task
+from accordion.tasks.loaded import example_of, mean_loss, model_of
+
+PURE = "bf16-pure"
+TASK_BATCH = 8
+FIXED = ("strategy", "units", "offload", "checkpoint_activations")
+"""Flags that are fields of a sharding."""
+
+
+def planned(o: Options, own: list[str]) -> SavedAnswer:
+    """Make the plan, and its page as HTML if one is asked for. `own`: options of a task. Raises `UsageError`, `TaskError`."""
+    say = partial(print, file=sys.stderr)
+    cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
+    workload = workload_of(o, own)
+    with without_collections():  # of millions of small objects that no cycle holds
+        made = plan(workload, cluster, sharding, search, say=say)
+        change = ""
+        if not made.fits and o.task is None:
+            change = smallest_change(made.space, say, made.found.logs)
+    if o.html is not None:
+        from accordion.plan.cli.html import write
+
+        write(made, Path(o.html))
+        say(f"written: {o.html}")
+    more = {"smallest_change": change} if change else {}
+    return SavedAnswer(fits=made.fits, data={**made.as_dict(), **more}, page=of_plan(made, change))
+
+
+# -- what options say
+
+
+def workload_of(o: Options, own: list[str]) -> Workload:
+    """A language model by its name, or a task with the options in `own`. Raises `UsageError`, `TaskError`."""
+    seq, mean, packed = (o.seq, None, False) if o.lengths is None else lengths_of(o.lengths)
+    model: Any = o.model
+    loss = batch = None
+    if o.task is not None:
+        model, loss, batch = _task(o, own)
+    elif own:
+        raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
+    rank, targets, base = (0, "all", "") if o.lora is None else adapters_of(o.lora)
+    kernels = Kernels(
+        loss=o.loss,
+        attention=o.attention,
+        pure=o.precision.partition(",")[0] == PURE,
+        lora_rank=rank,
+        lora_targets=targets,
+        four_bits=base == "nf4",
+    )
+    return Workload(
+        model,
+        loss,
+        batch,
+        seq=seq,
+        mean_tokens=mean,
+        packed=packed,
+        kernels=kernels,
+        optimizer=o.optimizer,
+        engine=o.engine,
+        tokens=o.tokens,
+    )
+
+
+def _task(o: Options, own: list[str]) -> tuple[Any, Any, Any]:
+    """(model, loss, batch) of a task."""
+    size = o.micro_batch or TASK_BATCH
+    task = read_task(str(o.task), own, "accordion plan")
+    with of_the_task("model()"):
+        model = model_of(task)
+    with of_the_task("dataset('train')"):
+        batch = example_of(task, size)
+    print(f"{task.name}: a micro-batch is one of {size} samples, or as its loader gives it", file=sys.stderr)
+    return model, partial(mean_loss, task), batch
+
+
+def cluster_in(o: Options) -> Cluster:
+    """The cards. Raises `UsageError`."""
+    gpus, node = counts_of(o.gpus)
+    seconds, _, at = (o.calibrate or "").partition(",")
+    try:
+        measured_s = float(seconds) if o.calibrate is not None else None
+    except ValueError:
+        raise UsageError(f"--calibrate {o.calibrate!r} begins with no number; write seconds, such as 2.84.") from None
+    return cluster_of(o.gpu, gpus=gpus, node=node, measured_step_s=measured_s, measured_at=at)
+
+
+def sharding_of(o: Options) -> dict[str, Any]:
+    """The fields of a sharding that are fixed. Raises `UsageError`."""
+    fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
+    for word in [] if o.sharding is None else o.sharding.split(","):
+        name, _, value = word.partition("=")
+        fixed[name.strip()] = int(value) if value.isdecimal() and len(value) < 10 else value
+    return {"precision": precision_of(o.precision), **fixed}
+
+
+def search_of(o: Options) -> Search:
+    """What is looked through, beside what is fixed. Raises `UsageError`."""
+    return Search(
+        micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
+        replicas=o.replicas,
+        accumulate=o.accumulate,
+        global_batch=o.global_batch,
+        no_sync=o.no_sync,
+        expert_parallel=o.expert_parallel,
+    )
+
+
+def lengths_of(text: str) -> tuple[int, int, bool]:
+    """(longest, mean, packed) of "mean,longest" or "mean,longest,packed". Raises `UsageError`."""
+    words = text.removesuffix(",packed").split(",")
+    if len(words) != 2 or not all(w.strip().isdecimal() and len(w.strip()) < 10 for w in words):
+        raise UsageError(f"--lengths {text!r} is not understood; it takes mean,longest in tokens, such as 900,4096.")
+    mean, longest = (int(w) for w in words)
+    return longest, mean, text.endswith(",packed")
+
+
+def adapters_of(text: str) -> tuple[int, str, str]:
+    """(rank, names of layers with commas between, base) of "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
+    rank, *words = text.split(",")
+    more = dict(word.partition("=")[::2] for word in words)
+    targets, base = more.pop("targets", "all").replace("+", ","), more.pop("base", "")
+    if not rank.isdecimal() or len(rank) > 9 or more or base not in ("", "nf4"):
+        raise UsageError(
+            f"--lora {text!r} is not understood; it takes a rank, such as 16,targets=q_proj+v_proj,base=nf4."
+        )
+    return int(rank), targets, base
+
+
+def precision_of(text: str) -> Precision:
+    """`bf16-pure`: the model is in bf16, and so are what the optimizer steps and its states. Raises `UsageError`."""
+    name, _, more = text.partition(",")
+    key, _, dtype = more.partition("=")
+    known = (*COMPUTE_DTYPES, PURE)
+    if name not in known or (more and (key, dtype) not in (("reduce", "fp32"), ("reduce", "bf16"))):
+        raise UsageError(f"--precision {text!r} is not understood; {nearest(name, list(known))} Or bf16,reduce=bf16.")
+    reduce = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if name == PURE:
+        return Precision(params=torch.bfloat16, reduce=reduce, master=None)
+    return Precision(params=COMPUTE_DTYPES[name], reduce=reduce)
+
+
+def counts_of(text: str | None) -> tuple[list[int], int]:
+    """Numbers of GPUs to look at, and GPUs of a node, of "16", "2x8" or "8,16". Raises `UsageError`."""
+    nodes, _, each = (text or str(NODE)).rpartition("x")
+    words = each.split(",") if not nodes else [nodes, each]
+    if not all(word.isdecimal() and 0 < int(word[:9]) <= LARGEST_GPUS and len(word) < 9 for word in words):
+        raise UsageError(f"--gpus {text!r} is not understood; it takes 1 to {LARGEST_GPUS:,}, 2x8 (nodes) or 8,16,32.")
+    counts = [int(word) for word in words]
+    if nodes:
+        return [counts[0] * counts[1]], counts[1]
+    return counts, min(max(counts), NODE)

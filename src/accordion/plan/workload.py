@@ -1,0 +1,181 @@
+"""`Workload`: what is trained, of which a plan is made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from accordion import _torch
+from accordion.errors import UsageError, nearest
+from accordion.plan.hardware import LARGEST, check_rate
+from accordion.plan.own_model import names_code, vocab_of
+from accordion.plan.trace.optimizers import OPTIMIZERS
+from accordion.plan.trace.setup import Subject
+from accordion.plan.trace.trace import ENGINES
+from accordion.plan.trained_models import (
+    Built,
+    Kernels,
+    configuration,
+    language_subject,
+    own_subject,
+    remarks_on,
+    trained_model,
+    trained_own,
+)
+
+COMPILED = (
+    "the model is compiled; it is traced as it was written: fused kernels move fewer bytes and keep fewer activations"
+)
+LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a tensor in 63 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained.
+
+    Args:
+        model: the name of a preset, a folder of transformers or a config.json, or "file.py:build", a function that gives a
+            module which makes logits of tokens; or any module.
+        loss: function of a module and a batch that gives a 0-d tensor; for a module.
+        batch: an example of one rank, whose size is the micro-batch; for a module.
+        seq: tokens of a sample of a named model.
+        mean_tokens: mean length of samples that are padded to `seq`; the other tokens are not counted as trained.
+        packed: such samples fill rows of `seq`, and each attends to itself alone.
+        kernels: loss, attention and adapters of a named model.
+        optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
+        engine: "fsdp2" plans PyTorch's own in this one's place.
+        tokens: tokens of a whole run, for its hours and price.
+    """
+
+    model: str | nn.Module
+    loss: Callable[[nn.Module, Any], Tensor] | None = None
+    batch: Any = None
+    _: KW_ONLY
+    seq: int = 4096
+    mean_tokens: int | None = None
+    packed: bool = False
+    kernels: Kernels = field(default_factory=Kernels)
+    optimizer: str = "adamw"
+    engine: str = "accordion"
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) and self.loss is None:
+            raise UsageError(
+                "a Workload with a module takes loss, a function of the model and the batch; none was given."
+            )
+        for kind, name, known in (("optimizer", self.optimizer, OPTIMIZERS), ("engine", self.engine, ENGINES)):
+            if name not in known:
+                raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, list(known))}")
+        if not 1 <= self.seq <= LARGEST:
+            raise UsageError(f"seq is {self.seq}; it takes 1 or more{f', up to {LARGEST:,}' if self.seq > 1 else ''}.")
+        check_rate("tokens", 1 if self.tokens is None else self.tokens, 1e18)
+        if self.packed and self.mean_tokens is None:
+            raise UsageError("packed samples need the mean of their lengths: --lengths mean,longest,packed.")
+        if self.mean_tokens is not None and not 1 <= self.mean_tokens <= self.seq:
+            raise UsageError(f"lengths has a mean of {self.mean_tokens} tokens; it takes 1 to the longest, {self.seq}.")
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of a sample that count as trained."""
+        return self.seq if self.mean_tokens is None or self.packed else self.mean_tokens
+
+    @property
+    def traced_kernels(self) -> Kernels:
+        """`kernels` with the attention of packed samples, all as long as their mean."""
+        if not self.packed or self.mean_tokens is None:
+            return self.kernels
+        return replace(self.kernels, attention_share=self.mean_tokens / self.seq)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A workload with its model.
+
+    Args:
+        name: of the model.
+        model: on the meta device, until the first trace, which may shorten it.
+        subject_for: its training with a micro-batch of that size.
+        counted: "tokens" or "batches": what its speed counts.
+        remarks: what a reader should know of how it is planned.
+        vocab: number of tokens that it knows; 0 for other models.
+    """
+
+    name: str
+    model: nn.Module
+    subject_for: Callable[[int], Subject]
+    counted: str = "tokens"
+    remarks: Sequence[str] = ()
+    vocab: int = 0
+
+
+def trained(workload: Workload) -> Trained:
+    """Return a workload with its model. Raises `UsageError`."""
+    if not isinstance(workload.model, str):
+        assert workload.loss is not None
+        return _of_module(workload.model, workload.loss, workload.batch)
+    name, seq, kernels = workload.model, workload.seq, workload.traced_kernels
+    where = f"model {name!r}"
+    if names_code(name):
+        model = trained_own(name, where, kernels)
+        vocab = vocab_of(model, where)
+        built = Built(model, partial(trained_own, name, where, kernels))
+        subject_for = partial(own_subject, where, vocab, seq=seq, make=built, kernels=kernels)
+        return Trained(name=name, model=model, subject_for=subject_for, vocab=vocab)
+    config = configuration(name, seq)
+    model = trained_model(config, where, kernels)
+    built = Built(model, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
+    return Trained(
+        name=name,
+        model=model,
+        subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
+        remarks=remarks_on(config, model),
+        vocab=int(config.get_text_config().vocab_size),
+    )
+
+
+def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Trained:
+    """Any module, with one micro-batch, as large as `batch`. Raises `UsageError`."""
+    plain = _torch.without_compile(model)
+    compiled = plain is not model or _torch.is_compiled(plain)
+    distributed = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
+    if distributed is not None:
+        raise UsageError(
+            f"parameter {distributed!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts "
+            "are spread by expert_parallel."
+        )
+    subject = subject_of(plain, loss, batch)
+    return Trained(
+        name=type(plain).__name__,
+        model=on_meta(plain),
+        subject_for=lambda size: subject,
+        counted="batches",
+        remarks=[COMPILED] if compiled else (),
+    )
+
+
+def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
+    """The training of any module with a batch like `batch`."""
+    return Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a module without memory: the same classes, names, shapes and ties."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _without_values(batch: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="cpu"), batch)
