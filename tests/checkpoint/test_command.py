@@ -135,14 +135,14 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
     code, found = told(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
     assert (code, found["from"], found["tensors"], found["left_out"]) == (0, "torch.save", 4, ["epoch"])
     assert (found["path"], found["optimizer"]) == (str(tmp_path / "c"), False)
-    code, found = told(capsys, "export", tmp_path / "c", tmp_path / "hf", "--dtype", "BF16")
-    assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")], "left_out": [NO_CONFIG]})
+    assert cli.main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "hf"), "--dtype", "BF16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"written: {tmp_path / 'hf' / 'model.safetensors'}", f"left out: {NO_CONFIG}"]
     assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
     load(tmp_path / "c", other)
     assert_same_tensors(model, other)
-    for job, *words in (("export", "c", "hf", "--format", "torch"), ("convert", "m.pt", "m.pt")):
-        words = [str(tmp_path / word) if not word.startswith("-") and word != "torch" else word for word in words]
-        assert cli.main(["checkpoint", job, *words, "--json"]) in (1, 2)
+    for job, source, target in (("export", "c", "hf"), ("convert", "m.pt", "m.pt")):
+        assert cli.main(["checkpoint", job, str(tmp_path / source), str(tmp_path / target)]) in (1, 2)
         assert "exists" in capsys.readouterr().err
 
 

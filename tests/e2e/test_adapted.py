@@ -137,7 +137,7 @@ def test_a_run_with_adapters_on_examples_plans_itself(place: Path, capfd: pytest
 
 
 BAD = {
-    "options of none": (["--adapter.r", "8"], "adapter.r is 8, and there is no adapter; give --adapter lora."),
+    "options of none": (["--adapter.r", "8"], "adapter.r is 8, which adapter.kind 'none' does not use; it is for lora."),
     "no such kind": (["--adapter", "lore"], "did you mean 'lora'?"),
     "no rank": (["--adapter", "lora", "--adapter.r", "0"], "adapter.r is 0; it must be between 1"),
     "no scale": (["--adapter", "lora", "--adapter.alpha", "0"], "adapter.alpha is 0.0; it must be above 0"),

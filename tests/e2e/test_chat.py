@@ -129,8 +129,8 @@ BAD = {
     "an array": (["--data.path", "array.jsonl", "--data.format", "chat"], "this file looks like one array"),
     "one example": (["--data.path", "single.jsonl", "--data.format", "chat"], "holds one example; give two at least"),
     "a step larger than the data": ([*TALKS, "--train.micro_batch", "90", "--data.packing", "none"], "takes 180 examples"),
-    "packing of text": (["--data.packing", "length"], "is of data.format chat and prompt, not text"),
-    "a template of text": (["--data.chat_template", "marked.jinja"], "is of data.format chat, not text"),
+    "packing of text": (["--data.packing", "length"], "which data.format 'text' does not use; it is for chat or prompt."),
+    "a template of text": (["--data.chat_template", "marked.jinja"], "which data.format 'text' does not use; it is for chat."),
     "a model that takes no positions": ([*TALKS, "--model.path", "bloom"], "takes no position ids"),
 }  # fmt: skip
 
