@@ -24,13 +24,12 @@ from torch.distributed.tensor import DTensor, Shard
 from accordion import _torch
 from accordion.bench import command
 from accordion.bench.contenders import mesh_of
-from accordion.bench.options import writable
 from accordion.checkpoint import load, save
 from accordion.checkpoint.checksums import DIGITS, Buffer
 from accordion.cli import main
-from accordion.options import read
+from accordion.options import at_least, read
 from accordion.pages.machine import describe
-from accordion.pages.page import Chart, Page, Table, spread
+from accordion.pages.page import Page, Table, check_folder, spread
 from accordion.pages.stats import extremes, ratio
 from accordion.workers.ranks import Seat, WorkerTeam, interleaved
 
@@ -149,9 +148,6 @@ class CheckpointLoop:
 def _without_sums() -> Iterator[None]:
     """Every checksum is the same in here, and a load leaves its first reading out. For nothing but a measurement."""
 
-    def same(kind: str) -> Callable[[Buffer], str]:
-        return lambda buffer: "0" * DIGITS[kind]
-
     class Same:
         def __init__(self, kind: str) -> None:
             self.hexdigest = lambda: "0" * DIGITS[kind]
@@ -159,12 +155,9 @@ def _without_sums() -> Iterator[None]:
         def update(self, data: Buffer, /) -> None: ...
 
     with ExitStack() as stack:
-        for name, what, stand_in in (
-            ("manifest_of_files", "summer", same),
-            ("writing", "running", lambda kind: partial(Same, kind)),
-            ("reading", "running", lambda kind: partial(Same, kind)),
-        ):
-            stack.enter_context(patch.object(import_module(f"accordion.checkpoint.{name}"), what, stand_in))
+        for name in ("manifest_of_files", "writing", "reading"):
+            module = import_module(f"accordion.checkpoint.{name}")
+            stack.enter_context(patch.object(module, "running", lambda kind: partial(Same, kind)))
         stack.enter_context(patch.object(import_module("accordion.checkpoint.load"), "_check", lambda *_: None))
         yield
 
@@ -215,10 +208,8 @@ def page_of(asked: Mapping[str, list[list[dict[str, float]]]], what: str, machin
         for kind in KINDS
         if kind != "accordion"
     ]
-    chart = {kind: {name: extremes(values).median for name, values in found.items()} for kind, found in times.items()}
     return Page(
         name="checkpoint",
-        title="Saving and loading",
         notes=[
             what,
             "block: what a step waits for where a save goes on behind it; the slowest rank; median (least-most) of rounds",
@@ -228,7 +219,6 @@ def page_of(asked: Mapping[str, list[list[dict[str, float]]]], what: str, machin
             Table(title="milliseconds", columns=["", *steps], rows=rows),
             Table(title="ratios, * to the floor", columns=["", *steps], rows=over),
         ],
-        charts=[Chart(title="save and load", unit="s", kind="grouped", series=chart)],
         data={"times": times, "machine": machine},
     )
 
@@ -246,24 +236,22 @@ class Options:
     Args:
         mib: of state, over all ranks
         nproc: ranks on this machine
-        device: auto takes the accelerators of this machine where there are some; cpu, or the type of a device
+        device: auto takes the accelerators of this machine if there are some; cpu, or the type of a device
         rounds: turns of each, interleaved; one more before them is not counted
         to: folder on the disk that is measured; what is written there is taken away again
-        dir: folder for the JSON and HTML files
     """
 
-    mib: int = 1024
-    nproc: int = 2
+    mib: int = at_least(16, 1024)
+    nproc: int = at_least(1, 2)
     device: str = "auto"
-    rounds: int = 5
+    rounds: int = at_least(1, 5)
     to: str = "runs/bench/checkpoints"
-    dir: str = "runs/bench"
 
 
 def page(o: Options) -> Page:
     world = command.world_of(o.nproc, command.device_of(o.device))
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=writable(o.to, "to")))
+        folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=check_folder(Path(o.to))))
         teams = [
             stack.enter_context(WorkerTeam(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
             for kind in KINDS

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accordion import _torch
 from accordion.bench import command
 from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
@@ -36,7 +35,7 @@ from accordion.offload.tiers import Tiers
 from accordion.optim import wrap_optimizer
 from accordion.options import read
 from accordion.pages.machine import describe
-from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
+from accordion.pages.page import Page, Table, mebi, spread
 from accordion.pages.stats import Spread, extremes, flat, quartiles
 from accordion.shard.api import shard
 from accordion.state import sharded_engine, synchronize
@@ -184,7 +183,8 @@ def own_bytes() -> int:
     if not STATUS.exists():
         return 0
     # Of 20 MiB that MKL keeps for gpt-30m, 2 or 15 are resident, as the pages that it got were.
-    _torch.free_work_memory()
+    with suppress(OSError, AttributeError):  # a build without MKL
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
     with suppress(OSError, AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)
     lines = STATUS.read_text().splitlines()
@@ -320,7 +320,6 @@ class Options:
         swap: folder for the states on disk
         rounds: turns of each, interleaved
         steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
     """
 
     against: str = ",".join(PEERS)
@@ -333,7 +332,6 @@ class Options:
     swap: str = "runs/bench/swap"
     rounds: int = 5
     steps: int = 5
-    dir: str = "runs/bench"
 
 
 def page(o: Options) -> Page:
@@ -374,7 +372,6 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
             disks.append([name, *cells, spread(m.disk_rate, 1, 2)])
     return Page(
         name="offload",
-        title="States on the host and on disk",
         notes=[
             what,
             "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
@@ -409,18 +406,7 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
                 rows=disks,
             ),
         ],
-        charts=[
-            Chart(
-                title="a step",
-                unit="ms",
-                kind="grouped",
-                series={
-                    "step": {name: m.step.median * 1e3 for name, m in found.items()},
-                    "waiting": {name: m.waiting.median * 1e3 for name, m in found.items()},
-                },
-            )
-        ],
-        data=plain_data({"machine": machine, "found": found}),
+        data={"machine": machine, "found": found},
     )
 
 

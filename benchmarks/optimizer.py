@@ -23,7 +23,7 @@ from accordion.cli import main
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.options import read
 from accordion.pages.machine import describe
-from accordion.pages.page import Chart, Page, Table, plain_data, spread
+from accordion.pages.page import Page, Table, spread
 from accordion.pages.stats import flat, quartiles, ratio
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, interleaved
 
@@ -98,14 +98,12 @@ class Options:
         nproc: ranks, on CPU
         rounds: turns of each, interleaved
         steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
     """
 
     model: str = "gpt-30m"
     nproc: int = 2
     rounds: int = 7
     steps: int = 10
-    dir: str = "runs/bench"
 
 
 def page(o: Options) -> Page:
@@ -155,14 +153,11 @@ def of_optimizer(
         for name, what in names.items()
     ]
     columns = ["", "what", "ms", "over local", "processor time over local"]
-    chart = {"clip and step": {name: t.median * 1e3 for name, t in times.items()}}
     return Page(
         name="optimizer",
-        title="The optimizer on shards",
         notes=[what, "median (quartiles); " + ROUNDS],
         tables=[Table(title="clip and step", columns=columns, rows=rows)],
-        charts=[Chart(title="clip and step", unit="ms", kind="grouped", series=chart)],
-        data=plain_data({"machine": machine, "wall": wall, "cpu": cpu, "ratios": ratios}),
+        data={"machine": machine, "wall": wall, "cpu": cpu, "ratios": ratios},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from accordion.cli import main
 from accordion.errors import UsageError
 from accordion.options import read
 from accordion.pages.machine import describe
-from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
+from accordion.pages.page import Page, Table, mebi, spread
 from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
 
 SIZES = (8, 64, 512, 4096)
@@ -121,7 +121,6 @@ class Options:
         latency_us: of each collective on the simulated wire
         rounds: turns of each contender, interleaved
         steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
     """
 
     against: str = "fsdp2"
@@ -130,7 +129,6 @@ class Options:
     latency_us: float = 10.0
     rounds: int = 5
     steps: int = 5
-    dir: str = "runs/bench"
 
 
 def page(o: Options) -> Page:
@@ -168,27 +166,11 @@ def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: d
         for p in line
     ]
     columns = ["contender", "ranks", "host us/unit", "held MiB", "peak MiB", "sent MiB", "collectives", "wire us"]
-    figures: list[tuple[str, str, Callable[[Point], float]]] = [
-        ("host time over plain", "us a unit", lambda p: p.host.extra.median * 1e6),
-        ("peak of a step", "MiB", lambda p: p.peak_bytes / 2**20),
-        ("simulated wire", "us a step", lambda p: p.wire_s * 1e6),
-    ]
-    charts = [
-        Chart(
-            title=title,
-            unit=unit,
-            kind="lines",
-            series={name: {str(p.num_ranks): of(p) for p in line} for name, line in points.items()},
-        )
-        for title, unit, of in figures
-    ]
     return Page(
         name="scale",
-        title="Growth with the ranks",
         notes=notes,
         tables=[Table(title="growth", columns=columns, rows=rows)],
-        charts=charts,
-        data=plain_data({"machine": machine, "network": network, "points": points}),
+        data={"machine": machine, "network": network, "points": points},
     )
 
 

@@ -91,7 +91,6 @@ ORDER = [
     "files",
     "garbage",
     "output",
-    "storage_watch",
     "tensor_checksum",
     "errors",
     "version",
@@ -132,7 +131,7 @@ SAYS_CUDA = {
     "plan/search/search.py": "a name of torch's in a message on GPU memory",
     "train/auto_plan.py": "what such a trace is asked for, whatever the accelerator",
     "compat/fsdp1/sharded_grad_scaler.py": "the default of an argument, as in the interface that it has",
-    "bench/gpu/streams.py": "categories of events in a trace of torch.profiler",
+    "bench/gpu.py": "categories of events in a trace of torch.profiler",
     "workers/null_group.py": "the types of device on which a backend of the benchmark runs",
 }
 
@@ -229,7 +228,7 @@ def test_the_engine_names_no_observer() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Observer" for base in node.bases)
     }
-    assert len(observers) >= 8, "the nets, the step in a backward, FSDP2's unshard and the planner"
+    assert len(observers) >= 8, "the nets, the step in a backward, FSDP2's unshard and the plan's trace"
     for path in files("engine"):
         named = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)} & observers
         assert not named, f"{path.name} names {named}"
@@ -322,7 +321,6 @@ FACTORIES = {
 TAKES_ANY_DEVICE = (
     "bench",
     "plan",
-    "planner",
     "compat",
 )  # models of their own, and traces: there the caller's device is meant
 

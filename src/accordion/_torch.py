@@ -8,12 +8,11 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import compress
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -243,17 +242,6 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def answer_anomaly_checks() -> None:
-    """Let `torch.autograd.set_detect_anomaly` look for NaN in sharded gradients; set once, where torch has no rule of its own.
-
-    After each node autograd asks `isnan(gradient)._is_any_true()`, for which DTensor has none (2.11 to 2.13). It asks of the
-    node of this rank, so this rank's rows answer: a reduction here would be a collective of the ranks that came this far
-    only. Asked by anybody else it is `aten.any`, for which DTensor has a rule. Handlers have no public name.
-    """
-    if not has_rule(torch.ops.aten._is_any_true.default):
-        answer_operator(torch.ops.aten._is_any_true.default, _is_any_true)
-
-
 def has_rule(operator: Any) -> bool:
     """Whether DTensor knows an operator. No public name."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -265,9 +253,19 @@ DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
 """What of a module DistributedDataParallel asks for before all else. No public name (2.11 to 2.15)."""
 
 
-def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors, unless somebody is. No public name."""
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
+def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
+    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors; False if something is asked already.
+
+    No public name.
+    """
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    return answers.setdefault(operator, answer) is answer
+
+
+def drop_answer(operator: Any) -> None:
+    """Leave an operator on DTensors to torch again. No public name."""
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    answers.pop(operator, None)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,12 +284,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if torch.is_anomaly_check_nan_enabled() and is_in_backward():
-        return operator(local_of(args[0]))  # type: ignore[no-any-return]
-    return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
-
-
 def settle_before_unscale() -> None:
     """Let `torch.amp.GradScaler.unscale_` be right where sharded gradients lie on the host of an accelerator; set once.
 
@@ -306,8 +298,12 @@ def settle_before_unscale() -> None:
 
 
 def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`args`: DTensors, and where an overflow is told and the scale, both beside the gradients' own rows."""
-    if args[2].device.type == "cpu" and torch.accelerator.is_available():
+    """`args`: gradients, the flag of an overflow and the scale; the last two are on the device of the gradients' own rows.
+
+    Only offloaded gradients have rows on the host and a mesh of accelerators.
+    """
+    grads: Sequence[DTensor] = args[0]
+    if args[2].device.type == "cpu" and any(grad.device_mesh.device_type != "cpu" for grad in grads):
         torch.accelerator.current_stream().synchronize()
     return unscale(operator, args, kwargs)
 
@@ -389,29 +385,19 @@ def checks_groups() -> bool:
     return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
 
 
-def gather_single(group: Any) -> Callable[..., Any]:
-    """One gather; torch 2.13 renamed `_allgather_base`, and groups that are written in Python have one of the names."""
-    return getattr(group, "all_gather_single", None) or group._allgather_base  # type: ignore[no-any-return]
+BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""Methods of process groups, and their names in torch 2.11 and 2.12; groups that are written in Python have one of the two."""
 
 
-def exchange_single(group: Any) -> Callable[..., Any]:
-    """One all-to-all; torch 2.13 renamed `alltoall_base`."""
-    return getattr(group, "all_to_all_single", None) or group.alltoall_base  # type: ignore[no-any-return]
-
-
-def reduce_scatter_single(group: Any) -> Callable[..., Any]:
-    """One reduce-scatter; torch 2.13 renamed `_reduce_scatter_base`."""
-    return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # type: ignore[no-any-return]
-
-
-def gather_coalesced(group: Any) -> Callable[..., Any]:
-    """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
-    return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
-
-
-def reduce_scatter_coalesced(group: Any) -> Callable[..., Any]:
-    """Many reduce-scatters in one launch; torch 2.13 renamed `reduce_scatter_tensor_coalesced`."""
-    return getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced  # type: ignore[no-any-return]
+def collective(group: Any, name: str) -> Callable[..., Any]:
+    """Return the method of a process group that has this name since torch 2.13."""
+    return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
 
 
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
@@ -750,26 +736,15 @@ def mark_fully_sharded(module: Any) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def free_work_memory() -> None:
-    """Have MKL give back what it keeps from one matrix product to the next, of all threads. torch exports no name of its own."""
-    with suppress(OSError, AttributeError):  # a build without it
-        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
-
-
 # -- for plan/
 
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 
-NEEDS_VALUES: tuple[type[BaseException], ...] = (
-    _fake.DataDependentOutputException,
-    _fake.DynamicOutputShapeException,
-)
-"""What an operator raises whose result's shape, or whose Python number, depends on the values of a tensor without any."""
-
 
 def asks_for_values(error: BaseException) -> bool:
-    """Whether `NEEDS_VALUES` has it, or it is what `Tensor.numpy` says of fake tensors (all versions)."""
-    return isinstance(error, NEEDS_VALUES) or ".numpy() is not supported" in str(error)
+    """Return True if the shape of an operator's result, or a Python number, depends on the values of a fake tensor."""
+    kinds = _fake.DataDependentOutputException, _fake.DynamicOutputShapeException
+    return isinstance(error, kinds) or ".numpy() is not supported" in str(error)
 
 
 @contextmanager
@@ -877,17 +852,6 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """What an operator, as a dispatch mode sees it, was given, each with the name in its schema."""
     given = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
     return given + list(kwargs.items())
-
-
-def before_any_step(hook: Callable[..., Any]) -> None:
-    """Have torch call `hook` before the step of every optimizer, once for all models; they are listed under no public name.
-
-    Removed with a model, whenever that is collected, it would change what some step is walking through.
-    """
-    from torch.optim import optimizer
-
-    if hook not in optimizer._global_optimizer_pre_hooks.values():
-        optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def hooks_after_any_step() -> list[Any]:

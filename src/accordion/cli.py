@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
     if words[:2] == ["bench", "gpu"]:  # runs where torch, numpy and safetensors alone are installed
-        from accordion.bench.gpu import command as gpu
+        from accordion.bench import gpu
 
         return gpu.run(words[2:])
     if words[:2] == ["checkpoint", "export"]:

@@ -15,8 +15,8 @@ class UnitReport:
     """One unit. Bytes are those of this rank; `optimizer_bytes` counts two states of each trainable element, as Adam keeps.
 
     `full_bytes`: what the unit takes beside that while it is gathered. `inner_shard_bytes`: what its inner shards take beside
-    that, always, with `hybrid_shard_optim`. `secondary_bytes`: what its secondary shards take from its forward to its backward,
-    with `shard(secondary=)`.
+    that, always, with `hybrid_shard_optim`. `secondary_bytes`: what the copy that several ranks share takes from its forward to
+    its backward.
     """
 
     name: str

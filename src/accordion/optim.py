@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.engine.communicator import Communicator, reduced
@@ -19,10 +21,10 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
-from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, tiers_of
+from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped, tiers_of
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
-from accordion.row_marks import mark_rows, refuse_other_rows
+from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
 
 Opt = TypeVar("Opt", bound=Optimizer)
 OURS = "_accordion_sharded"  # attribute of a sharded parameter
@@ -185,21 +187,87 @@ class WholeStep(Wrapped, _torch.WholeVectors):
         return total.div_(mesh.size())
 
 
-def wrap_at_first_step(engine: Engine) -> None:
-    """Have an LBFGS of parameters of `engine` wrapped when it first steps, if it is not by then."""
+class StepHooks:
+    """What torch calls before and after the step of any optimizer, once for all models and for good.
+
+    Does nothing to an optimizer of other parameters. A hook of each model, removed whenever that is collected, would change the
+    mapping that some step is walking through.
+    """
+
+    def __init__(self) -> None:
+        self._watches: list[weakref.ref[StepListener]] = []
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Check an optimizer of sharded parameters that `wrap_optimizer` was not given, and wrap it if it is an LBFGS."""
+        if isinstance(optimizer, Wrapped) or not _steps_shards(optimizer):
+            return None
+        refuse_unwrapped(optimizer)
+        if optimizer not in self._checked:
+            refuse_adafactor(optimizer)
+            self._checked.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
+            refuse_states_of_others(optimizer)
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return None
+        wrapped: Any = wrap_optimizer(optimizer)
+        closure = kwargs["closure"] if "closure" in kwargs else args[1]
+        return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step goes on in the new class
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for reference in self._watches:
+            watch = reference()
+            if watch is not None:
+                watch.stepped(optimizer)
+
+    def add(self, watch: StepListener) -> None:
+        """Call `watch.stepped` after each step, as long as `watch` lives."""
+        # A new list: a step on another thread may be walking through the old one.
+        self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
+
+
+class StepListener(Protocol):
+    """What `StepHooks` calls."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, of any model."""
+
+
+def step_hooks() -> StepHooks:
+    """Return the hooks that torch holds; they are registered at the first call."""
+    known = [getattr(hook, "__self__", None) for hook in _torch.hooks_after_any_step()]
+    hooks = next((each for each in known if isinstance(each, StepHooks)), None)
+    if hooks is None:
+        hooks = StepHooks()
+        register_optimizer_step_pre_hook(hooks.before)
+        register_optimizer_step_post_hook(hooks.after)
+    return hooks
+
+
+def mark_sharded(engine: Engine) -> None:
+    """Have the steps of optimizers of `engine`'s parameters checked."""
     for unit in engine.units:
         for param in unit.params:
             vars(param.sharded)[OURS] = True
-    _torch.before_any_step(_wrap_before_step)
+    step_hooks()
 
 
-def _wrap_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    is_whole = isinstance(optimizer, torch.optim.LBFGS) and not isinstance(optimizer, WholeStep)
-    if not is_whole or not any(OURS in vars(p) for p in optimizer.param_groups[0]["params"]):
-        return None
-    wrapped: Any = wrap_optimizer(optimizer)
-    closure = kwargs["closure"] if "closure" in kwargs else args[1]
-    return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step goes on in the new class
+def _steps_shards(optimizer: Optimizer) -> bool:
+    return any(OURS in vars(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def refuse_adafactor(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if Adafactor, of torch or transformers, is to step parameters of which a rank holds some rows."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
+        not placement.is_replicate() and p.device_mesh.size(axis) > 1
+        for p in params
+        for axis, placement in enumerate(p.placements)
+    ):
+        raise UsageError(
+            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded "
+            'parameter only; take AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
+        )
 
 
 class _Copied:

@@ -2,17 +2,22 @@
 
 The field `gpu_memory_gib` is `--gpu-memory-gib`, and a field of `bool` that is False takes no value. A field that is a
 dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is given without a
-flag. The help of a flag stands under `Args:` in the docstring of its dataclass.
+flag. The help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the dataclass. A
+dataclass with a method `parsers` gives the functions that parse the words of its other fields.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -28,6 +33,7 @@ TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
 LONGEST = 60  # characters of a value in a message
+LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 HELP_WIDTH = 110
 
 
@@ -39,6 +45,53 @@ def place(default: Any = MISSING) -> Any:
 def unread(make: Callable[[], Any]) -> Any:
     """A field that no words give, made by `make`."""
     return field(default_factory=make, metadata={"unread": True})
+
+
+def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
+    """A field with a number from `least` to `most`, which `check_values` checks. `needs`: as for `needing`."""
+    return field(default=default, metadata={"limits": (least, most), "needs": needs})
+
+
+def needing(default: Any, **needs: Any) -> Any:
+    """A field that only has a use if other fields of its dataclass are set: to one of some values, or at all (True)."""
+    return field(default=default, metadata={"needs": needs})
+
+
+def check_values(group: Any, name: str) -> None:
+    """Raise `UsageError` for values of a dataclass that its fields do not allow. `name`: of the group, before each key."""
+    for f in fields(group):
+        key, value = f"{name}.{f.name}", getattr(group, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{key} is {value}; it takes a number.")
+        if "limits" in f.metadata:
+            least, most = f.metadata["limits"]
+            if not least <= value <= most:
+                raise UsageError(f"{key} is {value}; it must be between {least} and {most}.")
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UsageError(f"{key} is empty; leave it out for its default.")
+        if value != f.default:
+            _check_needs(group, name, f)
+
+
+def _check_needs(group: Any, name: str, f: Field[Any]) -> None:
+    value = getattr(group, f.name)
+    for other, wanted in f.metadata.get("needs", {}).items():
+        now = getattr(group, other)
+        if wanted is True and not now:
+            raise UsageError(f"{name}.{f.name} is {value!r}, which needs {name}.{other}; give that too.")
+        if wanted is not True and now not in wanted:
+            raise UsageError(
+                f"{name}.{f.name} is {value!r}, which {name}.{other} {now!r} does not use; it is for {' or '.join(wanted)}."
+            )
+
+
+def check_limits(options: Any) -> None:
+    """Raise `UsageError` for a number out of the limits of its field, naming its flag."""
+    for f in fields(options):
+        value, (least, most) = getattr(options, f.name), f.metadata.get("limits", (0, 0))
+        if "limits" in f.metadata and value is not None and not least <= value <= most:
+            flag = "--" + f.name.replace("_", "-")
+            raise UsageError(f"{flag} is {value}; it must be between {least:g} and {most:.10g}.")
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
@@ -61,7 +114,9 @@ def values_of(
     Raises `UsageError`.
     """
     options = options_of(kind)
-    parser = _parser(options, prog, about, more or {})
+    helps = {"-h", "--help"} & set(words)
+    texts = {kind: _texts(kind) for kind in {option.owner for option in options}} if helps else {}
+    parser = _parser(options, texts, prog, about, more or {})
     flags = [option.flag for option in options if not option.is_place]
     spelled = _spelled(words, flags)
     for word in spelled:
@@ -113,15 +168,19 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A field. `key`: as in a run file. `group`: the sentence on its group; "" if it is in none. `told`: its help."""
+    """A field. `key`: as in a run file. `owner`: its dataclass. `group`: the sentence on its group; "" if it is in none.
+
+    `parse`: makes its value of words.
+    """
 
     key: str
+    owner: type[Any]
     hint: Any
     default: Any
-    told: str
     group: str
     is_place: bool
     choices: tuple[str, ...]
+    parse: Callable[[str], Any] | None
 
     @property
     def flag(self) -> str:
@@ -145,14 +204,18 @@ class Option:
 
         Raises `UsageError`.
         """
+        if value is None and self.default is not None:
+            raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
             return None
+        if self.parse is not None and isinstance(value, str):
+            return self.parse(value)
         if self.choices:
             if value not in self.choices:
                 given = short(str(value))
                 raise UsageError(f"{name} {given!r} is an invalid choice; {nearest(given, list(self.choices))}")
             return value
-        kind, given = self.kind, short(str(value))
+        kind, given = str if self.parse else self.kind, short(str(value))
         if kind in (int, float) and isinstance(value, str) and AMBIGUOUS.fullmatch(value):
             raise UsageError(f"{name} is {given!r}; {UNCLEAR}")
         if kind in SEVERAL:
@@ -189,30 +252,46 @@ def options_of(kind: type[Any]) -> list[Option]:
 
 
 def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
-    hints, told = get_type_hints(kind), _told(kind)
+    hints, parsers = get_type_hints(kind), kind.parsers() if hasattr(kind, "parsers") else {}
     for f in fields(kind):
         hint = hints[f.name]
         if "unread" in f.metadata:
             continue
-        if is_dataclass(hint):
+        if is_dataclass(hint) and f.name not in parsers:
             yield from _options_of(hint, f"{f.name}.", (hint.__doc__ or f.name).splitlines()[0].rstrip("."))  # type: ignore[arg-type]
             continue
         yield Option(
             key=prefix + f.name,
+            owner=kind,
             hint=hint,
-            default=f.default,
-            told=told[f.name],
+            default=f.default if f.default_factory is MISSING else f.default_factory(),
             group=group,
             is_place="place" in f.metadata,
             choices=get_args(hint) if get_origin(hint) is Literal else f.metadata.get("choices", ()),
+            parse=parsers.get(f.name),
         )
 
 
-def _told(kind: type[Any]) -> Mapping[str, str]:
-    """What the docstring says of each field; a line that goes on is indented deeper."""
-    text = (kind.__doc__ or "").partition("Args:")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}\S.*)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in found}
+def _texts(kind: type[Any]) -> Mapping[str, str]:
+    """Return the text on each field of a dataclass: that under the field, or next to its name under `Args:`."""
+    texts: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        args = (owner.__doc__ or "").partition("Args:")[2]
+        texts |= re.findall(r"^ {8}(\w+): (.*(?:\n {9,}\S.*)*)", args, re.MULTILINE)
+        texts |= _texts_under(owner)
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def _texts_under(kind: type[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each field of a class and the text under it; none if its source is not there."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return
+    for item, below in pairwise(body):
+        match item, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text
 
 
 def short(value: str) -> str:
@@ -246,7 +325,14 @@ class _Set(argparse.Action):
         setattr(namespace, self.dest, self._option.converted(values, flag or self._option.key))
 
 
-def _parser(options: Sequence[Option], prog: str, about: str, more: Mapping[str, tuple[str, str]]) -> _Parser:
+def _parser(
+    options: Sequence[Option],
+    texts: Mapping[type[Any], Mapping[str, str]],
+    prog: str,
+    about: str,
+    more: Mapping[str, tuple[str, str]],
+) -> _Parser:
+    """`texts`: dataclass -> field -> help, of all dataclasses or none."""
     described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -265,13 +351,13 @@ def _parser(options: Sequence[Option], prog: str, about: str, more: Mapping[str,
     for option in options:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        _add(groups[option.group], option)
+        _add(groups[option.group], option, texts.get(option.owner, {}).get(option.key.rpartition(".")[2], ""))
     return parser
 
 
-def _add(group: Any, option: Option) -> None:
-    told = option.told.replace("%", "%%")
-    if option.default not in (None, "", MISSING, False):
+def _add(group: Any, option: Option, told: str) -> None:
+    told = told.replace("%", "%%")
+    if option.default not in (None, "", MISSING, False) and option.parse is None:
         told += f" (default {option.default})".replace("%", "%%")
     if option.is_place:
         times = {} if option.default is MISSING else {"nargs": "?"}
@@ -280,7 +366,7 @@ def _add(group: Any, option: Option) -> None:
         group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
     else:
         several = ",".join(["NUMBER"] * SEVERAL.get(option.kind, 0))
-        metavar = "|".join(option.choices) or several or METAVARS[option.kind]
+        metavar = "|".join(option.choices) or several or METAVARS[str if option.parse else option.kind]
         required = option.default is MISSING
         group.add_argument(
             option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=told

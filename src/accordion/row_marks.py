@@ -114,9 +114,10 @@ def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> 
     rank, theirs, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)
-        links = [link for link in (Communicator(group, device) for group in mesh.get_all_groups()) if not link.is_fake]
+        every = [Communicator(group, device) for group in mesh.get_all_groups()]
+        communicators = [communicator for communicator in every if not communicator.is_fake]
         packed = torch.tensor((rank << 2 * BITS) + (theirs << BITS) + num_ranks, device=device)
-        told = int(reduced(packed, links, dist.ReduceOp.MAX).item())
+        told = int(reduced(packed, communicators, dist.ReduceOp.MAX).item())
         rank, theirs, num_ranks = (told >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
     if rank:
         raise UsageError(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -114,16 +115,20 @@ def form_of(tensor: object, sync: bool = False) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{place}"
 
 
+COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
+"""Fields of a sharding that are compared by unit or parameter, or in words of their own."""
+
+
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
     """Return the arguments of `shard` that hold for the whole model, on which ranks must agree."""
+    changed = sharding.as_config()
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
-        "reduce_op": repr(sharding.reduce_op),
         "sync": str(sync),
         "debug": str(sorted(debug)),
+        **{f.name: repr(changed.get(f.name, f.default)) for f in fields(Sharding) if f.name not in COMPARED_APART},
         "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
         "checkpoint_activations": _asked(sharding.checkpointing),
-        "secondary": str(sharding.secondary),
     }
 
 

@@ -22,7 +22,7 @@ from accordion.config import (
     strategy_named,
 )
 from accordion.errors import UsageError, nearest
-from accordion.units import UnitChoice, units_named
+from accordion.units import AUTO, UnitChoice, units_named
 
 MeshChoice = Mapping[type[nn.Module] | str, DeviceMesh]
 """Class of modules, or pattern of the names of modules or parameters -> the mesh of what lies in them."""
@@ -33,11 +33,15 @@ class Sharding:
     """How `shard` distributes a model over the ranks.
 
     Args:
-        strategy: where parameters, gradients and optimizer state live: `accordion.FULL_SHARD`, or its name, "full_shard".
+        strategy: where parameters, gradients and optimizer state live: `accordion.FULL_SHARD`, or its name, "full_shard",
+            "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard" or "hybrid_shard_optim".
         precision: the dtypes of computation, reduction and parameters; or "fp32", "bf16" or "fp16" for the dtype of the
-            computation. None: `Precision()`; in a library's trainer, its own mixed precision.
+            computation. None or "auto": `Precision()`; in a library's trainer, its own mixed precision; in `accordion train`,
+            bf16 on accelerators that have it, fp32 on CPU.
         prefetch: how much is gathered ahead of use.
-        offload: which state rests off the device, and where the optimizer steps; or words, "optimizer=host,params=disk:/folder".
+        offload: which state is stored off the device, and where the optimizer steps; or words,
+            "optimizer=host,params=disk:/folder": fields of `accordion.Offload` (params, grads, optimizer, activations, step,
+            device_bytes=16GiB, host_bytes, step_in_backward=true, checksums=true).
         units: modules that are gathered together: classes or their names, `min_params(n)`, a callable (name, module) -> bool,
             `only_blocks()`; or words, "blocks", "min_params:1000000", "Block,Head". None or "auto": the repeated blocks, and
             embeddings and heads about as large as one.
@@ -54,13 +58,13 @@ class Sharding:
 
     strategy: Strategy = FULL_SHARD
     precision: Precision | None = None
-    prefetch: Prefetch = field(default_factory=Prefetch)
+    prefetch: Prefetch = field(default_factory=Prefetch, metadata={"unread": True})
     offload: Offload = field(default_factory=Offload)
     units: UnitChoice = None
     checkpoint_activations: str = "none"
     secondary: int | None = None
-    meshes: MeshChoice | None = None
-    reduce_op: Literal["mean", "sum"] = "mean"
+    meshes: MeshChoice | None = field(default=None, metadata={"unread": True})
+    reduce_op: Literal["mean", "sum"] = field(default="mean", metadata={"unread": True})
 
     def __post_init__(self) -> None:
         for name, parse in PARSERS.items():
@@ -82,11 +86,11 @@ class Sharding:
         """The parsed `checkpoint_activations`."""
         return checkpointing_named(self.checkpoint_activations)
 
-    def check_secondary(self, num_ranks: int, name: str = "secondary") -> None:
-        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `name`: in the message."""
+    def check_secondary(self, num_ranks: int, group: str = "") -> None:
+        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `group`: of keys, `shard.`."""
         if self.secondary is None:
             return
-        s, asked = self.strategy, f"{name} is {self.secondary!r}"
+        s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
         if s.params is not Place.SHARD or s.keep_until_backward or s.optim_over_replicas:
             raise UsageError(
                 f"{asked} with strategy {s.name!r}, which keeps copies of its own; take full_shard or hybrid_shard."
@@ -112,10 +116,22 @@ class Sharding:
 
         Values without words (functions, overrides, meshes) are returned as they are.
         """
-        default = Sharding()
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return {name: PRINTERS[name](value) if name in PRINTERS else value for name, value in changed.items()}
+        default = type(self)()
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        return {name: self._printed(name) for name in changed}
+
+    def words(self) -> dict[str, Any]:
+        """Return the fields that a command line gives, in words; `parsers` reads these."""
+        return {f.name: self._printed(f.name) for f in fields(self) if "unread" not in f.metadata}
+
+    def _printed(self, name: str) -> Any:
+        value = getattr(self, name)
+        return PRINTERS[name](value) if name in PRINTERS else value
+
+    @staticmethod
+    def parsers() -> Mapping[str, Callable[[str], Any]]:
+        """Return the parser of each field that is written in words."""
+        return PARSERS
 
 
 KINDS: Mapping[str, tuple[type, str]] = {
@@ -126,23 +142,36 @@ KINDS: Mapping[str, tuple[type, str]] = {
 }
 """Type of each field that has one, and an example of a value."""
 
+
+def num_bytes_in(text: str) -> int:
+    """Parse a number of bytes: `1000000`, or `16GiB`. Raises `ValueError`."""
+    return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
+
+
 OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("params", "grads", "optimizer", "activations", "step"), str),
-    **dict.fromkeys(("device_bytes", "host_bytes"), int),
+    **dict.fromkeys(("device_bytes", "host_bytes"), num_bytes_in),
     **dict.fromkeys(("step_in_backward", "checksums"), {"true": True, "false": False}.__getitem__),
 }
 """Fields of `Offload` that have words, each with its parser."""
 
 
-def precision_named(name: str) -> Precision:
-    """Return the precision with that dtype of the computation, `fp32`, `bf16` or `fp16`. Raises `UsageError`."""
+def precision_named(name: str) -> Precision | None:
+    """Return the precision with that dtype of the computation, `fp32`, `bf16` or `fp16`; None for `auto`.
+
+    Raises `UsageError`.
+    """
+    if name == AUTO:
+        return None
     if name not in COMPUTE_DTYPES:
         raise UsageError(f"precision {name!r} does not exist; {nearest(name, COMPUTE_DTYPES)}")
     return Precision(params=COMPUTE_DTYPES[name])
 
 
-def precision_words(precision: Precision) -> str | Precision:
+def precision_words(precision: Precision | None) -> str | Precision:
     """Return the name of a precision, or itself if it has none."""
+    if precision is None:
+        return AUTO
     return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
 
 
@@ -173,6 +202,8 @@ def offload_words(offload: Offload) -> str | Offload:
 
 def unit_words(units: UnitChoice) -> Any:
     """Return the words for a choice of units, or itself if it has none."""
+    if units is None:
+        return AUTO
     words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)
     try:
         return words if units_named(words) == units else units

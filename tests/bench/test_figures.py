@@ -6,14 +6,13 @@ import ctypes
 import dataclasses
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import checkpoint, offload, scale
+from benchmarks import checkpoint, gpu, offload, scale
 from benchmarks.scale import Network
 
 from accordion import cli
@@ -21,12 +20,13 @@ from accordion.bench import contenders
 from accordion.bench.compare import step_flops
 from accordion.bench.contenders import Setting, chosen
 from accordion.bench.host import HostTime, ratio_of, summary
-from accordion.bench.model import BENCH_MODELS, GPT, batch_of, loss_of, shape_of
+from accordion.bench.model import GPT, GPTS, batch_of, loss_of, shape_of
 from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
+from accordion.models.llama import TRAINED
 from accordion.pages import show
 from accordion.pages.machine import describe, known_peak_flops
-from accordion.pages.page import Chart, Page, Table, as_text, plain_data
+from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import BenchError
@@ -123,7 +123,7 @@ def test_batches_are_the_same_for_all_and_differ_between_ranks_and_steps():
 
 
 def test_every_preset_is_there_and_others_are_refused():
-    for name in BENCH_MODELS:
+    for name in (*GPTS, *TRAINED):
         with torch.device("meta"):
             assert sum(p.numel() for p in shape_of(name).make().parameters()) > 1000
     with pytest.raises(UsageError, match="did you mean 'gpt-30m'"):
@@ -153,54 +153,53 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--against", "fsdp3"], "did you mean 'fsdp2'"),
-        (["hots"], "did you mean 'host'"),
-        (["--round", "3"], "did you mean '--rounds'"),
-        (["--rounds", "0"], "takes 1 or more"),
-        (["--model", "nowhere/at/all"], "no folder and no preset"),
-        (["--nproc", "-3"], "nproc is -3"),
-        (["--precision", "fp8"], "precision"),
-        (["host", "--against", "ddp"], "engines that shard"),
-        (["memory", "--ranks", "many"], "ranks"),
-        (["memory", "--ranks", "0"], "ranks is 0; it takes 1 or more"),
-        (["--batch", "-1"], "batch is -1"),
-        (["--dir", "/proc/none"], "nothing can be written"),
-        (["gpu", "--parts", "az"], "parts 'z' do not exist"),
-        (["gpu", "--tiny", "--dir", "/proc/none"], "nothing can be written"),
-        (["gpu", "--device", "cpu"], "no accelerator is found"),
-        (["gpu", "--device", "tpu"], "--device is 'tpu'"),
-        (["gpu", "--part", "a"], "--part"),
-    ],
-)
-def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, words, said):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(capsys, cli.main(["bench", *words]), said)
-
-
-def assert_refused(capsys, code, said):
-    assert code == cli.BAD_INPUT
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("run", "words", "said"),
     [
+        (None, ["--against", "fsdp3"], "did you mean 'fsdp2'"),
+        (None, ["hots"], "did you mean 'host'"),
+        (None, ["--round", "3"], "did you mean '--rounds'"),
+        (None, ["--rounds", "0"], "--rounds is 0; it must be between 1 and"),
+        (None, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (None, ["--nproc", "-3"], "--nproc is -3"),
+        (None, ["--precision", "fp8"], "precision"),
+        (None, ["--batch", "-1"], "--batch is -1"),
+        (None, ["host", "--against", "ddp"], "engines that shard"),
+        (None, ["memory", "--seq", "many"], "seq"),
+        (None, ["gpu", "--device", "tpu"], "--device is 'tpu'"),
+        (None, ["gpu", "--part", "a"], "--part"),
         (checkpoint.run, ["--mib", "0"], "mib is 0"),
-        (checkpoint.run, ["--to", "/proc/none"], "to is '/proc/none', where nothing can be written"),
+        (checkpoint.run, ["--to", "/proc/none"], "nothing can be written to '/proc/none'"),
         (scale.run, ["--sizes", "8,many"], "no numbers of ranks"),
         (scale.run, ["--sizes", "8,8"], "stands there once"),
         (scale.run, ["--sizes", "0"], "1 or more"),
         (scale.run, ["--gbps", "0"], "more than 0"),
         (offload.run, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (gpu.run, ["--parts", "az"], "parts 'z' do not exist"),
     ],
 )
-def test_bad_input_of_a_script_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, said):
+def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, said):
     monkeypatch.chdir(tmp_path)
-    assert_refused(capsys, cli.main(words, run), said)
+    assert cli.main(words if run else ["bench", *words], run) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("run", "words"), [(None, ["bench", "gpu"]), (gpu.run, [])], ids=["command", "script"])
+def test_without_an_accelerator_the_cpu_has_to_be_asked_for(capsys, monkeypatch, tmp_path, run, words):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words, run) == cli.BAD_INPUT
+    assert "no accelerator is found" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(capsys, monkeypatch, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    for words in (["host"], ["gpu", "--device", "cpu"]):
+        assert cli.main(["bench", *words]) == cli.BAD_INPUT
+        assert "nothing can be written to 'runs/bench'" in capsys.readouterr().err
 
 
 def test_peaks_are_known_by_name():
@@ -225,38 +224,20 @@ def test_the_group_that_does_nothing_moves_while_models_are_set_up():
     assert out.max() == 2
 
 
-def page() -> Page:
-    return Page(
-        name="some",
-        title="A <title>",
-        notes=["left out: x & y"],
-        tables=[Table(title="t", columns=["", "ms"], rows=[["a", "1.0"], ["a long name", "22.0"]])],
-        charts=[
-            Chart(title="bars", unit="ms", kind="stacked", series={"forward": {"a": 1.0}, "backward": {"a": 2.0}}),
-            Chart(title="line", unit="us", kind="lines", series={"a": {"8": 1.0, "64": 2.0}}),
-        ],
-        data=plain_data({"machine": {"cores": 2}, "ratios": {("a", "b"): extremes([0.5])}}),
-    )
+def page(table: Table) -> Page:
+    return Page(name="some", notes=["left out: x & y"], tables=[table], data={"ratios": {("a", "b"): extremes([0.5])}})
 
 
-def test_a_page_is_written_as_json_and_as_one_html_file(tmp_path, capsys):
-    data, html = show.write(page(), tmp_path / "new")
-    assert json.loads(data.read_text())["ratios"]["a / b"]["median"] == 0.5
-    text = html.read_text()
-    assert "A &lt;title&gt;" in text
-    assert "x &amp; y" in text
-    assert text.count('id="chart-') == 2
-    assert not re.search(r"<(script|link)[^>]+(src|href)=", text), "nothing is fetched from beside it"
-    assert len(text) > 1_000_000, "plotly's own script is inside"
-    show.show(page())
-    assert "a long name" in capsys.readouterr().out
+def test_a_page_is_written_as_json(tmp_path):
+    path = write(page(Table(title="t", columns=[""], rows=[])), tmp_path)
+    assert json.loads(path.read_text())["ratios"]["a / b"]["median"] == 0.5
 
 
 @pytest.mark.parametrize("width", [60, 20])
 def test_no_figure_is_cut_on_a_narrow_screen(monkeypatch, capsys, width):
     columns, row = ["contender", "step ms", "backward ms"], ["accordion", "1,229.3 (1,204.0-1,253.2)", ""]
     monkeypatch.setattr(show, "PLAIN_WIDTH", width)
-    show.show(dataclasses.replace(page(), tables=[Table(title="time", columns=columns, rows=[row])], notes=[]))
+    show.show(page(Table(title="time", columns=columns, rows=[row])))
     said = capsys.readouterr().out
     assert "1,229.3" in said
     assert "(1,204.0-1,253.2)" in said
@@ -265,7 +246,7 @@ def test_no_figure_is_cut_on_a_narrow_screen(monkeypatch, capsys, width):
 
 
 def test_text_tables_line_up():
-    lines = as_text(page().tables[0]).splitlines()
+    lines = as_text(Table(title="t", columns=["", "ms"], rows=[["a", "1.0"], ["a long name", "22.0"]])).splitlines()
     assert lines[0] == "t"
     assert {len(line) for line in lines[1:]} == {len("a long name  22.0")}
 

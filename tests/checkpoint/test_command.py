@@ -26,31 +26,14 @@ from accordion.checkpoint.inspect import diff, verify
 from accordion.checkpoint.reading import Files
 from accordion.errors import CheckpointError, UsageError
 from tests.checkpoint.test_one_process import Tied, trained
+from tests.support.checkpoints import assert_same_tensors, small, stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def small(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-
-
-def stepped(seed):
-    model = small(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 def told(capsys, *words):
     code = cli.main(["checkpoint", *map(str, words), "--json"])
     return code, json.loads(capsys.readouterr().out)
-
-
-def assert_equal(model, other):
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
 
 
 def test_inspect_verify_diff_and_prune(tmp_path, capsys):
@@ -129,7 +112,8 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys, words):
 
 
 def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
-    model, optimizer = stepped(1)
+    model = small(1)
+    optimizer = stepped(model)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": state, "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     found = convert(tmp_path / "dcp", tmp_path / "c")
@@ -138,7 +122,7 @@ def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
     other = small(2)
     mine = torch.optim.AdamW(other.parameters())
     assert load(tmp_path / "c", other, mine) == {"step": 3}
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
     assert repr(mine.state_dict()) == repr(optimizer.state_dict())
 
 
@@ -155,7 +139,7 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
     assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")], "left_out": [NO_CONFIG]})
     assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
     load(tmp_path / "c", other)
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
     for job, *words in (("export", "c", "hf", "--format", "torch"), ("convert", "m.pt", "m.pt")):
         words = [str(tmp_path / word) if not word.startswith("-") and word != "torch" else word for word in words]
         assert cli.main(["checkpoint", job, *words, "--json"]) in (1, 2)
@@ -163,7 +147,8 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
 
 
 def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out(tmp_path):
-    model, optimizer = stepped(1)
+    model = small(1)
+    optimizer = stepped(model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     found = convert(tmp_path / "dcp", tmp_path / "c")
@@ -172,7 +157,7 @@ def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out
     assert verify(tmp_path / "c") == []
     other = small(2)
     load(tmp_path / "c", other)
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
 
 
 @pytest.mark.parametrize("inner", [None, "model"])
@@ -183,7 +168,7 @@ def test_a_torch_file_comes_in(tmp_path, inner):
     found = convert(tmp_path / "m.pt", tmp_path / "c")
     assert found.left == (() if inner is None else ("epoch",))
     load(tmp_path / "c", other)
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
 
 
 def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
@@ -197,7 +182,7 @@ def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     convert(tmp_path / "hf", tmp_path / "c")
     load(tmp_path / "c", other)
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
     export(tmp_path / "c", tmp_path / "one")
     assert {k: v.tolist() for k, v in load_file(tmp_path / "one" / "model.safetensors").items()} == {
         k: v.tolist() for k, v in state.items()
@@ -217,12 +202,12 @@ def test_torch_and_dcp_go_out(tmp_path):
     save(tmp_path / "c", model)
     export(tmp_path / "c", tmp_path / "m.pt", "torch")
     state = torch.load(tmp_path / "m.pt", weights_only=True)
-    assert_equal(model, type("", (), {"state_dict": lambda self: state})())
+    assert_same_tensors(model, type("", (), {"state_dict": lambda self: state})())
     export(tmp_path / "c", tmp_path / "dcp", "dcp")
     other = Tied()
     into = {"model": other.state_dict()}
     dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert_equal(model, other)
+    assert_same_tensors(model, other)
     with open(tmp_path / "c" / "rank-00000.safetensors", "r+b") as file:
         file.seek(-150, os.SEEK_END)
         file.write(b"\xff\x00\xff")
@@ -245,11 +230,13 @@ def test_from_pretrained_loads_what_goes_out(tmp_path, monkeypatch):
     save(tmp_path / "c", model, extra={"model_config": json.loads(config.to_json_string(use_diff=False))})
     export(tmp_path / "c", tmp_path / "hf")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert_equal(model, again)
+    assert_same_tensors(model, again)
     monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 4000)
     made = export(tmp_path / "c", tmp_path / "like", like=tmp_path / "hf")
     assert str(tmp_path / "like" / "model.safetensors.index.json") in made
-    assert_equal(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like", dtype=torch.float32))
+    assert_same_tensors(
+        model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like", dtype=torch.float32)
+    )
 
 
 class Payload:

@@ -10,7 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import zlib
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from accordion.checkpoint.storage import direct
 from accordion.errors import CheckpointError
 from tests.devices import device
 from tests.pool import _begin
+from tests.support.checkpoints import sealed
 
 # -- kills
 
@@ -285,21 +285,7 @@ def test_a_disk_that_fails_is_told_and_the_one_before_stays(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == ["last"]
 
 
-def test_a_path_that_is_a_file_and_one_below_a_file(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
-        save(tmp_path / "file", Filled())
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        save(tmp_path / "file" / "c", Filled())
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 # -- manifests that lie
-
-
-def sealed(words):
-    body = json.dumps(words, separators=(",", ":")).removesuffix("}").encode()
-    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 STRANGE = [

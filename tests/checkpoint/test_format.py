@@ -21,11 +21,12 @@ from torch import nn
 import accordion.checkpoint
 from accordion.checkpoint import format as fmt
 from accordion.checkpoint import json_values, load, save
-from accordion.checkpoint.boxes import Box, DimCut, box_of, overlap
-from accordion.checkpoint.checksums import PIECE_BYTES, kind_here, summer, sums_of
+from accordion.checkpoint.boxes import Box, DimCut, box_of
+from accordion.checkpoint.checksums import kind_here, running
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.checkpoint.writing import HostBuffer, WritePart, layout, write
 from accordion.errors import CheckpointError
+from tests.support.checkpoints import sealed
 
 
 def held_rows(rows, cuts):
@@ -45,32 +46,6 @@ def test_shards_are_torch_chunks(rows, outer, inner):
         assert held_rows(rows, [DimCut(0, outer, i)]) == chunk.tolist()
         for j in range(inner):
             assert held_rows(rows, [DimCut(0, outer, i), DimCut(0, inner, j)]) == chunk_of(chunk, inner, j).tolist()
-
-
-@given(rows=st.integers(0, 60), outer=st.integers(1, 6), inner=st.integers(1, 6))
-def test_every_row_is_held_once_and_in_order(rows, outer, inner):
-    held = [
-        row
-        for i in range(outer)
-        for j in range(inner)
-        for row in held_rows(rows, [DimCut(0, outer, i), DimCut(0, inner, j)])
-    ]
-    assert held == list(range(rows))
-
-
-def test_boxes_of_several_dims():
-    assert box_of((), ()) == Box((), ())
-    assert box_of((4, 0), [DimCut(0, 2, 1)]) == Box((2, 0), (2, 0))
-    assert box_of((3, 5), [DimCut(1, 2, 1)]) == Box((0, 3), (3, 2))
-    assert box_of((4, 6), [DimCut(0, 2, 1), DimCut(1, 3, 2)]) == Box((2, 4), (2, 2))
-    assert box_of((2, 6), [DimCut(0, 4, 3)]) == Box((2, 0), (0, 6))
-    assert Box((7, 1), (1, 2)).within(Box((6, 0), (2, 4))) == (slice(1, 2), slice(1, 3))
-
-
-def test_overlap():
-    assert overlap(Box((0, 2), (4, 4)), Box((3, 0), (2, 3))) == Box((3, 2), (1, 1))
-    assert overlap(Box((0,), (4,)), Box((4,), (1,))) is None
-    assert overlap(Box((), ()), Box((), ())) == Box((), ())
 
 
 VALUES = [
@@ -151,12 +126,6 @@ def test_values_nest_as_deep_as_a_reader_takes_them(tmp_path, nest, most):
         with pytest.raises(CheckpointError, match=r"^rank/00000/state.* nests more than 100 deep"):
             save(tmp_path / "d", model, state={"loader": SimpleNamespace(state_dict=lambda at=deeper: {"at": at})})
     assert os.listdir(tmp_path) == ["c"]
-
-
-def sealed(words):
-    """The text of a manifest with a checksum of its own."""
-    body = (words if isinstance(words, str) else json.dumps(words)).removesuffix("}").encode()
-    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def a_manifest(**changes):
@@ -304,14 +273,10 @@ def test_every_flipped_bit_of_a_manifest_is_found():
             fmt.parse(text[:end])
 
 
-@given(rows=st.integers(1, 9), cols=st.integers(1, 9), across=st.integers(1, 4), down=st.integers(1, 4))
-def test_boxes_of_ranks_are_apart_and_others_are_not(rows, cols, across, down):
-    boxes = [
-        box_of((rows, cols), [DimCut(0, across, i), DimCut(1, down, j)]) for i in range(across) for j in range(down)
-    ]
-    boxes = [box for box in boxes if box.numel]
-    assert fmt._apart(boxes)
-    assert not fmt._apart([*boxes, boxes[0]])
+def sum_of(kind, data):
+    total = running(kind)()
+    total.update(data)
+    return total.hexdigest()
 
 
 def some_parts():
@@ -335,27 +300,14 @@ def test_files_are_what_safetensors_reads(tmp_path, copied):
         torch.testing.assert_close(found, part, rtol=0, atol=0, msg=name)
     assert sums.keys() == again.keys()
     data = memoryview(parts["view"].contiguous().view(-1).view(torch.uint8).numpy())
-    assert sums["view[0,0]"] == sums_of(data, summer(kind_here()))
-
-
-def test_a_host_buffer_is_used_again():
-    buffer = HostBuffer()
-    plan = layout([WritePart("a", Box((0,), (5,)), torch.arange(5))], 0)
-    first = buffer.copy(plan)
-    held = buffer._held.memory.data_ptr()
-    again = buffer.copy(layout([WritePart("a", Box((0,), (3,)), torch.arange(3) + 7)], 0))
-    assert buffer._held.memory.data_ptr() == held
-    assert bytes(again) == bytes((torch.arange(3) + 7).view(torch.uint8).tolist()) == bytes(first[:24])
+    assert sums["view[0,0]"] == [sum_of(kind_here(), data)]
 
 
 def test_checksums_of_both_kinds():
-    data = memoryview(bytes(range(256)) * 40)
-    assert sums_of(data, summer("crc32"), 4096) == [
-        f"{zlib.crc32(data[i : i + 4096]):08x}" for i in range(0, 10240, 4096)
-    ]
+    data = bytes(range(256)) * 40
+    assert sum_of("crc32", data) == f"{zlib.crc32(data):08x}"
     pytest.importorskip("xxhash")
-    assert summer("xxh3_64")(b"") == "2d06800538d394c2"  # of the specification
-    assert len(sums_of(data, summer("xxh3_64"))) == -(-len(data) // PIECE_BYTES)
+    assert sum_of("xxh3_64", b"") == "2d06800538d394c2"  # of the specification
 
 
 def test_without_the_package_xxhash(tmp_path, monkeypatch):
@@ -400,8 +352,7 @@ def test_a_large_manifest_is_read_without_collections_of_garbage():
     try:
         for wrong in (0, 1):
             files["rank-00000.safetensors"]["bytes"] += wrong
-            body = json.dumps(words, separators=(",", ":")).removesuffix("}").encode()
-            text = body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
+            text = sealed(words)
             seen.clear()
             with pytest.raises(CheckpointError, match="its chunks end") if wrong else contextlib.nullcontext():
                 assert len(fmt.parse(text).tensors) == 3000

@@ -154,9 +154,9 @@ def lied_metadata(folder, change):
 def test_every_value_that_dcp_promises_is_there_once(tmp_path):
     for key in ("model.a", "step"):
         folder = lied_metadata(tmp_path / f"no-{key}", lambda m, p, k=key: m.storage_data.pop(p[k]))
-        assert_refused(folder, tmp_path, f"does not say where {key} lies")
+        assert_refused(folder, tmp_path, f"it has {key} in 0 places")
     folder = lied_metadata(tmp_path / "unsaid", lambda m, p: m.state_dict_metadata.pop("model.a"))
-    assert_refused(folder, tmp_path, "where model.a lies and not what it is")
+    assert_refused(folder, tmp_path, "which part of model.a lies in")
 
     def shares(metadata, places):
         metadata.storage_data[places["model.a"]].offset = metadata.storage_data[places["model.b"]].offset

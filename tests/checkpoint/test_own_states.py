@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.format import TensorChunk, TensorEntry
 from accordion.checkpoint.rank_states import _words
 from accordion.errors import CheckpointError
 
@@ -26,24 +24,12 @@ GOOD = {
 def read(words):
     """What is made of these words where their checksums are right."""
     text = words if isinstance(words, bytes) else json.dumps(words).encode()
-    entry = TensorEntry(
-        dtype="U8",
-        shape=(len(text),),
-        placements=None,
-        chunks=(TensorChunk("rank-00000.safetensors", Box((0,), (len(text),)), 0, ()),),
-    )
-    held = {NAME: entry, f"{NAME}/state/w/absmax": entry, "rank/00001/optimizer/state/w/absmax": entry}
-
-    def fill_all(reads):
-        for one in reads:
-            one.into.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-
+    held = (NAME, f"{NAME}/state/w/absmax", "rank/00001/optimizer/state/w/absmax")
     files = SimpleNamespace(
-        manifest=SimpleNamespace(tensors=held),
+        manifest=SimpleNamespace(tensors=dict.fromkeys(held)),
         folder="here",
-        check_sizes=lambda: None,
-        faults=lambda reads: [],
-        fill_all=fill_all,
+        check=lambda wanted: None,
+        whole=lambda name: torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0),
     )
     return _words(files, NAME)
 

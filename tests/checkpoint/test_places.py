@@ -6,36 +6,17 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import claims, latest, load, save
+from accordion.checkpoint import claims, latest, load, prune, save
 from accordion.checkpoint.inspect import inspect, verify
 from accordion.checkpoint.storage import folders
 from accordion.errors import AccordionError, CheckpointError, UsageError
-
-
-def filled(value, width=3):
-    model = nn.Linear(width, 2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-    return model
-
-
-def holds(path, value):
-    model = filled(-1)
-    load(path, model)
-    return all(bool((param == value).all()) for param in model.parameters())
-
-
-def names(folder):
-    return sorted(os.listdir(folder))
-
+from tests.support.checkpoints import filled, holds, names
 
 # -- what a save may replace
 
@@ -67,7 +48,10 @@ def with_folder(folder):
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (web, r"c holds index\.html beside a checkpoint, .*move it away or pass another path"),
+        (
+            web,
+            r"c holds index\.html beside a checkpoint, .*; pass another path, a folder in it for example, or move it away",
+        ),
         (web_of_schema, r"c exists and is no checkpoint, its manifest\.json is another program's"),
         (pipe, r"c exists and is no checkpoint, its manifest\.json is another program's"),
         (with_notes, r"c holds notes\.txt beside a checkpoint"),
@@ -124,7 +108,7 @@ def test_paths_that_no_checkpoint_can_have(tmp_path, monkeypatch, path, why):
 
 def test_the_current_folder_and_the_longest_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="is the current folder, which a save would replace; pass a folder in it"):
+    with pytest.raises(CheckpointError, match="is the current folder, which a save would replace; pass another path"):
         save(".", filled(1))
     longest = "x" * 240
     for value in (1, 2):
@@ -141,7 +125,7 @@ def test_a_mount_point_is_refused_by_name(tmp_path):
         pytest.skip(f"nothing can be mounted here: {error}")
     try:
         with pytest.raises(
-            CheckpointError, match="disk is a mount point, which cannot be renamed; pass a folder in it"
+            CheckpointError, match="disk is a mount point, which cannot be renamed; pass another path, a folder in it"
         ):
             save(tmp_path / "disk", filled(1))
         save(tmp_path / "disk" / "c", filled(1))
@@ -166,69 +150,105 @@ def at_call(monkeypatch, of, name, number, act):
     monkeypatch.setattr(of, name, called)
 
 
-def at_rename(monkeypatch, number, act):
-    at_call(monkeypatch, os, "rename", number, act)
+BUSY = "is being saved or removed by process"
 
 
-class Killed(BaseException):
-    """Of the other job, which then does nothing more."""
+@pytest.fixture
+def at_once(monkeypatch):
+    """A save does not wait for another job's lock."""
+    monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.0)
 
 
-def killed_in_begin(path):
-    """Another job that begins to save there, and is killed when it has removed what it takes for rests."""
-    folders.folder_at(path).begin("0123abcd")
+def test_a_path_that_is_a_file_one_below_a_file_and_a_folder_of_other_files(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("mine")
+    for path, why in (
+        ("file", "is no checkpoint but a file"),
+        ("file/c", "Not a dir"),
+        ("folder", "it holds thesis.tex"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            save(tmp_path / path, filled(1))
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "thesis.tex").read_text() == "mine"
+    assert names(tmp_path) == ["file", "folder"]
 
 
+def test_a_rank_that_does_not_see_the_folder_of_the_first_says_so(tmp_path):
+    folder = folders.folder_at(tmp_path / "c").begun("0123abcd")
+    with pytest.raises(CheckpointError, match="made by rank 0, is not seen here"), folder.create("a.safetensors", 0):
+        pass
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("call", ["fsync", "rename"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_job_that_begins_between_two_renames_of_another_takes_nothing_away(tmp_path, monkeypatch, number):
-    save(tmp_path / "last", filled(1))
-    at_rename(monkeypatch, number, lambda: killed_in_begin(tmp_path / "last"))
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_second_job_of_one_name_is_refused_when_it_begins(tmp_path, monkeypatch, call, number, is_there):
+    if is_there:
+        save(tmp_path / "last", filled(1))
+
+    def another():
+        with pytest.raises(CheckpointError, match=f"{BUSY} {os.getpid()} on .*; no other job may save under this name"):
+            save(tmp_path / "last", filled(3))
+        assert prune(tmp_path, 1) == []
+
+    at_call(monkeypatch, os, call, number, another)
     save(tmp_path / "last", filled(2))
     assert holds(tmp_path / "last", 2)
-    assert verify(tmp_path / "last") == []
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_job_that_saves_between_two_renames_of_another_loses_nothing(tmp_path, monkeypatch, number):
-    save(tmp_path / "last", filled(1))
-    at_rename(monkeypatch, number, lambda: save(tmp_path / "last", filled(3)))
-    with pytest.raises(CheckpointError, match="was saved by another job") if number == 2 else nullcontext():
-        save(tmp_path / "last", filled(2))
-    assert holds(tmp_path / "last", 3 if number == 2 else 2)
-    assert verify(tmp_path / "last") == []
-    save(tmp_path / "last", filled(4))
-    assert holds(tmp_path / "last", 4)
     assert names(tmp_path) == ["last"]
 
 
-@pytest.mark.parametrize(("of", "name"), [(claims, "lock"), (fcntl, "flock")])
-def test_a_job_that_begins_before_another_has_locked_its_folder_takes_nothing_away(tmp_path, monkeypatch, of, name):
-    save(tmp_path / "last", filled(1))
-    at_call(monkeypatch, of, name, 1, lambda: killed_in_begin(tmp_path / "last"))
+def test_a_second_job_waits_a_little_for_the_first(tmp_path):
+    begun = folders.folder_at(tmp_path / "last").begin("0123abcd")
+    timer = threading.Timer(0.3, begun.discard)
+    timer.start()
     save(tmp_path / "last", filled(2))
-    assert holds(tmp_path / "last", 2)
-    assert verify(tmp_path / "last") == []
+    timer.join()
+    assert names(tmp_path) == ["last"]
 
 
-def test_a_folder_that_others_remove_again_and_again_is_named(tmp_path, monkeypatch):
-    def removed(folder):
-        folder.rmdir()
+def test_without_locks_a_save_whose_folder_another_job_takes_for_a_rest_fails(tmp_path, monkeypatch):
+    """The file system has no locks."""
 
+    def flock(*words):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     save(tmp_path / "last", filled(1))
-    monkeypatch.setattr(claims, "lock", removed)
-    with pytest.raises(CheckpointError, match="is removed again and again by another job; no other job may save"):
+    at_call(monkeypatch, os, "rename", 1, lambda: save(tmp_path / "last", filled(3)))
+    with pytest.raises(CheckpointError, match="was saved by another job at the same time"):
         save(tmp_path / "last", filled(2))
+    assert holds(tmp_path / "last", 3)
+    assert names(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize("hidden", [".last.old", ".last.01234567.old"])
+def test_what_a_killed_save_had_renamed_is_read_and_gets_its_name_again(tmp_path, hidden):
+    """The second name is one of an earlier version."""
+    save(tmp_path / "last", filled(1))
+    (tmp_path / "last").rename(tmp_path / hidden)
     assert holds(tmp_path / "last", 1)
+    assert latest(tmp_path) == str(tmp_path / "last")
+    with pytest.raises(CheckpointError, match="without state"):
+        load(tmp_path / "last", filled(1), state={"a": torch.amp.GradScaler("cpu")})
+    begun = folders.folder_at(tmp_path / "last").begin("0123abcd")
+    assert "last" in names(tmp_path)
+    begun.discard()
+    assert holds(tmp_path / "last", 1)
+    save(tmp_path / "last", filled(2))
     assert names(tmp_path) == ["last"]
+    assert holds(tmp_path / "last", 2)
 
 
 TWO = """
 import os, sys, signal
 from torch import nn
 import torch
-from accordion.checkpoint import save
+from accordion.checkpoint import claims, save
 
 seed, path, dies = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+claims.LOCK_TIMEOUT_S = 0.01
 left = [dies]
 def mortal(call):
     def wrapped(*args, **kwargs):
@@ -248,7 +268,7 @@ for k in range(6):
     try:
         save(path, model)
     except CheckpointError as error:
-        assert "another job" in str(error) or "no other job" in str(error), error
+        assert "no other job may save under this name" in str(error), error
 """
 
 

@@ -306,28 +306,6 @@ def test_between_sharded_and_not(world, tmp_path):
     world.run(4, plain_to_sharded, "4", tmp_path)
 
 
-def resume(mesh, layout, path):
-    """Two steps, save, two more; then load and two more again: bit for bit the same."""
-    model, optimizer = build(mesh, layout, 1)
-    save(path, model, optimizer)
-    again, other = build(mesh, layout, 2)
-    load(path, again, other)
-    for m, o in ((model, optimizer), (again, other)):
-        for _ in range(2):
-            for param in m.parameters():
-                param.grad = param.detach() * 2
-            o.step()
-    for name, tensor in tensors_of(model, optimizer).items():
-        mine = tensors_of(again, other)[name]
-        pair = [t.to_local() if isinstance(t, DTensor) else t for t in (tensor, mine)]
-        assert torch.equal(*pair), name
-
-
-@pytest.mark.parametrize("layout", ["3", "hybrid", "over both"])
-def test_training_goes_on_as_if_never_stopped(world, tmp_path, layout):
-    run(world, layout, resume, tmp_path / "c")
-
-
 def rank_of_many(mesh, path):
     """One rank of many writes its own rows and asks nobody."""
     model = nn.Module()

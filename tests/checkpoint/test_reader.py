@@ -1,5 +1,6 @@
 """A reader written from docs/checkpoint.md alone, without torch, reads what `save` wrote and what `load` gives."""
 
+import base64
 import json
 import math
 import zlib
@@ -151,3 +152,33 @@ def test_what_a_reader_by_the_book_finds(world, tmp_path, ranks):
     for rank, (_, draws) in enumerate(found):
         text = json.loads(read_tensor(tmp_path / "c", words, f"rank/{rank:05d}/state").tobytes())
         assert value_of(tmp_path / "c", words, text)["random"]["torch"].tobytes() == draws
+
+
+# -- a checkpoint of an earlier version: what `save` wrote before names were locked, each file compressed
+
+EARLIER = {
+    "manifest.json": (
+        "c-qC3-Hw|u5QXpi7^B{mhJV;_U9}HT^(u;@!5#t%f5K+FX~esCY{-&bZKPIewOn}ypX1NN5f@ORqy`}i9N?8Wsj-0!#2~@|9Ox?&bjZ(|6l9UV"
+        "jY2PSK;a`v?m~6}-3_8-MX>S1jrU3PBg@*cISkmISmZm<kSdLSx1Suqx<X~D3m5dH2Q)59Qx93nt*+NqQ~jdBv`<wlSqI<0eSy6L$Dtd0V|0NY"
+        "2W-p|eo}QTH6NO@vDsxDy4IWkHM@A5m=U^$T5YaoONmWSZPgyRb{2<&B!Oq!Xo-1-?h&#AYeg)_Ckyr5D7t~r+`Ap?n*FMxpn*@QFt2ZRjf&*F"
+        "XPTHyY1Cx67G_>u!4COoEKKX8rdD;lTxa20r8~>q*P3ZsF8{ZFM)Zc8@hhs@ek3rT@v~>1jlzOvFZ*UmMdGIpl!TIoH7Ln*YtB;~`kbD`x2!iF"
+        "O(&^#*KtUF?s-D+)uvCCXsVs>1U$XIMnQ&EUB@oU(PoVEV0c+~hn7Q86pHwWo#%M_*UqRHW`?zy3Ug6-7)jVqCbKi;b;NfV{~h7}rK_b2qLoer"
+        "zQ{44h3*ei^1jmz9#(!Cdr9nXy*vDGrt-b!9^Rw^1^NjlxNsXs*E+iMjur98!!2Q&{vSr`YbhgdrOdZU5TJ-HC1cLN@(g5@$^>Hx(}&;6qw@y"
+    ),
+    "rank-00000.safetensors": (
+        "c-ozj-%7(U6vpG5jB_2xpLJc`&Ajpryb58QHi;{mbu=lWqu^usI6j(*Ob}az`N6qJLVoAt``)g|r%vEIV;|X*ZSVI{amqDpPGI8m(ZU99ml7z1"
+        "J?4`VRB8$aBknrqf{h_va$4z;o-uWcLH&uC0xBwGCUnQx`u4^4EJTd<Y>D~K+d~}ut{$AT{eLV9NhP0Kk?l?wTxMT#DvJ#7@$kTS77K&_8N*%m"
+        "9kX7~fQsZ&=y6;mrE0c>yr)^*5c0bHn%TY-EbGQ`EDY#L6ABtBni{3ej~9ikz^r(=64!k0>#yM{zy?K$C4wG50M(DfJ^"
+    ),
+}
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
+    for name, text in EARLIER.items():
+        (tmp_path / name).write_bytes(zlib.decompress(base64.b85decode(text)))
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.1)
+    assert acc.load(tmp_path, model, optimizer) == {"step": 7}
+    assert (model.weight.tolist(), model.bias.tolist()) == ([[0.5, 1.5]], [2.5])
+    assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.5, 0.5)

@@ -1,5 +1,6 @@
 """Checkpoints on remote storage, through fsspec: in memory, and on a local S3 server."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,13 +17,10 @@ from accordion.checkpoint.inspect import diff, verify
 from accordion.checkpoint.storage import folders
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
+from tests.support.checkpoints import assert_same_tensors, small, stepped
 
 fsspec = pytest.importorskip("fsspec")
-
-
-def small(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+AbstractBufferedFile = pytest.importorskip("fsspec.spec").AbstractBufferedFile
 
 
 @pytest.fixture
@@ -35,16 +33,14 @@ def memory():
 def round_trip(root):
     """All that is done with local folders."""
     model, other = small(1), small(2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    optimizer = stepped(model)
     for step in (1, 2, 10):
         save(f"{root}/step-{step}", model, optimizer, extra=step)
     save(f"{root}/step-11", model, background=True, keep=3).wait()
     assert latest(root).endswith("/step-11")
     assert latest(f"{root}/absent") is None
     assert load(f"{root}/step-10", other, torch.optim.AdamW(other.parameters())) == 10
-    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert_same_tensors(model, other)
     assert [path.rpartition("/")[2] for path in prune(root, 2)] == ["step-2"]
     assert verify(f"{root}/step-10") == []
     assert diff(f"{root}/step-10", f"{root}/step-11")["only_first"] == [
@@ -98,27 +94,66 @@ def test_to_and_from_other_formats_on_remote_storage(memory, tmp_path, monkeypat
         convert(f"{memory}/{kind}", f"{memory}/from-{kind}")
         other = small(2)
         load(f"{memory}/from-{kind}", other)
-        assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items()), kind
+        assert_same_tensors(model, other)
     with pytest.raises(UsageError, match="is neither a file nor a folder"):
         convert(f"{memory}/absent", "x")
     assert sorted(os.listdir()) == ["c", "m.pt"]
 
 
+class Counted(AbstractBufferedFile):
+    """A file as those of S3: its blocks are fetched by ranges, which `asked` lists."""
+
+    asked = []
+
+    def _fetch_range(self, start, end):
+        self.asked.append((start, end))
+        return self.fs.cat_file(self.path, start, end)
+
+
 def test_each_byte_is_asked_for_once(memory, monkeypatch):
     model, other = small(1), small(2)
     save(f"{memory}/c", model)
-    asked = []
     storage = type(fsspec.filesystem("memory"))
-    cat_file = storage.cat_file
-
-    def counted(self, path, start=None, end=None):
-        asked.extend([] if start is None else [(start, end)])
-        return cat_file(self, path, start, end)
-
-    monkeypatch.setattr(storage, "cat_file", counted)
+    monkeypatch.setattr(storage, "open", lambda self, path, **how: Counted(self, path, **how))
+    monkeypatch.setattr(folders, "BLOCK_BYTES", 2**8)
+    Counted.asked.clear()
     load(f"{memory}/c", other)
-    asked.sort()
-    assert asked[-1][1] == sum(end - start for start, end in asked)  # every byte of the file, once
+    Counted.asked.sort()
+    assert len(Counted.asked) > 2
+    assert Counted.asked[-1][1] == sum(end - start for start, end in Counted.asked)  # every byte of the file, once
+
+
+def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(memory, monkeypatch):
+    storage = fsspec.filesystem("memory")
+    first = folders.folder_at(f"{memory}/c")
+    begun = first.begin("0123abcd")
+    marker = f"{memory}/c/{folders.SAVING}".split("://")[1]
+    owner = json.loads(storage.cat_file(marker))
+    for other in ({"host": "elsewhere"}, {"pid": os.getppid()}):
+        storage.pipe_file(marker, json.dumps(owner | other).encode())
+        with pytest.raises(
+            CheckpointError, match=r"is being saved by process \d+ on .*; no other job may .* remove memory"
+        ):
+            save(f"{memory}/c", small(1))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    storage.pipe_file(marker, json.dumps(owner | {"pid": dead.pid}).encode())
+    save(f"{memory}/c", small(1))
+    assert verify(f"{memory}/c") == []
+    with pytest.raises(CheckpointError, match="was saved by another job at the same time"):
+        first.commit(begun, b"{}")
+    begun.discard()
+    assert verify(f"{memory}/c") == []
+    second = folders.folder_at(f"{memory}/d")
+    second.begin("0123abcd")
+    marker = f"{memory}/d/{folders.SAVING}".split("://")[1]
+    storage.pipe_file(marker, json.dumps(owner | {"host": "elsewhere"}).encode())
+    monkeypatch.setattr(folders, "STALE_S", -1.0)
+    save(f"{memory}/d", small(1))
+    assert sorted(name.rpartition("/")[2] for name in storage.ls(marker.rpartition("/")[0], detail=False)) == [
+        "manifest.json",
+        "rank-00000.safetensors",
+    ]
 
 
 def test_storage_that_is_not_there_is_told(monkeypatch):

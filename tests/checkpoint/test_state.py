@@ -14,11 +14,7 @@ from torch import nn
 from accordion.checkpoint import RandomState, latest, load, prune, save
 from accordion.checkpoint import background as bg
 from accordion.errors import CheckpointError, UsageError
-
-
-def small(seed=0, width=3):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+from tests.support.checkpoints import small, stepped
 
 
 def draw():
@@ -67,10 +63,7 @@ def test_another_ranks_random_state_is_not_taken():
 def test_what_does_not_fit_is_left_as_it_is_and_told(tmp_path):
     model, other = small(1), small(2, width=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    save(tmp_path / "c", model, optimizer, extra=7)
+    save(tmp_path / "c", model, stepped(model, optimizer), extra=7)
     other.append(nn.Linear(2, 1))
     mine = torch.optim.AdamW(other.parameters())
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -98,26 +91,6 @@ class Gate:
         if self.failure:
             raise self.failure
         self._fsync(handle)
-
-
-def test_a_step_does_not_wait_for_a_save_and_does_not_change_it(tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
-    model, other = small(1), small(2)
-    wanted = copy.deepcopy(model.state_dict())
-    saving = save(tmp_path / "a", model, background=True)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert not saving.is_done
-    assert latest(tmp_path) is None
-    gate.open.set()
-    later = save(tmp_path / "b", model, background=True)  # waits for the first
-    assert saving.is_done
-    load(tmp_path / "a", other)
-    assert all(torch.equal(wanted[name], tensor) for name, tensor in other.state_dict().items())
-    later.wait()
-    load(tmp_path / "b", other)
-    assert not any(tensor.any() for tensor in other.state_dict().values())
 
 
 def test_a_failure_in_the_background_is_raised_behind_the_next_step(tmp_path, monkeypatch):
@@ -173,14 +146,3 @@ def test_the_newest_good_ones_are_kept(tmp_path):
     for keep in (0, -1):
         with pytest.raises(UsageError, match="takes 1 or more"):
             prune(tmp_path, keep)
-
-
-def test_a_kill_while_an_older_one_is_replaced_loses_neither(tmp_path, monkeypatch):
-    model, other = small(1), small(2)
-    save(tmp_path / "last", model, extra="old")
-    (tmp_path / "last").rename(tmp_path / ".last.0123abcd.old")  # the first of two renames
-    assert latest(tmp_path) == str(tmp_path / "last")
-    assert load(tmp_path / "last", other) == "old"
-    save(tmp_path / "last", model, extra="new")
-    assert load(tmp_path / "last", other) == "new"
-    assert os.listdir(tmp_path) == ["last"]

@@ -13,10 +13,11 @@ import pytest
 from accordion import cli
 from accordion.compat.deepspeed import read
 from accordion.compat.deepspeed.engine import _tag_in
-from accordion.config import Offload
+from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
+from accordion.sharding import precision_named
 from accordion.train import command
-from accordion.train.config import as_yaml
+from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import lr_at
 from tests.compat.test_deepspeed_config import TRAINER
@@ -42,33 +43,34 @@ def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
     config = run_of(tmp_path, content, num_ranks=4)
     assert (config.train.micro_batch, config.train.accumulate, config.train.clip) == (2, 2, 0.5)
     assert (config.train.lr, config.train.weight_decay) == (0.02, 0.3)
-    assert (config.shard.strategy, config.shard.replicas) == ("hybrid_shard_optim", 2)
-    assert config.shard.precision == "bf16"
-    assert config.shard.offload() == Offload()
+    assert (config.shard.strategy.name, config.shard.replicas) == ("hybrid_shard_optim", 2)
+    assert config.shard.precision == precision_named("bf16")
+    assert config.shard.offload == Offload()
     rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
-    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="host", optimizer="disk:/s")
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload == Offload(params="host", optimizer="disk:/s")
     rests["offload_param"] = {"device": "nvme", "nvme_path": "/p"}
-    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload == Offload(
         params="disk:/p", optimizer="disk:/s"
     )
-    words = ["--shard.offload_optimizer", "host"]
-    assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload() == Offload(optimizer="host")
+    words = ["--shard.offload", "optimizer=host"]
+    assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload == Offload(optimizer="host")
 
 
 def test_what_the_file_leaves_out_is_as_deepspeed_has_it_or_as_a_flag_says(tmp_path: Path) -> None:
     config = run_of(tmp_path, {})
-    assert (config.shard.strategy, config.shard.precision, config.train.clip) == ("no_shard", "fp32", 0)
+    assert config.shard == ShardConfig(strategy="no_shard", precision="fp32")
+    assert config.train.clip == 0
     assert (config.train.micro_batch, config.train.accumulate, config.train.lr) == (8, 1, 1e-3)
     config = run_of(tmp_path, {}, "--shard.strategy", "full_shard", "--train.clip=1.0", "--train.accumulate", "3")
-    assert (config.shard.strategy, config.train.clip, config.train.accumulate) == ("full_shard", 1.0, 3)
+    assert (config.shard.strategy, config.train.clip, config.train.accumulate) == (FULL_SHARD, 1.0, 3)
 
 
 def test_autos_are_filled_from_the_run(tmp_path: Path) -> None:
     flags = ["--train.lr", "0.25", "--train.accumulate", "3", "--train.warmup", "0", "--shard.precision", "fp16"]
     config = run_of(tmp_path, TRAINER, *flags)
-    assert (config.train.lr, config.train.accumulate, config.shard.precision) == (0.25, 3, "fp16")
-    assert config.shard.strategy == "full_shard"
-    assert run_of(tmp_path, TRAINER).shard.precision == "auto"
+    assert (config.train.lr, config.train.accumulate, config.shard.precision) == (0.25, 3, precision_named("fp16"))
+    assert config.shard.strategy == FULL_SHARD
+    assert run_of(tmp_path, TRAINER).shard.precision is None
 
 
 CONFLICTS = [
@@ -78,8 +80,8 @@ CONFLICTS = [
     ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
     (
         {"zero_optimization": {"stage": 1, "cpu_offload": True}},
-        ["--shard.offload_optimizer=disk:/s"],
-        "shard.offload_optimizer is disk:/s, and zero_optimization.cpu_offload in",
+        ["--shard.offload=optimizer=disk:/s"],
+        "shard.offload is optimizer=disk:/s, and zero_optimization.cpu_offload in",
     ),
     ({"gradient_clipping": 0.5}, ["--train.clip", "1.0"], "train.clip is 1.0, and gradient_clipping in"),
     ({"optimizer": {"type": "AdamW"}}, ["--train.lr", "0.5"], "optimizer.type"),
@@ -146,7 +148,7 @@ def test_the_command_starts_ranks_with_what_the_file_says(
     assert cli.main(words) == 0
     prepared, world = started[0]
     config = prepared.config
-    assert (world, config.shard.strategy, config.train.micro_batch) == (3, "full_shard", 8)
+    assert (world, config.shard.strategy, config.train.micro_batch) == (3, FULL_SHARD, 8)
     assert cli.main([*words, "--train.micro_batch", "4"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -383,7 +384,7 @@ def stepped_and_unsharded(mesh) -> None:
     for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
         model = sharded(ours, mesh)
         for part in parts_below([model]):
-            part.offload = offload
+            part.asked = replace(part.asked, sharding=replace(part.asked.sharding, offload=offload))
         one_loss(model)  # makes the engine, which the optimizer is told of
         optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -37,7 +36,8 @@ from tests.compat.test_fsdp2 import (
 )
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss
+from tests.support.checks import PlantedError, assert_close, assert_equal, batch, logged, mean_grads, one_loss
+from tests.support.sample import sampled
 
 # -- full parameters on demand
 
@@ -178,26 +178,13 @@ def test_setters(world):
 
 
 def accepted(mesh) -> None:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logger, handler = logging.getLogger("accordion"), Keep()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     say_once.cache_clear()
-    try:
+    with logged() as messages:
         model = sharded(ours, mesh)
         for module in (model, *model.blocks):
             module.set_unshard_in_backward(False)
             module.set_allocate_memory_from_process_group_for_comm(True)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert [r.split(":")[1].strip() for r in records] == [
+    assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
         "set_unshard_in_backward(False)",
         "set_allocate_memory_from_process_group_for_comm",
     ]
@@ -319,34 +306,12 @@ def loaded_apart(mesh, assign: bool, used: bool) -> None:
     one_loss(model).backward()
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(
+    ("assign", "used"),
+    sampled([(a, b) for a in (False, True) for b in (False, True)], lambda assign, used: assign == used),
+)
 def test_full_tensors_that_differ_are_refused_before_anything_changes(world, assign, used):
     world.run(2, loaded_apart, assign, used)
-
-
-def exchanged(mesh, folder: str) -> None:
-    pair = both(mesh)
-    optimizers = [stepped(m) for m in pair]
-    for writer, reader in ((0, 1), (1, 0)):
-        source, target = pair[writer], sharded(SIDES[reader], mesh)
-        optimizer = stepped(target, 5)
-        state = {"model": get_model_state_dict(source), "optim": get_optimizer_state_dict(source, optimizers[writer])}
-        dcp.save(state, checkpoint_id=f"{folder}/{writer}")
-        state = {"model": get_model_state_dict(target), "optim": get_optimizer_state_dict(target, optimizer)}
-        dcp.load(state, checkpoint_id=f"{folder}/{writer}")
-        set_model_state_dict(target, state["model"])
-        set_optimizer_state_dict(target, optimizer, state["optim"])
-        assert_equal(params_of(target), params_of(source))
-        for m, o in ((source, optimizers[writer]), (target, optimizer)):
-            one_loss(m, 1).backward()
-            o.step()
-            o.zero_grad()
-        assert_close(params_of(target), params_of(source), 1e-5)
-
-
-def test_a_checkpoint_written_by_one_is_read_by_the_other(world, tmp_path):
-    world.run(4, exchanged, str(tmp_path))
 
 
 def from_meta(mesh) -> None:

@@ -19,19 +19,17 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import accordion
 from accordion import cli
-from accordion.bench import command, host, own_task, trainer
+from accordion.bench import command, compare, host, own_task, trainer
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
-from accordion.bench.model import shape_of
+from accordion.bench.model import NineBlock, shape_of
 from accordion.engine import layout
 from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 from tests.support import own_tasks
-from tests.support.sample import sampled
 
 ONE = World(num_ranks=1)
-TINY = Setting(model="gpt-tiny", batch=1, seq=16)
 
 
 # -- teams
@@ -130,24 +128,27 @@ def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
 
 
 def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "start", crooked)
-    words = ["--against", "ddp,plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny", "--dir", str(tmp_path)]
+    words = ["--against", "ddp,plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny"]
     assert cli.main(["bench", *words]) == 1
     said = capsys.readouterr()
     assert "left out: contender 'ddp' failed on rank 0: RuntimeError: does not run here" in said.out
     assert "the losses of accordion:no_shard are not those of the others" in said.err
     assert "measuring" not in said.out
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.json"))
 
 
-def test_contenders_train_the_same_and_are_measured(tmp_path, capsys):
+def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "STEPS", 2)
     against = "fsdp2,ddp"
-    words = ["--against", against, "--model", "gpt-tiny", "--rounds", "2", "--steps", "2", "--dir", str(tmp_path)]
+    words = ["--against", against, "--model", "gpt-tiny", "--rounds", "2"]
     assert cli.main(["bench", *words, "--device", "cpu", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
     assert "losses agree" in shown
     assert "a square matrix product on all 2 ranks" in shown
-    data = json.loads((tmp_path / "bench.json").read_text())
+    data = written("bench")
     found = data["comparison"]
     names = ["accordion", *against.split(",")]
     assert list(found["contenders"]) == names
@@ -163,7 +164,11 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys):
         assert m["reserved_bytes"] > m["allocated_bytes"], "the resident set holds the interpreter too"
         assert 0 < m["mfu"] < 1
     assert_bytes(found["contenders"])
-    assert (tmp_path / "bench.html").read_text().startswith("<!doctype html>")
+
+
+def written(name: str) -> Any:
+    """What a benchmark left below the current folder."""
+    return json.loads(Path("runs", "bench", f"{name}.json").read_text())
 
 
 def assert_bytes(found: dict[str, Any]) -> None:
@@ -184,7 +189,8 @@ def assert_bytes(found: dict[str, Any]) -> None:
 
 
 def test_host_time_in_groups_that_send_nothing():
-    found = host.measure(["accordion"], 8, rounds=1, count=2, groups=["still", "fake"], blocks=2)
+    assert len(list(NineBlock(64, 8).parameters())) == 9
+    found = host.measure(["accordion"], 8, rounds=1, groups=["still", "fake"], blocks=2)
     assert list(found) == ["still", "fake"]
     for times in found.values():
         assert list(times) == ["plain", "accordion"]
@@ -237,30 +243,22 @@ def test_a_step_of_thousands_of_ranks_runs_as_many_lines_of_python():
     )
 
 
-def test_a_unit_of_the_host_benchmark_has_nine_parameters():
-    with WorkerTeam("A", World(num_ranks=8, group="still"), HostLoop, ("accordion", 64, 2)) as team:
-        assert len(team.ask("turn", 2)[0]) == 2
-    from accordion.bench.model import NineBlock
-
-    assert len(list(NineBlock(64, 8).parameters())) == 9
-
-
 @pytest.mark.parametrize(
     ("name", "run", "more"),
     [
-        ("optimizer", optimizer.run, ["--steps", "2"]),
+        ("optimizer", optimizer.run, ["--rounds", "2", "--steps", "2"]),
         ("memory", None, ["--device", "cpu"]),
-        pytest.param("offload", offload.run, ["--steps", "1"], marks=pytest.mark.slow),
+        pytest.param("offload", offload.run, ["--rounds", "2", "--steps", "1"], marks=pytest.mark.slow),
     ],
 )
 def test_each_writes_what_it_found(tmp_path, capsys, monkeypatch, name, run, more):
     monkeypatch.chdir(tmp_path)
-    words = ["--model", "gpt-tiny", "--rounds", "2", "--dir", str(tmp_path), *more]
+    words = ["--model", "gpt-tiny", *more]
     assert cli.main(words if run else ["bench", name, *words], run) == 0
-    data = json.loads((tmp_path / f"{name}.json").read_text())
+    data = written(name)
     assert data["machine"]["torch"] == torch.__version__
     if name == "memory":
-        assert all(r["allocated"] > r["rest"] > 0 for rounds in data["bytes"].values() for r in rounds)
+        assert all(m["allocated"] > m["rest"] > 0 for m in data["bytes"].values())
         assert set(data["bytes"]) == {"accordion", "fsdp2"}
     elif name == "offload":
         held = {kind: found["bytes"] for kind, found in data["found"].items()}
@@ -272,22 +270,23 @@ def test_each_writes_what_it_found(tmp_path, capsys, monkeypatch, name, run, mor
             assert set(turns) == {"accordion", "local", "dtensor"}
             assert [len(turn) for turn in turns["accordion"]] == [2, 2]
         assert set(data["ratios"]["cpu"]) == {"accordion", "dtensor"}
-    assert f"{name}.html" in capsys.readouterr().out
+    assert f"{name}.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("as_script", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, as_script):
+def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, monkeypatch, as_script):
     """In a script its ranks find under `__main__` what they are to make."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "precious").write_text("of the user")
-    words = ["--mib", "32", "--rounds", "1", "--device", "cpu", "--to", str(tmp_path / "to"), "--dir", str(tmp_path)]
+    words = ["--mib", "32", "--rounds", "1", "--device", "cpu", "--to", "to"]
     if as_script:
         environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
         subprocess.run([sys.executable, checkpoint.__file__, *words], check=True, env=environ)
     else:
         assert cli.main(words, checkpoint.run) == 0
     assert "accordion / dcp" in capfd.readouterr().out
-    times = json.loads((tmp_path / "checkpoint.json").read_text())["times"]
+    times = written("checkpoint")["times"]
     assert {kind: sorted(found) for kind, found in times.items()} == {
         "accordion": ["block", "load", "save"],
         "unsummed": ["load", "save"],
@@ -299,38 +298,12 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capf
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["precious"]
 
 
-@pytest.mark.parametrize("letters", sampled(["abcdefg", "cf"], "cf".__eq__))
-def test_what_one_accelerator_shows_is_measured(tmp_path, letters):
-    words = ["--tiny", "--device", "cpu", "--parts", letters, "--dir", str(tmp_path)]
-    if letters == "cf":  # here, whose fork server has what ranks import
-        assert cli.main(["bench", "gpu", *words]) == 0
-    else:
-        environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
-        command = [sys.executable, "-m", "accordion.bench.gpu", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, env=environ)
-        assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*.json")
-    parts = json.loads(path.read_text())["parts"]
-    assert list(parts) == list(letters)
-    safe = parts["c"]["data"]
-    assert safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
-    assert len(safe["4 ranks"]["losses"]) == 7
-    for letter, found in parts.items():
-        assert len(found["tables"]) == {"a": 2, "c": 2}.get(letter, 1)
-    sizes = parts["f"]["data"]["sizes"]
-    assert [bool(one["calibrated_s"]) for one in sizes] == [False, True, True]
-    assert all(one["planned_allocated"] > 0 and one["seconds"] > 0 for one in sizes)
-    if letters == "abcdefg":
-        assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
-        assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())
-
-
 # -- a task of the user's
 
 
-def bench_task(name: str, folder: Path, *words: str) -> int:
-    own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--dir", str(folder), "--rounds", "1"]
-    return cli.main(["bench", *own, "--steps", "1", "--nproc", "2", "--against", "ddp", *words])
+def bench_task(name: str, *words: str) -> int:
+    own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--rounds", "1"]
+    return cli.main(["bench", *own, "--nproc", "2", "--against", "ddp", *words])
 
 
 def test_each_rank_has_its_own_part_of_a_tasks_data() -> None:
@@ -357,12 +330,18 @@ class Rows(IterableDataset):
         return iter(self.rows)
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench_task("Weighed", tmp_path, "--task.width", "5", "--batch", "3") == 0
+def test_a_task_is_measured_under_each_contender(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench_task("Weighed", "--task.width", "5", "--batch", "3") == 0
     assert "samples/s" in capfd.readouterr().out
-    found = json.loads((tmp_path / "bench.json").read_text())["comparison"]
+    found = written("bench")["comparison"]
     torch.manual_seed(0)
     task = own_tasks.Weighed(5)
     model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
@@ -386,27 +365,25 @@ def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.C
     ],
 )
 def test_bad_input_about_a_task_is_one_line(
-    name: str, words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+    name: str, words: list[str], said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(command, "compare", None)
-    assert bench_task(name, tmp_path, *words) == cli.BAD_INPUT
+    assert bench_task(name, *words) == cli.BAD_INPUT
     err = capfd.readouterr().err
     assert said in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_errors_of_a_task_are_the_users_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_errors_of_a_task_are_the_users_own(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "compare", None)
-    file = tmp_path / "mine.py"
+    file = here / "mine.py"
     file.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(own_tasks.__file__).parents[2])!r})\n"
         "from tests.support.own_tasks import Task as Good\nclass Task(Good):\n    def loss(self, model, batch):\n"
         "        return model(batch)\n"
     )
-    assert cli.main(["bench", "--task", str(file), "--device", "cpu", "--dir", str(tmp_path)]) == 1
+    assert cli.main(["bench", "--task", str(file), "--device", "cpu"]) == 1
     err = capfd.readouterr().err
     assert "return model(batch)" in err
     assert 'mine.py", line 6' in err

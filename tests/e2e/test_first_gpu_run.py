@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import checkpoint
+from benchmarks import checkpoint, gpu
 
 from accordion import cli
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "benchmarks/checkpoint.py"
+SCRIPTS = {"benchmarks/checkpoint.py": checkpoint.run, "benchmarks/gpu.py": gpu.run}
 PAGE = (ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
@@ -31,7 +31,8 @@ def of(*start: str) -> list[str]:
 def test_there_are_ten_each_with_its_number_and_a_way_to_be_checked():
     assert len(COMMANDS) == 10
     assert re.findall(r"^\*\*(\d+)\.", PAGE, re.MULTILINE) == [str(n + 1) for n in range(10)]
-    checked = [*of("accordion"), *of("torchrun"), *of("python", "-m", "pytest", "tests/gpu"), *of("python", SCRIPT)]
+    checked = [*of("accordion"), *of("torchrun"), *of("python", "-m", "pytest", "tests/gpu")]
+    checked += [command for script in SCRIPTS for command in of("python", script)]
     assert sorted(checked) == sorted(COMMANDS)
     assert "docs/first-gpu-run.md" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -48,11 +49,12 @@ def test_options_are_understood(command, tmp_path, monkeypatch, capsys):
     assert words[0] == "train" or all(flag in said for flag in flags), "those of train are parsed"
 
 
-def test_options_of_the_script_are_understood(capsys):
-    (command,) = of("python", SCRIPT)
-    assert cli.main(["--help"], checkpoint.run) == 0
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_of_the_scripts_are_understood(script, capsys):
+    assert cli.main(["--help"], SCRIPTS[script]) == 0
     said = capsys.readouterr().out
-    assert all(word in said for word in words_of(command) if word.startswith("--"))
+    assert of("python", script)
+    assert all(word in said for command in of("python", script) for word in words_of(command) if word.startswith("--"))
 
 
 @pytest.mark.parametrize("command", of("torchrun"))

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import entry_points
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
 import accordion as acc
 from accordion.devices import num_cores
 from accordion.errors import DivergenceError, UsageError
 from accordion.train import launch
 from accordion.train.launch import RankPlace
-from accordion.train.store_watchdog import watched_store
 from tests.support import forked
 from tests.support.sample import sampled
 
@@ -174,79 +168,18 @@ def test_what_the_first_rank_refuses_is_said_once(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == "accordion: the first rank of the host refuses\n"
 
 
-KEEPS_STORE = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
-WATCHES = """
-import sys, time
-from torch.distributed import PrefixStore, TCPStore
-from accordion.train.store_watchdog import watched_store
-with watched_store(PrefixStore("job", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)), 3, 1.0):
-    print("watches", flush=True)
-    time.sleep(600)
-"""
-
-
-@contextmanager
-def killed(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that does not outlive the test."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_rank_whose_store_falls_silent_ends_by_itself() -> None:
-    """As a machine behind a link that is cut: the connection stands and nothing comes."""
-    with killed([sys.executable, "-c", KEEPS_STORE]) as keeper:
-        assert keeper.stdout is not None
-        with killed([sys.executable, "-c", WATCHES, keeper.stdout.readline().strip()]) as rank:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "watches\n"
-            keeper.send_signal(signal.SIGSTOP)
-            said = rank.communicate(timeout=60)[1]
-    assert rank.returncode == 1
-    assert "accordion: rank 3 stopped: the job's store at 127.0.0.1:" in said
-    assert "has not answered for 1 s (launch.timeout_s)" in said
-
-
-def test_no_thread_asks_the_store_when_python_ends() -> None:
-    """One that was inside of torch then aborted the process: 4 of 12 that asked without a pause."""
-    own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with watched_store(own, 0, 600.0):
-        asks = [thread for thread in threading.enumerate() if thread.name == "accordion-store-watchdog"]
-        assert len(asks) == 2
-    assert not any(thread.is_alive() for thread in asks)
-
-
-def test_an_agent_whose_store_falls_silent_ends_in_time() -> None:
-    """`torchrun --rdzv-backend accordion`, whose own client of the store would wait for a quarter of an hour."""
-    (found,) = (point for point in entry_points(group="torchrun.handlers") if point.name == "accordion")
-    words = {"run_id": "job", "min_nodes": 1, "max_nodes": 1, "local_addr": "127.0.0.1", "is_host": "0"}
-    with killed([sys.executable, "-c", KEEPS_STORE]) as keeper:
-        assert keeper.stdout is not None
-        endpoint = f"127.0.0.1:{keeper.stdout.readline().strip()}"
-        handler = found.load()()(RendezvousParameters("accordion", endpoint, read_timeout="2", **words))
-        info = handler.next_rendezvous()
-        assert (info.rank, info.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
-        keeper.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
-        with pytest.raises(RendezvousConnectionError, match=f"rendezvous at {endpoint} has not answered for 2 s"):
-            any(iter(handler.num_nodes_waiting, -1))  # what it heard within the last second it does not ask again
-        assert handler.shutdown() is False  # at once, not for two seconds more each
-        assert time.monotonic() - start < WITHIN_S
-    for thread in threading.enumerate():
-        if thread.name == "accordion-rendezvous":
-            thread.join()  # its store is gone now; inside of torch it would abort this process, if that ended first
-
-
-def test_torchrun_learns_of_the_rendezvous_without_the_package() -> None:
-    """torch imports it in every program that imports torch's own."""
-    words = "import sys, accordion_rendezvous as a; assert callable(a.handler()); print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "accordion"} & set(told)
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system cannot be told when to give up")
+def test_connections_to_a_store_whose_machine_is_gone_are_given_up() -> None:
+    """Those of the job's store alone, 8 s before collectives would time out."""
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_connection(other.getsockname()) as stranger:
+        own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        launch.give_up_store(PrefixStore("job", own), 20.0)
+        limits = []
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError, TypeError, IndexError), socket.socket(fileno=os.dup(int(name))) as connection:
+                if own.port in (connection.getpeername()[1], connection.getsockname()[1]):
+                    limits.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        assert 12_000 in limits
+        assert set(limits) <= {0, 12_000}, "the store's own end is left alone"
+        assert stranger.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        launch.give_up_store(dist.HashStore(), 20.0)

@@ -64,8 +64,8 @@ SAID = {
     "generate": "--max-new-tokens",
     "export": "--format",
     "checkpoint": "--json",
-    "bench": "--rounds",
-    "doctor": "--nproc",
+    "bench": "--against",
+    "doctor": "--dir",
 }
 
 
@@ -92,10 +92,10 @@ SMALL = {
     "accordion plan": "",
     "accordion checkpoint": "",
     "accordion doctor": "--device cpu",
-    "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
-    "accordion bench --task": "--nproc 2 --device cpu --rounds 1 --steps 1",
-    "accordion bench host": "--ranks 2 --steps 1",
-    "accordion bench memory": "--model gpt-tiny --device cpu --rounds 1",
+    "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1",
+    "accordion bench --task": "--nproc 2 --device cpu --rounds 1",
+    "accordion bench host": "--rounds 1",
+    "accordion bench memory": "--model gpt-tiny --device cpu",
 }
 SHOWS = {
     "accordion train": "runs/mine",

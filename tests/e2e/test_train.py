@@ -81,14 +81,6 @@ def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-@pytest.mark.slow
-def test_one_rank_sees_the_batches_and_losses_of_the_main_job(main_job: tuple[Metrics, Path], place: Path) -> None:
-    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "5")
-    flags += ("--train.warmup", "1")
-    one = losses(train(place / "one", *flags))
-    assert one == pytest.approx(losses(main_job[0]), abs=1e-4)
-
-
 @pytest.fixture(scope="module")
 def whole(place: Path) -> tuple[Metrics, str]:
     """A small run of 12 steps as a person starts it, and what it printed."""
@@ -138,7 +130,7 @@ def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place:
 
 def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: Path) -> None:
     """Wherever the optimizer rests now."""
-    checkpoint, host = str(place / "whole" / "checkpoints" / "step-000006"), ("--shard.offload_optimizer", "host")
+    checkpoint, host = str(place / "whole" / "checkpoints" / "step-000006"), ("--shard.offload", "optimizer=host")
     resumed = ["--train.steps", "12", "--checkpoint.resume", checkpoint, *host]
     found = train(place / "resumed", *TINY, *forked.NO_REPORT, *resumed)
     expected = whole[0][6:]
@@ -188,15 +180,8 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
     "units by class": (["--shard.units", "LlamaMLP,LlamaAttention"], 1e-5),
     "offloaded": (
         [
-            *(
-                "--shard.offload_params",
-                "disk:.",
-                "--shard.offload_grads",
-                "disk:.",
-                "--shard.offload_optimizer",
-                "disk:.",
-            ),
-            *("--shard.offload_activations", "disk:.", "--shard.checkpoint_activations", "full"),
+            *("--shard.offload", "params=disk:.,grads=disk:.,optimizer=disk:.,activations=disk:."),
+            *("--shard.checkpoint_activations", "full"),
         ],
         0,
     ),

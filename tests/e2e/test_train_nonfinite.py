@@ -23,6 +23,7 @@ from accordion.train import language_work, launch, loop, text
 from accordion.train.command import read
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
+from accordion.train.steps import Steps
 from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -32,11 +33,11 @@ TINY += ["--data.seq_len", "16", "--train.micro_batch", "2", *forked.NO_REPORT]
 # Where, on which rank, at which steps; and the flags of the run.
 JOBS: dict[str, tuple[str, int, list[int], list[str]]] = {
     "loss stops": ("loss", 1, [3], []),
-    "gradients skipped": ("backward", 1, [2], ["--train.on_nonfinite", "skip", "--run.report", "true"]),
+    "gradients skipped": ("backward", 1, [2], ["--train.on_nonfinite", "skip", "--run.record", "full"]),
     "forward skipped in fp16": ("forward", 0, [2], ["--train.on_nonfinite", "skip", "--shard.precision", "fp16"]),
     "gradients stop fp16": ("backward", 1, [1], ["--shard.precision", "fp16"]),
     "a scale too large": ("scale", 0, [], ["--shard.precision", "fp16", "--train.steps", "5"]),
-    "too many": ("loss", 0, [2, 3, 4], ["--train.on_nonfinite", "skip", "--train.max_skips", "1"]),
+    "too many": ("loss", 0, [2, 3, 4], ["--train.on_nonfinite", "skip:1"]),
     "once": ("once", 1, [2], ["--train.on_nonfinite", "skip"]),
     "resumed": ("nowhere", 0, [], []),
 }
@@ -58,12 +59,12 @@ class Fault:
     def __init__(self, where: str, steps: list[int]) -> None:
         self.where, self.steps, self.now = where, steps, 0
         self.real_take, self.real_model, self.real_losses = (
-            loop.Steps.take,
+            Steps.take,
             language_work.trained_model,
             text.token_losses,
         )
 
-    def take(self, steps: loop.Steps, step: int) -> None:
+    def take(self, steps: Steps, step: int) -> None:
         self.now = step
         self.real_take(steps, step)
 
@@ -98,7 +99,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
 
     scaler = torch.amp.GradScaler
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Steps, "take", lambda steps, step: fault.take(steps, step))
+        patch.setattr(Steps, "take", lambda steps, step: fault.take(steps, step))
         patch.setattr(language_work, "trained_model", fault.model)
         patch.setattr(text, "token_losses", fault.losses)
         patch.setattr(loop, "_finish", lambda *_: None)

@@ -112,16 +112,15 @@ def output_class() -> type:
 
 KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     # how two tensors are put together, and how they become one again
-    "tuple": (lambda x, y: (x, y), lambda t: t[0] + t[1]),
-    "list": (lambda x, y: [x, y, None], lambda t: t[0] + t[1]),
-    "dict": (lambda x, y: {"x": x, 3: y, "none": None}, lambda t: t["x"] + t[3]),
-    "ordered dict": (lambda x, y: collections.OrderedDict(b=x, a=y), lambda t: t["a"] + t["b"]),
-    "namedtuple": (lambda x, y: Point(x, y), lambda t: t.x + t.y),
-    "namedtuple with None": (lambda x, y: Point(x + y, None), lambda t: t.x * 2),
-    "dataclass": (lambda x, y: State(x, "note", y), lambda t: t.x + t.more),
-    "nested": (
-        lambda x, y: (State(x, "a", [{"y": (y, Point(x, None))}]), None, 3, "text"),
-        lambda t: t[0].x + t[0].more[0]["y"][0] + t[0].more[0]["y"][1].x,
+    "containers of every kind": (
+        lambda x, y: (
+            State(x, "a", [{"y": (y, Point(x, None)), 3: None}]),
+            collections.OrderedDict(b=x, a=y),
+            None,
+            3,
+            "text",
+        ),
+        lambda t: t[0].x + t[0].more[0]["y"][0] + t[0].more[0]["y"][1].x + t[1]["a"] + t[1]["b"],
     ),
     "the same tensor twice": (lambda x, y: [x, (x, y)], lambda t: t[0] + t[1][0] * t[1][1]),
     "object": (lambda x, y: Plain(x + y), lambda t: t.x + t.inner["twice"]),

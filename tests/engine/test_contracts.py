@@ -113,8 +113,8 @@ def test_shard_buffers_of_every_tier_keep_one_contract(world: Any, tmp_path: Pat
 
 def speaks(mesh: DeviceMesh) -> None:
     """Every way to communicate against its definition, over the mesh's own backend."""
-    link = Communicator(mesh.get_group(), device())
-    rank, num = link.rank, link.num_ranks
+    communicator = Communicator(mesh.get_group(), device())
+    rank, num = communicator.rank, communicator.num_ranks
 
     def filled(*values: float) -> Tensor:
         return torch.tensor(values, device=device())
@@ -122,19 +122,19 @@ def speaks(mesh: DeviceMesh) -> None:
     def done(pending: Any) -> None:
         for work in (*pending.works, *pending.sends):
             work.wait()
-        assert link.is_ordered == (not pending.works) or num == 1
+        assert communicator.is_ordered == (not pending.works) or num == 1
 
     full = torch.zeros(2 * num, device=device())
-    done(link.gather([full], [filled(rank, rank + 0.5)]))
+    done(communicator.gather([full], [filled(rank, rank + 0.5)]))
     assert full.tolist() == [x for r in range(num) for x in (float(r), r + 0.5)]
     got = torch.zeros(num, device=device())
-    done(link.exchange([(got, filled(*[10.0 * rank + r for r in range(num)]), [], [])]))
+    done(communicator.exchange([(got, filled(*[10.0 * rank + r for r in range(num)]), [], [])]))
     assert got.tolist() == [10.0 * r + rank for r in range(num)]
     part = torch.zeros(1, device=device())
-    done(link.scatter_sum([part], [filled(*[float(r) for r in range(num)])]))
+    done(communicator.scatter_sum([part], [filled(*[float(r) for r in range(num)])]))
     assert part.tolist() == [float(rank * num)]
     summed = [filled(1.0), filled(float(rank))]
-    done(link.sum(summed))
+    done(communicator.sum(summed))
     assert [t.item() for t in summed] == [float(num), float(sum(range(num)))]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.config import STRATEGIES
@@ -383,25 +383,6 @@ def anomaly_of_one(mesh) -> None:
 
 def test_anomaly_detection_raises_on_the_rank_that_has_nan(world):
     run_on_all(world, anomaly_of_one, ranks=FEW)
-
-
-def any_true(mesh) -> None:
-    """What anomaly detection needed is for others what DTensor says: true anywhere is true on every rank."""
-    acc.shard(nn.Linear(2, 2), mesh=mesh)
-    for only in range(mesh.size() + 1):
-        local = torch.full((2,), dist.get_rank() == only, device=device())
-        whole = DTensor.from_local(local, mesh, [Shard(0)])
-        found = torch.ops.aten._is_any_true(whole)
-        assert isinstance(found, DTensor)
-        assert bool(found.full_tensor()) == (only < mesh.size())
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = dict(handlers)
-    acc.shard(nn.Linear(2, 2), mesh=mesh)
-    assert handlers == before
-
-
-def test_what_anomaly_detection_asks_has_its_meaning_for_other_dtensors(world):
-    run_on_all(world, any_true, ranks=FEW)
 
 
 def marked(mesh) -> None:

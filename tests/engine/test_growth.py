@@ -140,12 +140,3 @@ def test_hybrids_speak_to_few_ranks_at_any_size(run_fake, num_ranks):
         inner_shards = sum(c.shard_numel for c in cuts) * 4
         assert over_all["held"] >= inner_shards, "the rows of all replicas stand beside the own ones"
         assert over_all["calls"]["reduce"] == 2 * plain["calls"]["reduce"]
-
-
-def test_a_parameter_that_rows_would_blow_up_is_cut_elsewhere():
-    """Eight experts on 64 ranks: one row a rank would be eight times the parameter."""
-    assert layout.cut((8, 512, 64), 8, 4).dim == 0
-    assert layout.cut((8, 512, 64), 64, 4).dim == 1
-    assert layout.cut((8, 512, 64), 64, 4).padded_numel == 8 * 512 * 64
-    assert layout.cut((3, 7, 200), 1024, 4).dim is None, "small, and no dim suits: kept whole"
-    assert layout.cut((), 8, 4).dim is None

@@ -20,7 +20,7 @@ from tests.devices import device, here
 from tests.inside import units_of
 from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -288,12 +288,3 @@ def test_which_layers_are_units() -> None:
     small.head = nn.Linear(WIDTH, 8)
     assert names(small) == ["", "tokens"]
     assert names(nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))) == [""]
-
-
-def check_names(mesh) -> None:
-    model = both(mesh, "module", units=acc.only_blocks())[0]
-    assert unit_names(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_blocks_alone(world) -> None:
-    world.run(2, check_names)

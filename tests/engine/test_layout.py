@@ -7,7 +7,9 @@ import math
 import random
 
 import pytest
+import torch
 
+from accordion.engine.gather import in_runs
 from accordion.engine.layout import (
     ALIGN_BYTES,
     LARGE_PACK_LIMIT_BYTES,
@@ -47,6 +49,8 @@ def test_rows_follow_torch_chunk() -> None:
 
 
 def test_fused_experts_are_not_padded_eightfold() -> None:
+    """Eight experts on 64 ranks: one row a rank would be eight times the parameter."""
+    assert cut((8, 28672, 4096), 8, 2).dim == 0
     c = cut((8, 28672, 4096), 64, 2)
     assert c.dim == 1
     assert c.padded_numel == c.numel
@@ -118,3 +122,15 @@ def test_columns_cover_every_element_once_in_pieces_that_are_no_larger(most: int
     assert len(pieces) <= sum(-(-numel // most) for numel in numels if numel > most) + len(small)
     if most == 1000:
         assert len(pieces) == 1
+
+
+def test_neighbours_of_one_shape_that_lie_equally_far_apart_are_copied_at_once() -> None:
+    places = [(0, 4), (8, 4), (16, 4), (24, 6), (30, 6), (50, 6), (60, 4)]  # three even ones; three uneven; one alone
+    flat, packed = torch.zeros(64), torch.arange(34.0)
+    tos = [flat[at : at + numel].view(2, -1) for at, numel in places]
+    sources = [part.view(2, -1) for part in packed.split([numel for _, numel in places])]
+    runs = list(in_runs(tos, sources))
+    assert [tuple(to.shape) for to, _ in runs] == [(3, 2, 2), (1, 2, 3), (1, 2, 3), (1, 2, 3), (1, 2, 2)]
+    for to, source in runs:
+        to.copy_(source)
+    assert all(torch.equal(to, source) for to, source in zip(tos, sources, strict=True))

@@ -17,6 +17,7 @@ from accordion.engine import layout
 from tests.devices import device
 from tests.inside import units_of
 from tests.support import models
+from tests.support.checks import mesh_of
 from tests.support.meters import Allocations
 from tests.support.sample import sampled
 
@@ -24,7 +25,6 @@ NUM_BLOCKS, WIDTH, HIDDEN = 4, 128, 2048
 UNIT_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)  # of a gathered block
 SMALL_BYTES = 320 * 1024  # activations of two tokens, the root, packed messages
 NUM_UNEVEN = len(list(models.uneven().parameters()))
-FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
 
 def heavy() -> models.Tiny:
@@ -96,8 +96,7 @@ def measure(world) -> Callable[..., list[dict[str, Any]]]:
     @functools.cache
     def measured(strategy: str, prefetch: acc.Prefetch = acc.Prefetch()) -> list[dict[str, Any]]:  # noqa: B008
         policy = STRATEGIES[strategy]
-        shape, names = ((2, 2), HYBRID) if policy.hybrid else ((2,), FLAT)
-        return world.run_mesh(shape, names, step_bytes, policy, prefetch=prefetch)
+        return world.run_mesh(*mesh_of(policy), step_bytes, policy, prefetch=prefetch)
 
     return measured
 

@@ -17,7 +17,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, one_loss, run_all
+from tests.support.checks import assert_close, assert_equal, mesh_of, one_loss, run_all
 from tests.support.models import Block
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
@@ -131,27 +131,19 @@ def overridden(mesh) -> None:
     model.blocks[0].norm.register_forward_hook(lambda m, a, out: found.extend((m.weight.dtype, a[0].dtype, out.dtype)))
     one_loss(model).backward()
     assert found == [FP32] * 3
+    precision = acc.Precision(params=BF16, overrides={nn.LayerNorm: acc.Precision(params=FP32, output=BF16)})
+    model = acc.shard(models.plain(), mesh=mesh, precision=precision, units={Block, nn.LayerNorm})
+    found = []
+    model.blocks[0].norm.register_forward_hook(lambda m, a, out: found.extend((m.weight.dtype, a[0].dtype)))
+    model.blocks[0].up.register_forward_pre_hook(lambda m, a: found.extend((m.weight.dtype, a[0].dtype)))
+    one_loss(model).backward()
+    assert found == [FP32, FP32, BF16, BF16], "an override may name the dtype of its output"
     with pytest.raises(acc.UsageError, match=r"third.*no unit"):
         acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
 
 
 def test_a_unit_may_have_a_precision_of_its_own(world):
     world.run(2, overridden)
-
-
-def norms_apart(mesh) -> None:
-    kept = acc.Precision(params=FP32, output=BF16)
-    precision = acc.Precision(params=BF16, overrides={nn.LayerNorm: kept})
-    model = acc.shard(models.plain(), mesh=mesh, precision=precision, units={Block, nn.LayerNorm})
-    found: list[torch.dtype] = []
-    model.blocks[0].norm.register_forward_hook(lambda m, a, out: found.extend((m.weight.dtype, a[0].dtype)))
-    model.blocks[0].up.register_forward_pre_hook(lambda m, a: found.extend((m.weight.dtype, a[0].dtype)))
-    one_loss(model).backward()
-    assert found == [FP32, FP32, BF16, BF16]
-
-
-def test_an_override_may_name_the_dtype_of_its_output(world):
-    world.run(2, norms_apart)
 
 
 def adapted() -> models.Tiny:
@@ -304,9 +296,7 @@ OVERFLOWS = [
     ),
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where, wrapped):
-    policy = STRATEGIES[strategy]
-    shape, names = ((2, 2), ("replicate", "shard")) if policy.hybrid else ((2,), ("shard",))
-    world.run_mesh(shape, names, overflow, policy, wrapped, where)
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), overflow, STRATEGIES[strategy], wrapped, where)
 
 
 def scaled_clip(mesh, strategy: acc.Strategy) -> None:

@@ -16,39 +16,39 @@ from accordion.engine.layout import aligned, cut, full_offsets
 from tests.inside import units_of
 from tests.support import checks, models, reference
 from tests.support.meters import Wire
-from tests.support.reference import OptimizerCopy
+from tests.support.reference import Scenario
 from tests.support.sample import sampled
 
 RANKS, NEAR = 4, 2
 
-TRAINED: dict[str, tuple[OptimizerCopy, dict[str, Any]]] = {
-    "plain": (OptimizerCopy(), {}),
-    "wide": (OptimizerCopy(build="wide"), {}),
-    "uneven": (OptimizerCopy(build="uneven"), {}),
-    "tied, frozen": (OptimizerCopy(build="tied"), {}),
-    "frozen": (OptimizerCopy(build="frozen"), {}),
-    "bf16": (OptimizerCopy(build="wide", compute=torch.bfloat16), {}),
-    "recomputed": (OptimizerCopy(), {"checkpoint_activations": "full"}),
-    "accumulated": (OptimizerCopy(micros=3, no_sync=True), {}),
-    "reduced each time": (OptimizerCopy(micros=2), {}),
-    "late and filled": (OptimizerCopy(build="wide"), {"debug": "streams"}),
-    "agreed on": (OptimizerCopy(), {"debug": "order"}),
+TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
+    "plain": (Scenario(), {}),
+    "wide": (Scenario(build="wide"), {}),
+    "uneven": (Scenario(build="uneven"), {}),
+    "tied, frozen": (Scenario(build="tied"), {}),
+    "frozen": (Scenario(build="frozen"), {}),
+    "bf16": (Scenario(build="wide", compute=torch.bfloat16), {}),
+    "recomputed": (Scenario(), {"checkpoint_activations": "full"}),
+    "accumulated": (Scenario(micros=3, no_sync=True), {}),
+    "reduced each time": (Scenario(micros=2), {}),
+    "late and filled": (Scenario(build="wide"), {"debug": "streams"}),
+    "agreed on": (Scenario(), {"debug": "order"}),
     "on disk": (
-        OptimizerCopy(build="wide"),
+        Scenario(build="wide"),
         {"offload": acc.Offload(params=f"disk:{gettempdir()}", optimizer="host"), "wrapped": True},
     ),
-    "on the host": (OptimizerCopy(), {"offload": acc.Offload(params="host"), "wrapped": True}),
+    "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "wrapped": True}),
 }
 USUAL = ("wide", "uneven", "tied, frozen", "bf16", "recomputed", "accumulated", "late and filled", "on disk")
 
 
 def ends_alike(mesh: Any, case: str) -> None:
     """With and without: the same losses, gradients and parameters, bit for bit."""
-    optimizer_copy, options = TRAINED[case]
+    scenario, options = TRAINED[case]
 
     def trained(secondary: int | None) -> reference.Trace:
         settled = partial(partial, acc.synchronize)  # what is read at the end is what the last step makes
-        return checks.train(mesh, optimizer_copy, acc.FULL_SHARD, after_step=settled, secondary=secondary, **options)
+        return checks.train(mesh, scenario, acc.FULL_SHARD, after_step=settled, secondary=secondary, **options)
 
     with_it, without = trained(NEAR), trained(None)
     assert with_it.losses == without.losses

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from tests.devices import here
@@ -24,18 +25,6 @@ from tests.support.checks import (
 )
 from tests.support.models import Tiny
 from tests.support.reference import grads_of
-
-
-def assert_trains_alike(mesh, plain: nn.Module, model: nn.Module, num_steps: int) -> None:
-    """Forwards and backwards give the gradients of the unsharded model, and memory is back at rest."""
-    for _ in range(num_steps):
-        one_loss(plain).backward()
-        one_loss(model).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        assert_at_rest(model)
-        plain.zero_grad()
-        model.zero_grad()
-
 
 # -- modes
 
@@ -92,31 +81,6 @@ def test_training_goes_on_after_eval_no_grad_and_inference_mode(world):
     run_all(world, modes)
 
 
-def two_forwards(mesh, strategy: acc.Strategy) -> None:
-    plain, model = models.tied(), acc.shard(models.tied(), mesh=mesh, strategy=strategy)
-    for order in ("sum", "first", "second", "retain"):
-        for m in (plain, model):
-            a = one_loss(m, 0)
-            if order == "retain":
-                a.backward(retain_graph=True)
-                a.backward()
-                continue
-            b = one_loss(m, 1)
-            if order == "sum":
-                (a + b).backward()
-            else:
-                for loss in (a, b) if order == "first" else (b, a):
-                    loss.backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        plain.zero_grad()
-        model.zero_grad()
-        assert_at_rest(model)
-
-
-def test_two_forwards_before_a_backward_and_two_backwards_of_a_forward(world):
-    run_all(world, two_forwards, 3)
-
-
 class Twice(Tiny):
     """Calls its first block twice in a forward."""
 
@@ -131,47 +95,54 @@ def twice() -> Twice:
         return here(Twice(num_blocks=2))
 
 
-def repeated(mesh, strategy: acc.Strategy) -> None:
-    plain, model = twice(), acc.shard(twice(), mesh=mesh, strategy=strategy)
-    assert_trains_alike(mesh, plain, model, num_steps=3)
+# -- gradients by name, and hooks
 
 
-def test_a_unit_may_be_called_twice(world):
-    run_all(world, repeated)
-
-
-def changing_order(mesh) -> None:
-    """Prefetch guesses wrong; nothing else does."""
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
-    for skip in ((), (1,), (0, 2), (), (0, 1, 2), ()):
-        for m in (plain, model):
-            tokens, targets = batch(m)
-            models.loss_of(m(tokens, skip=skip), targets).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        assert_at_rest(model)
-        plain.zero_grad()
-        model.zero_grad()
-
-
-def test_the_order_of_units_may_change_from_step_to_step(world):
-    world.run(2, changing_order)
-
-
-def frozen_later(mesh, strategy: acc.Strategy) -> None:
+def grad_of(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    for frozen in ((), ("blocks.1", "embed"), ("head", "norm"), ()):
-        for m in (plain, model):
-            for name, p in m.named_parameters():
-                p.requires_grad_(not name.startswith(frozen) if frozen else True)
-            one_loss(m).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        assert_at_rest(model)
-        plain.zero_grad()
-        model.zero_grad()
+    names = [name for name, _ in plain.named_parameters()]
+    for m in (plain, model):
+        grads = torch.autograd.grad(one_loss(m), list(m.parameters()))
+        assert all(p.grad is None for p in m.parameters())
+        for p, grad in zip(m.parameters(), grads, strict=True):
+            p.grad = grad
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+    assert_close(grads_of(model), mean_grads(mesh, plain))
+    assert_at_rest(model)
+    for m in (plain, model):
+        m.zero_grad()
+    some = [torch.autograd.grad(one_loss(m), [m.blocks[1].up.weight])[0] for m in (plain, model)]
+    plain.blocks[1].up.weight.grad, model.blocks[1].up.weight.grad = some
+    assert_close(grads_of(model), mean_grads(mesh, plain))
+    assert_at_rest(model)
+    assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_parameters_may_be_frozen_between_steps(world):
-    run_all(world, frozen_later)
+def test_autograd_grad_of_parameters(world):
+    run_all(world, grad_of)
+
+
+def param_hooks(mesh, strategy: acc.Strategy) -> None:
+    """Hooks of a parameter see what they see without sharding: each gradient once, then the finished sum."""
+    model = acc.shard(twice(), mesh=mesh, strategy=strategy)
+    single: list[Tensor] = []
+    finished: list[Tensor] = []
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda grad: single.append(grad))
+    weight.register_post_accumulate_grad_hook(lambda p: finished.append(p.grad.to_local().clone()))
+    for _ in range(2):
+        one_loss(model).backward()
+    assert len(single) == len(finished) == 2
+    assert torch.equal(finished[1], weight.grad.to_local())
+    with acc.no_sync(model):
+        one_loss(model).backward()
+    assert len(finished) == 2, "nothing is accumulated without communication"
+    one_loss(model).backward()
+    assert len(finished) == 3
+
+
+def test_hooks_of_parameters_fire_once_a_backward(world):
+    run_all(world, param_hooks)
 
 
 # -- exceptions

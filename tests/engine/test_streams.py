@@ -1,4 +1,4 @@
-"""The debug mode of lifetimes: the whole contract holds under it, and planted faults do not pass for results.
+"""The debug mode of lifetimes: planted faults do not pass for results. The whole contract holds under it: test_grid.py.
 
 On CPU the mode starts a communication when it is waited for, and fills what is let go with NaN instead of freeing it. So a
 read after the release, or before the wait, finds NaN. Without the mode both find what malloc has: often the very numbers
@@ -8,7 +8,6 @@ that stood there before, which is why such faults live long. Plants are undone a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -21,53 +20,10 @@ from accordion.config import STRATEGIES
 from accordion.engine.autograd import Call
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
-from tests.engine.test_grid import CASES, FORCED, GRID, PRECISIONS, match
 from tests.inside import units_of
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 from tests.support.reference import local_of
-from tests.support.sample import sampled
-
-# -- the contract
-
-
-STEPS = 3  # one in an order not known yet, one ahead in it, one after buffers have been let go twice
-
-
-def match_all(mesh, strategy: acc.Strategy, precision: str, names: list[str]) -> None:
-    for name in names:
-        optimizer_copy = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
-        # AdamW over DTensors, operator by operator, is met in a case of each precision but bf16, as in others of test_grid.py.
-        wrapped = precision == "bf16" or name != "plain"
-        match(mesh, optimizer_copy, strategy, wrapped=wrapped, debug="streams")
-
-
-# What buffers are let go at: few, many and uneven messages, sums that wait, and calls that some ranks or micro-batches lack.
-SHOWN = ("wide", "uneven", "spare", "accumulated_no_sync", "unused_last")
-PARTS = {"shown": SHOWN, "others": tuple(case for case in CASES if case not in SHOWN)}
-ROWS = [(strategy, precision, part) for strategy in STRATEGIES for precision in PRECISIONS for part in PARTS]
-ROWS += [(strategy, "bf16", "shown") for strategy in FORCED]  # what is exchanged has another dtype than what is summed
-
-
-def usual(strategy: str, precision: str, part: str) -> bool:
-    """Every case under full_shard in float32; what is shown in one precision, under one strategy of each way that buffers go."""
-    if strategy not in ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_exchange", "hybrid_shard_optim"):
-        return False
-    if precision != ("fp32" if strategy in ("full_shard", "no_shard") else "bf16"):
-        return False
-    return part == "shown" or strategy == "full_shard"
-
-
-@pytest.mark.parametrize(("strategy", "precision", "part"), sampled(ROWS, usual), ids=["-".join(row) for row in ROWS])
-def test_training_is_that_of_the_unsharded_model(world, strategy, precision, part):
-    policy = {**STRATEGIES, **FORCED}[strategy]
-    names = [case for s, p, case in GRID if (s, p) == (strategy, precision) and case in PARTS[part]]
-    by_mesh: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
-    for name in names:
-        by_mesh.setdefault(mesh_of(policy, CASES[name][0]), []).append(name)
-    for (shape, axes), some in by_mesh.items():
-        world.run_mesh(shape, axes, match_all, policy, precision, some)
-
 
 # -- planted faults
 

@@ -6,20 +6,13 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device, here
-from tests.support import models
 from tests.support.checks import (
-    assert_at_rest,
-    assert_close,
     logged,
-    mean_grads,
-    one_loss,
-    run_all,
 )
 from tests.support.compare import (
     Case,
@@ -31,8 +24,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.models import Block, Tiny
-from tests.support.reference import grads_of, params_of
+from tests.support.reference import params_of
 
 
 class Stack(nn.Module):
@@ -196,46 +188,3 @@ def test_tied_weights_in_full_state_dict_save_and_load(world, tie, num_ranks, tm
 
 
 # -- over units
-
-
-def ties(mesh, strategy: acc.Strategy) -> None:
-    with logged() as messages:
-        model = acc.shard(models.tied(), mesh=mesh, strategy=strategy, units={Block, nn.Linear})
-    assert model.head.weight is model.embed.weight
-    assert len(list(model.parameters())) == len(list(models.tied().parameters()))
-    if dist.get_rank() == 0:
-        assert any("embed.weight" in m and "head.weight" in m and "tied" in m for m in messages), messages
-    plain = models.tied()
-    for _ in range(2):
-        one_loss(plain).backward()
-        one_loss(model).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-
-
-def test_tied_weights_stay_one_parameter_and_the_log_says_so(world):
-    run_all(world, ties, 3)
-
-
-def tied_over_blocks(mesh) -> None:
-    """One weight in two units belongs to the smallest unit around both; two Parameters over one storage are one."""
-
-    def build() -> Tiny:
-        model = models.plain()
-        model.blocks[2].up.weight = model.blocks[0].up.weight
-        model.blocks[2].down.weight = nn.Parameter(model.blocks[0].down.weight.data)
-        return model
-
-    plain, model = models.plain(), acc.shard(build(), mesh=mesh)
-    plain.blocks[2].up.weight = plain.blocks[0].up.weight
-    plain.blocks[2].down.weight = plain.blocks[0].down.weight
-    assert model.blocks[2].up.weight is model.blocks[0].up.weight
-    assert model.blocks[2].down.weight is model.blocks[0].down.weight
-    for _ in range(2):
-        one_loss(plain).backward()
-        one_loss(model).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-    assert_at_rest(model)
-
-
-def test_a_weight_tied_over_units_belongs_to_the_unit_around_them(world):
-    world.run(2, tied_over_blocks)

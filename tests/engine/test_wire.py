@@ -22,17 +22,13 @@ from accordion.engine.layout import PACK_LIMIT_BYTES
 from tests.devices import device
 from tests.inside import unit_in
 from tests.support import models
+from tests.support.checks import mesh_of
 from tests.support.meters import Call, Copy, Wire
 
-FLAT, HYBRID = ("shard",), ("replicate", "shard")
 NUM_BLOCKS = 3
 UNITS = NUM_BLOCKS + 1  # and the root
 TAG_BYTES = 16  # at most, of what each rank says of itself in a gather: which unit, which call
 MODELS = {"small": models.plain, "large": models.wide}
-
-
-def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
 
 
 def steady_step(

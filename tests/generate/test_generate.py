@@ -245,7 +245,7 @@ def operators_of_both(mesh: Any, folder: str) -> tuple[Counter[str], Counter[str
     """Of a text of 100 tokens: full under one lease, and plain."""
     from transformers import AutoModelForCausalLM
 
-    stored = find_model(folder, Path(folder), tokenizer=None, like=None)
+    stored = find_model(folder, Path(folder))
     model = computing(meta_model(stored, torch.float32))
     acc.shard(model, mesh, precision=ranks_of_generate.AS_STORED)
     acc.load_pretrained(model, folder)
@@ -277,17 +277,12 @@ WRONG = {
     "--prompt b --temperature nan": "--temperature is nan",
     "--prompt b --top-p 0": "--top-p is 0",
     "--prompt b --top-p 1.5": "--top-p is 1.5",
-    "--prompt b --top-k -1": "--top-k is -1",
     "--prompt b --seed -1": "--seed is -1",
     "--prompt b --batch 0": "--batch is 0",
     "--prompt b --nproc -1": "--nproc is -1",
     "--prompt b --hold half": "--hold 'half' is an invalid choice",
     "--prompt b --dtype int4": "--dtype 'int4' is an invalid choice",
     "--prompt b --device quantum": "--device is 'quantum'",
-    "--prompt b --tokenizer nowhere": "--tokenizer 'nowhere' is neither",
-    "--prompt b --timeout-s 0": "--timeout-s is 0",
-    "--prompt b --chat --tokenizer plain.json": "--chat needs the chat template",
-    "--prompt b --tokenizer wide.json": "give --tokenizer the one that belongs to the model",
     "--prompt=": "--prompt is empty",
 }
 
@@ -299,8 +294,6 @@ def test_bad_input_is_one_line_before_ranks_start(words, folder, tmp_path, capfd
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
-    for name, spec in (("plain", (folder / "tokenizer.json").read_text()), ("wide", _wide())):
-        (tmp_path / f"{name}.json").write_text(spec)
     assert cli.main(["generate", str(folder), *words.split()]) == cli.BAD_INPUT
     said = capfd.readouterr()
     assert said.out == ""
@@ -323,7 +316,7 @@ def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
     (tmp_path / "file").write_text("x")
     wrong["file"] = "is a file; give a checkpoint"
     wrong["emty"] = "Did you mean 'empty'?"
-    for name in ("no-weights", "no-type", "lost", "narrow"):
+    for name in ("no-weights", "no-type", "lost", "narrow", "plain", "wide"):
         (tmp_path / name).mkdir()
         for file in folder.iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
@@ -333,14 +326,23 @@ def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
     wrong["no-type"] = "names no model_type"
     for file in (tmp_path / "lost").glob("token*"):
         file.unlink()
-    wrong["lost"] = "give --tokenizer"
+    wrong["lost"] = "put a tokenizer.json beside it"
+    for name in ("plain", "wide"):  # a tokenizer without template, one with more tokens than the model
+        for file in (tmp_path / name).glob("*token*"):
+            file.unlink()
+        (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "plain" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    wrong["plain"] = "--chat needs the chat template"
+    (tmp_path / "wide" / "tokenizer.json").write_text(_wide())
+    wrong["wide"] = "put the tokenizer that belongs to the model beside its weights"
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
     wrong["narrow"] = "(96, 64) in the folder and float32 (80, 64) in the model"
     save(tmp_path / "other", torch.nn.Linear(2, 2))
-    wrong["other"] = "give --like a folder"
+    wrong["other"] = "export it with --like a folder"
     for source, said in wrong.items():
-        assert cli.main(["generate", source, "--prompt", "b"]) == cli.BAD_INPUT
+        more = ["--chat"] if source == "plain" else []
+        assert cli.main(["generate", source, "--prompt", "b", *more]) == cli.BAD_INPUT
         told = capfd.readouterr().err
         assert told.count("\n") == 1
         assert said in told, (source, told)

@@ -18,11 +18,11 @@ pytestmark = [
 @pytest.mark.parametrize("precision", grid.PRECISIONS)
 @pytest.mark.parametrize("debug", [(), "streams"])
 def test_ranks_that_share_a_device(crowded_world, strategy, precision, debug):
-    for num_ranks, optimizer_copy in grid.CASES.values():
+    for num_ranks, scenario in grid.CASES.values():
         shape, names = grid.mesh_of(STRATEGIES[strategy], num_ranks)
-        optimizer_copy = dataclasses.replace(optimizer_copy, **grid.PRECISIONS[precision])
+        scenario = dataclasses.replace(scenario, **grid.PRECISIONS[precision])
         options = {"wrapped": precision == "bf16", "debug": debug}
-        crowded_world.run_mesh(shape, names, grid.match, optimizer_copy, STRATEGIES[strategy], **options)
+        crowded_world.run_mesh(shape, names, grid.match, scenario, STRATEGIES[strategy], **options)
 
 
 @pytest.mark.parametrize("precision", grid.PRECISIONS)
@@ -31,14 +31,14 @@ def test_a_rank_a_device(device_world, strategy, precision, debug):
     policy, count = STRATEGIES[strategy], device_world.num_ranks
     pairs = (2, count // 2) if count % 2 == 0 else (1, count)
     shape, names = (pairs, grid.HYBRID) if policy.hybrid else ((count,), grid.FLAT)
-    for _, optimizer_copy in grid.CASES.values():
-        optimizer_copy = dataclasses.replace(optimizer_copy, **grid.PRECISIONS[precision])
+    for _, scenario in grid.CASES.values():
+        scenario = dataclasses.replace(scenario, **grid.PRECISIONS[precision])
         options = {"wrapped": precision == "bf16", "debug": debug}
-        device_world.run_mesh(shape, names, grid.match, optimizer_copy, policy, **options)
+        device_world.run_mesh(shape, names, grid.match, scenario, policy, **options)
 
 
 @pytest.mark.parametrize("option", grid.OPTIONS)
 def test_no_option_changes_the_training(crowded_world, strategy, option):
     policy = STRATEGIES[strategy]
-    optimizer_copy = grid.OptimizerCopy(micros=2)
-    crowded_world.run_mesh(*grid.mesh_of(policy, 2), grid.match, optimizer_copy, policy, **grid.OPTIONS[option])
+    scenario = grid.Scenario(micros=2)
+    crowded_world.run_mesh(*grid.mesh_of(policy, 2), grid.match, scenario, policy, **grid.OPTIONS[option])

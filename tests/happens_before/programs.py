@@ -10,38 +10,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
-from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.models.llama import LlamaShape
+from accordion.bench.model import GPT, batch_of, loss_of
 from tests.happens_before.checker import Checker, Stream
 from tests.happens_before.stand_ins import checked
 
 VOCAB = 512
-SMALL = LlamaShape(vocab=VOCAB, hidden=256, layers=3, heads=4, kv_heads=2, mlp=768)
 
 
 class PlantedError(RuntimeError):
     pass
 
 
-class Tied(Llama):
+class Small(GPT):
+    """Three blocks. `recompute`: each block is recomputed in the backward by torch's own checkpoint."""
+
+    recompute = False
+
     def __init__(self) -> None:
-        super().__init__(SMALL)
+        super().__init__(vocab=VOCAB, width=256, blocks=3, heads=4)
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.begin(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.norm(x))
+
+
+class Recomputed(Small):
+    recompute = True
+
+
+class Tied(Small):
+    def __init__(self) -> None:
+        super().__init__()
         self.head.weight = self.tokens.weight
 
 
-class ReadsOutside(Llama):
+class ReadsOutside(Small):
     """The head's weight is used, and its module is not."""
 
-    def __init__(self) -> None:
-        super().__init__(SMALL)
-
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        turn = self._turn(tokens.shape[1], x)
+        x = self.begin(tokens)
         for block in self.blocks:
-            x = block(x, turn)
+            x = block(x)
         return self.norm(x) @ self.head.weight.t()
 
 
@@ -103,23 +120,19 @@ class Raises(torch.autograd.Function):
         return grad, None
 
 
-class Odd(Llama):
+class Odd(Small):
     """Raises behind its second block where it is told to, and runs that block on `side`, with the waits that this needs."""
 
     backward_raises = forward_raises = False
     side: Stream | None = None
 
-    def __init__(self) -> None:
-        super().__init__(SMALL)
-
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        turn = self._turn(tokens.shape[1], x)
+        x = self.begin(tokens)
         for i, block in enumerate(self.blocks):
             if i == 1:
                 x = Raises.apply(x, self)
             with on_side(self.side if i == 1 else None):
-                x = block(x, turn)
+                x = block(x)
             if i == 1 and self.forward_raises:
                 raise PlantedError
         return self.head(self.norm(x))
@@ -142,7 +155,7 @@ def on_side(stream: Stream | None) -> Iterator[None]:
 class Steps:
     """A model and the steps of one rank. `options`: of `shard`. `trained`: the parameters that are, by a part of their names."""
 
-    build: Callable[[], nn.Module] = lambda: Llama(SMALL)
+    build: Callable[[], nn.Module] = Small
     num_ranks: int = 4
     num_steps: int = 3
     micros: int = 1

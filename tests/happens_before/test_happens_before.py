@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.bench.model import Llama
 from accordion.engine import reduce
 from accordion.engine.streams import SideStream
 from accordion.safety.divergence import DivergenceMonitor
@@ -69,9 +68,9 @@ ON_DEVICE: dict[str, Steps] = {
     "hybrid_optim, float32": steps(None, strategy=acc.HYBRID_SHARD_OPTIM),
     "recomputed": steps(checkpoint_activations="full"),
     "recomputed, selective": steps(checkpoint_activations="selective"),
-    "recomputed by the caller": steps(build=lambda: Llama(programs.SMALL, recompute=True)),
-    "frozen": steps(trained=(".q.", "norm1")),
-    "frozen, recomputed": steps(trained=(".q.", "norm1"), checkpoint_activations="full"),
+    "recomputed by the caller": steps(build=programs.Recomputed),
+    "frozen": steps(trained=(".qkv.", "norm1")),
+    "frozen, recomputed": steps(trained=(".qkv.", "norm1"), checkpoint_activations="full"),
     "another dim": steps(build=lambda: Blocks(Experts), num_ranks=16),
     "another dim, float32, scattered": steps(None, build=lambda: Blocks(Experts), num_ranks=16, strategy=SCATTERED),
     "another dim, hybrid_optim": steps(build=lambda: Blocks(Experts), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
@@ -79,7 +78,7 @@ ON_DEVICE: dict[str, Steps] = {
     "prefetch of everything": steps(prefetch=acc.Prefetch(budget_bytes=1 << 30)),
     "tied": steps(build=programs.Tied),
     "read from outside": steps(build=programs.ReadsOutside),
-    "nested units": steps(units={nn.Linear, "LlamaBlock"}),
+    "nested units": steps(units={nn.Linear, "GPTBlock"}),
     "some gradients absent": steps(build=lambda: Blocks(Router)),
 }
 # Of the host in a step: whether the forward is finite, and the backward; at its end, which gradients no rank had.

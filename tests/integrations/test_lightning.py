@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, s
 
 pytestmark = needs("lightning")
 
-PATHS = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(Path(__file__).parents[2])])
 WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 6
 
 
@@ -382,61 +378,6 @@ def test_a_torn_folder_is_never_resumed(ranks, tmp_path):
     ranks(2).run(2, torn, tmp_path)
 
 
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-import torch.distributed as dist
-from tests.integrations.test_lightning import data, lightning, mean, module, trainer
-
-folder, kind, kill, start = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] or None
-dist.init_process_group("gloo")
-pl = lightning()
-kept = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-one = trainer(pl, True, folder, {"state_dict_type": kind}, max_epochs=3, enable_checkpointing=True, callbacks=[kept])
-if kill:  # while the file is written that is the last of a folder, or all of a full checkpoint
-    written = one.strategy.checkpoint_io.save_checkpoint
-    def killed(checkpoint, path, storage_options=None):
-        if "epoch=1" in str(path):
-            Path(path).write_bytes(b"PK")
-            os.kill(os.getpid(), signal.SIGKILL)
-        written(checkpoint, path, storage_options)
-    one.strategy.checkpoint_io.save_checkpoint = killed
-lit = module(pl)
-one.fit(lit, data(), ckpt_path=start)
-last = mean(lit.losses)[-1]
-if dist.get_rank() == 0:
-    print("ended at", one.global_step, last)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path, kind):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-
-    def run(folder: str, kill: str, start: str) -> tuple[int, list[str], str]:
-        words = [*command, str(tmp_path / "program.py"), str(tmp_path / folder), kind, kill, start]
-        environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment)
-        return done.returncode, [line for line in done.stdout.splitlines() if "ended" in line], done.stderr
-
-    code, whole, said = run("whole", "", "")
-    assert code == 0, said
-    code, ended, _ = run("run", "kill", "")
-    assert code != 0
-    assert not ended
-    code, ended, said = run("run", "", str(tmp_path / "run" / "epoch=1.ckpt"))
-    assert code != 0, "what was being written is never resumed"
-    assert not ended
-    if kind == "sharded":
-        assert "CheckpointError" in said
-    code, ended, said = run("run", "", str(tmp_path / "run" / "epoch=0.ckpt"))
-    assert code == 0, said
-    assert ended == whole, "resumed exactly"
-    assert "ended at 18" in ended[0]
-
-
 # -- callbacks
 
 
@@ -693,7 +634,7 @@ def fabric_trains(mesh: Any, package: str) -> None:
         assert low[-3] < low[0]
 
 
-@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def test_fabric_trains_as_under_ddp(ranks, package):
     ranks(2).run(2, fabric_trains, package)
 

@@ -106,10 +106,13 @@ def trains(mesh: Any, folder: Path, changes: dict[str, Any], rel: float, shardin
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {},
-    "max_grad_norm 0": {"max_grad_norm": 0.0, "max_steps": 4},
-    "gradient checkpointing": {"gradient_checkpointing": True, "max_steps": 4},
-    "grouped by length": {"train_sampling_strategy": "group_by_length", "max_steps": 4},
-    "label smoothing, NEFTune": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_steps": 4},
+    "max_grad_norm 0, gradient checkpointing": {"max_grad_norm": 0.0, "gradient_checkpointing": True, "max_steps": 4},
+    "grouped by length, label smoothing, NEFTune": {
+        "train_sampling_strategy": "group_by_length",
+        "label_smoothing_factor": 0.1,
+        "neftune_noise_alpha": 5.0,
+        "max_steps": 4,
+    },
 }
 
 

@@ -155,6 +155,6 @@ def generates_and_learns(mesh: Any, folder: Path, adapters: bool) -> None:
         assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_grpo_generates_and_learns_as_under_ddp(ranks, tmp_path, adapters):
     ranks(2).run(2, generates_and_learns, tmp_path, adapters)

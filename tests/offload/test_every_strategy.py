@@ -17,7 +17,7 @@ from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss
-from tests.support.offloads import HOST, MIXED, OPTIMIZER, RECIPES, disk, disk_of_all, fresh, places, same_as_without
+from tests.support.offloads import HOST, MIXED, OPTIMIZER, SCENARIOS, disk, disk_of_all, fresh, places, same_as_without
 from tests.support.reference import local_of
 
 SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
@@ -29,7 +29,7 @@ SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
 def test_no_bit_differs(world, strategy, tmp_path):
     policy = STRATEGIES[strategy]
     which = list(STRATEGIES).index(strategy)
-    chosen = [RECIPES[which % len(RECIPES)], RECIPES[(which + 3) % len(RECIPES)]]
+    chosen = [SCENARIOS[which % len(SCENARIOS)], SCENARIOS[(which + 3) % len(SCENARIOS)]]
     world.run_mesh(*mesh_of(policy), same_as_without, policy, chosen, [HOST, disk(tmp_path)])
 
 
@@ -42,18 +42,10 @@ def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
         *mesh_of(policy, num_ranks),
         same_as_without,
         policy,
-        RECIPES,
+        SCENARIOS,
         [HOST, OPTIMIZER, MIXED, disk(tmp_path), *places(tmp_path).values()],
         timeout_s=300,
     )
-
-
-def in_every_place(mesh, path: Path) -> None:
-    same_as_without(mesh, acc.FULL_SHARD, [RECIPES[5]], list(places(path).values()), chunk_numel=4096)
-
-
-def test_no_bit_differs_in_any_place(world, tmp_path):
-    world.run(2, in_every_place, tmp_path)
 
 
 # -- where things are

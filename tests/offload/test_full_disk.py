@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -73,33 +72,6 @@ def fills_up(mesh: Any, swap: Path, checkpoint: Path) -> None:
     assert_equal(resumed(mesh, checkpoint, disk_of_all(swap)), expected)
 
 
-def breaks(mesh: Any, swap: Path, backing: Path, checkpoint: Path) -> None:
-    """A disk that has promised more than there is fails in the step that first writes there: the last checkpoint goes on."""
-    expected = wanted(mesh, checkpoint)
-    offload = acc.Offload(params="host", optimizer=f"disk:{swap}")
-    job = Job(mesh=mesh, offload=offload)
-    told = "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EIO))
-    for step in range(FULL_STEP + 1):
-        if step == FULL_STEP:
-            filler = disks.fill(backing)
-            with pytest.raises(acc.OffloadError, match=rf"of the swap file in {swap} could not be written: ({told})"):
-                job.step(step)
-        else:
-            job.step(step)
-    assert set(os.listdir(swap)) <= {"lost+found"}
-    del job
-    filler.unlink()
-    assert_equal(resumed(mesh, checkpoint, offload), expected)
-
-
 def test_a_disk_that_fills_up_under_a_job(world, tmp_path):
     with disks.mounted(tmp_path / "swap", "size=2m") as swap:
         world.run(1, fills_up, swap, tmp_path / "checkpoint")
-
-
-def test_a_disk_that_has_promised_too_much(world, tmp_path):
-    with (
-        disks.mounted(tmp_path / "backing", "size=16m") as backing,
-        disks.thin(tmp_path / "swap", backing, 64) as swap,
-    ):
-        world.run(1, breaks, swap, backing, tmp_path / "checkpoint")

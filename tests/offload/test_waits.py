@@ -23,21 +23,8 @@ def rows(state: dict[str, Any]) -> list[Tensor]:
     return [local_of(value).clone() for value in state.values()]
 
 
-def shown(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    return rows(model.state_dict())
-
-
-def shown_of_a_unit(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    return rows(model.blocks[1].state_dict())
-
-
-def shown_of_a_part_of_a_unit(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    return rows(model.blocks[1].up.state_dict())
-
-
-def loaded(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    model.load_state_dict(models.seeded(9).state_dict())
-    return []
+def states_of(optimizer: Optimizer) -> list[Tensor]:
+    return [local_of(v).clone() for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
 
 
 def loaded_into_a_part(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
@@ -46,19 +33,6 @@ def loaded_into_a_part(model: nn.Module, optimizer: Optimizer, path: Path) -> li
     optimizer.step()
     model.blocks[1].up.load_state_dict(kept)
     return []
-
-
-def states_shown(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    return [local_of(v).clone() for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
-
-
-def states_loaded(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    optimizer.load_state_dict(optimizer.state_dict())
-    return []
-
-
-def whole(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    return list(acc.full_state_dict(model, rank0_only=False).values())
 
 
 def in_the_registry(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
@@ -70,42 +44,43 @@ def saved(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
     acc.save(path, model, optimizer)
     other, its = fresh(next(model.parameters()).device_mesh, seed=5)
     acc.load(path, other, its)
-    return [*params_of(other).values(), *states_shown(other, its, path)]
+    return [*params_of(other).values(), *states_of(its)]
 
 
 def restored(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
     acc.save(path, model, optimizer)
     optimizer.step()
     acc.load(path, model, optimizer)
-    return states_shown(model, optimizer, path)
-
-
-def clipped(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    """Gradients that the step reads are scaled after it."""
-    return [acc.clip_grad_norm_(model, 1e-3)]
-
-
-def cleared(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    optimizer.zero_grad(set_to_none=False)
-    return []
-
-
-def asked(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
-    acc.synchronize(model)
-    return []
+    return states_of(optimizer)
 
 
 def stepped_again(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
     optimizer.step()
     acc.synchronize(model)
-    return states_shown(model, optimizer, path)
+    return states_of(optimizer)
 
 
-FOR_ALL: tuple[Ask, ...] = (
-    *(shown, loaded, states_shown, states_loaded, whole, in_the_registry, saved, restored, clipped, cleared, asked),
-    stepped_again,
-)
-FOR_A_PART: tuple[Ask, ...] = (shown_of_a_unit, shown_of_a_part_of_a_unit, loaded_into_a_part)
+FOR_ALL: dict[str, Ask] = {
+    "state dict": lambda model, optimizer, path: rows(model.state_dict()),
+    "loaded": lambda model, optimizer, path: model.load_state_dict(models.seeded(9).state_dict()) and [],
+    "states": lambda model, optimizer, path: states_of(optimizer),
+    "states loaded": lambda model, optimizer, path: optimizer.load_state_dict(optimizer.state_dict()) or [],
+    "full state dict": lambda model, optimizer, path: list(acc.full_state_dict(model, rank0_only=False).values()),
+    "full parameters": in_the_registry,
+    "saved": saved,
+    "restored": restored,
+    "clipped": lambda model, optimizer, path: [
+        acc.clip_grad_norm_(model, 1e-3)
+    ],  # what the step reads is scaled after it
+    "cleared": lambda model, optimizer, path: optimizer.zero_grad(set_to_none=False) or [],
+    "asked": lambda model, optimizer, path: acc.synchronize(model) or [],
+    "stepped again": stepped_again,
+}
+FOR_A_PART: dict[str, Ask] = {
+    "a unit's": lambda model, optimizer, path: rows(model.blocks[1].state_dict()),
+    "of a part of a unit": lambda model, optimizer, path: rows(model.blocks[1].up.state_dict()),
+    "loaded into a part": loaded_into_a_part,
+}
 PART = "blocks.1.up."
 
 
@@ -115,7 +90,7 @@ def waits(mesh, path: Path) -> None:
     A way has one place, in turn.
     """
     places = HOST, disk(path), disk_of_all(path)
-    for which, way in enumerate((*FOR_ALL, *FOR_A_PART)):
+    for which, (name, way) in enumerate({**FOR_ALL, **FOR_A_PART}.items()):
         found = []
         for i, offload in enumerate((None, places[which % len(places)])):
             model, optimizer = fresh(mesh, offload=offload, debug=() if offload is None else ("streams",))
@@ -123,12 +98,12 @@ def waits(mesh, path: Path) -> None:
             optimizer.step()
             if offload is not None:
                 assert all(local_of(p).isnan().all() for p in model.parameters()), "a step is under way"
-            said = way(model, optimizer, path / f"{way.__name__} {i}")
-            missed = [name for name, p in model.named_parameters() if local_of(p).isnan().any()]
-            assert not [name for name in missed if way in FOR_ALL or name.startswith(PART)], (way.__name__, offload)
+            said = way(model, optimizer, path / f"{name} {i}")
+            missed = [n for n, p in model.named_parameters() if local_of(p).isnan().any()]
+            assert not [n for n in missed if name in FOR_ALL or n.startswith(PART)], (name, offload)
             acc.synchronize(model)
             found.append([*said, *params_of(model).values()])
-        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), way.__name__
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), name
 
 
 def test_whoever_needs_what_a_step_makes_waits_for_it(world, tmp_path):

@@ -418,13 +418,6 @@ def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def alone(world: Any) -> Any:
-    """The pool, started anew afterwards: ranks have drifted apart."""
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=IN_STREAMS)])
 def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, num_steps):
     for text in alone.run(2, loads_alone, num_steps, True):

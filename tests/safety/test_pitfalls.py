@@ -32,7 +32,7 @@ from tests.support import models, reference
 from tests.support.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss
 from tests.support.meters import Wire
 from tests.support.models import Block
-from tests.support.reference import OptimizerCopy, grads_of, local_of, params_of
+from tests.support.reference import Scenario, grads_of, local_of, params_of
 from tests.weights.test_pretrained import Anonymous, write
 
 BF16 = torch.bfloat16
@@ -241,7 +241,7 @@ def test_13_14_reads_after_the_release_or_before_the_wait(world, name):
 
 
 def losses(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> list[list[float]]:
-    return train(mesh, OptimizerCopy(steps=4), strategy, **options).losses
+    return train(mesh, Scenario(steps=4), strategy, **options).losses
 
 
 def test_15_stages_and_bucket_sizes_change_the_loss(world):

@@ -35,13 +35,6 @@ def drifts(mesh, strategy: acc.Strategy, when: str, folder: str) -> str:
     return ""
 
 
-@pytest.fixture
-def alone(world):
-    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("strategy", REPLICATED)
 @pytest.mark.parametrize("when", ["in training", "before a save"])
 def test_replicas_that_drift_are_named(alone, tmp_path, strategy, when):

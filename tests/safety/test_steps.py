@@ -14,12 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
-from accordion.safety.steps import StepHook
+from accordion.optim import StepHooks
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 from tests.support.sample import sampled
 
-NUM_STEPS = 12  # a reduce bears the digest at once; over the party line all say how they step a few backwards later
+NUM_STEPS = 12  # a reduce bears the digest at once; over the hub all say how they step a few backwards later
 
 
 def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -> str:
@@ -69,13 +69,6 @@ SAID = {
     "eval": "model in eval mode (rank 0: none)",
     "autocast": "autocast torch.bfloat16 (rank 0: none)",
 }
-
-
-@pytest.fixture
-def alone(world):
-    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize("how", SAID)
@@ -145,7 +138,7 @@ def test_a_model_is_collected_in_the_midst_of_a_step(world):
 def holds_one_hook(mesh) -> int:
     for _ in range(3):
         acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block})
-    return len([hook for hook in _torch.hooks_after_any_step() if isinstance(hook, StepHook)])
+    return sum(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in _torch.hooks_after_any_step())
 
 
 def test_all_models_of_a_program_share_one_hook(world):

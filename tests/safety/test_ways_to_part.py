@@ -1,4 +1,4 @@
-"""Scripts in which one rank parts from the others: every other rank says why, first and truly, and ends in time."""
+"""Programs in which one rank diverges from the others: every other rank says why, first and truly, and ends in time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accordion.safety.causes import ADVICE, advice
-from tests.support.parting import MARGIN_S, TIMEOUT_S
-from tests.support.ways_to_part import WAYS
+from tests.support.diverging import MARGIN_S, TIMEOUT_S
+from tests.support.ways import SENTENCES, WAYS
 
 SAMPLE = [
     "raises in its backward",
@@ -25,39 +26,38 @@ SAMPLE = [
     "takes a batch again where memory is full in its backward",
     "a child that it forked fails",
 ]
-MOST_UNTRUE = 0.05
 
 
-def what_becomes_of(names: list[str]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.ways_to_part", "--json", "--only", ",".join(f"={n}" for n in names)]
+def what_becomes_of(names: Sequence[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.support.ways", "--only", ",".join(f"={n}" for n in names)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environ, check=False
     )
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
+    return outcomes
 
 
 def test_a_sample_of_ways_is_told_truly_and_in_time() -> None:
-    found = what_becomes_of(SAMPLE)
-    assert [one["way"] for one in found if not one["true"]] == [], found
+    outcomes = what_becomes_of(SAMPLE)
+    assert [one["way"] for one in outcomes if not one["true"]] == [], outcomes
 
 
 @pytest.mark.slow
-def test_ways_to_part() -> None:
-    """95 of 100 are told truly, none ends in silence, none later than the time-out allows."""
-    found = what_becomes_of(list(WAYS))
-    assert len(found) >= 100
-    assert not [one["way"] for one in found if one["late"] or one["seconds"] > TIMEOUT_S + MARGIN_S]
-    silent = [
-        one["way"]
-        for one in found
-        if not all(one["said"][str(r)] for r in WAYS[one["way"]].speakers) and not WAYS[one["way"]].harmless
-    ]
-    assert not silent
-    untrue = [one["way"] for one in found if not one["true"]]
-    assert len(untrue) <= MOST_UNTRUE * len(found), untrue
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_ways_to_part(sentence: str) -> None:
+    """All that have a sentence of the page print it, in time."""
+    names = [name for name, way in WAYS.items() if way.sentence.split("|")[0] == sentence]
+    assert names, "each sentence of the page has a way"
+    outcomes = what_becomes_of(names)
+    wrong = [one for one in outcomes if not one["true"] or one["late"] or one["seconds"] > TIMEOUT_S + MARGIN_S]
+    assert wrong == []
+
+
+def test_there_are_as_many_ways_as_the_page_says() -> None:
+    assert len(WAYS) == 255
+    assert all(set(way.sentence.split("|")) <= set(SENTENCES) for way in WAYS.values())
 
 
 TRAINS = {"what": "gathers unit 0 (root)"}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.safety import divergence, party_line
+from accordion.safety import divergence
+from accordion.safety.liveness import hub
 from tests.devices import device
 from tests.support.checks import logged
 
@@ -42,7 +43,7 @@ def leaves_late(mesh, log: str) -> None:
     logging.getLogger("accordion").addHandler(logging.FileHandler(f"{log}/{mesh.get_local_rank()}"))
     with (
         mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0),
-        mock.patch.object(party_line, "NAMED_S", 1.0),
+        mock.patch.object(hub, "NAMED_S", 1.0),
         logged() as said,
     ):
         try:

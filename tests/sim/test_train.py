@@ -25,9 +25,10 @@ TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "
 WATCHED = """
 import os, sys, torch
 from accordion import cli
-from accordion.train import loop, text
+from accordion.train import text
+from accordion.train.steps import Steps
 
-real_take, real_losses, now, spoilt = loop.Steps.take, text.token_losses, 0, []
+real_take, real_losses, now, spoilt = Steps.take, text.token_losses, 0, []
 
 def take(steps, number):
     global now
@@ -48,7 +49,7 @@ def losses(model, batch):
         spoilt.append(batch)
     return found * float("nan") if any(batch is one for one in spoilt) else found
 
-loop.Steps.take, text.token_losses = take, losses
+Steps.take, text.token_losses = take, losses
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -70,7 +71,7 @@ def run(folder: Path, *command: str) -> tuple[list[dict[str, Any]], str]:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--shard.precision", "fp16"], ["--shard.precision", "bf16", "--shard.offload_optimizer", "host"]],
+    [["--shard.precision", "fp16"], ["--shard.precision", "bf16", "--shard.offload", "optimizer=host"]],
     ids=["fp16", "states on host"],
 )
 def test_a_run_saves_and_goes_on_with_the_same_curve(tmp_path, flags):

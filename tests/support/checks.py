@@ -17,6 +17,7 @@ from accordion.config import STRATEGIES
 from tests.inside import engine_in, units_of
 from tests.support import models, reference
 from tests.support.gathered import gathered
+from tests.support.reference import assert_close as assert_close
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
@@ -67,20 +68,20 @@ def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def train(
     mesh,
-    optimizer_copy: reference.OptimizerCopy,
+    scenario: reference.Scenario,
     strategy: acc.Strategy,
     *,
     after_step: Callable[[nn.Module], Callable[[], None]],
     wrapped: bool = False,
     **options: Any,
 ) -> reference.Trace:
-    """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
-    precision = acc.Precision(params=optimizer_copy.compute)
-    model = optimizer_copy.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
+    """The steps of a scenario by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
+    precision = acc.Precision(params=scenario.compute)
+    model = scenario.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
     model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
     return reference.sharded(
         model,
-        optimizer_copy,
+        scenario,
         dist.get_rank(),
         no_sync=acc.no_sync,
         wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,
@@ -99,18 +100,6 @@ def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
     parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
     used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
     return {name: sum(some) / len(parts) if some else None for name, some in used.items()}
-
-
-def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:
-    assert found.keys() == wanted.keys()
-    for name, expected in wanted.items():
-        value = found[name]
-        if expected is None or value is None:
-            assert value is expected, name
-            continue
-        assert value.shape == expected.shape, name
-        error = (value.float().cpu() - expected.float().cpu()).abs().max().item() if expected.numel() else 0.0
-        assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
 
 
 def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:

@@ -16,7 +16,7 @@ from tests.devices import here
 from tests.inside import engine_in, units_of
 from tests.support.checks import assert_at_rest
 from tests.support.gathered import gathered
-from tests.support.reference import params_of
+from tests.support.reference import assert_close, grads_of, params_of
 
 # Two compare bit for bit, three divide no rows and are poisoned; what four add to them is met under `make test-all`.
 on_ranks = pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -78,71 +78,32 @@ def compare(mesh, case: Case) -> nn.Module:
             optimizer.step()
             optimizer.zero_grad()
         wanted, found = dict(plain.named_parameters()), params_of(model)
-        assert_near(found, wanted, exact, case.tolerance, "weight")
+        limit = 0.0 if exact else case.tolerance
+        assert_close(found, wanted, limit, least=1.0)  # a step may bring a weight close to zero
         with torch.no_grad():  # rounding must not add up
             for name, p in wanted.items():
                 p.copy_(found[name])
-        assert_near(dict(model.named_buffers()), dict(plain.named_buffers()), exact, case.tolerance, "buffer")
+        assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), limit)
         rest(model)
     return model
 
 
 def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
     """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    mine = {name: p.grad for name, p in plain.named_parameters()}
-    local = {name: g.to_local() for name, g in grads.items() if g is not None}
-    parts = gathered((mine, local), mesh.get_group())
-    used = {name: [part[name] for part, _ in parts if part[name] is not None] for name in mine}
-    wanted = {name: sum(g.float() for g in some) / len(parts) if some else None for name, some in used.items()}
-    assert {name for name, g in grads.items() if g is None} == {name for name, g in wanted.items() if g is None}
-    found = {name: joined(grads[name], [part[name] for _, part in parts]) for name in local}
+    parts = gathered({name: p.grad for name, p in plain.named_parameters()}, mesh.get_group())
+    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
+    found = grads_of(model)
+    wanted: dict[str, Tensor | None] = {}
     for name, p in plain.named_parameters():
-        if wanted[name] is not None:
-            wanted[name] = wanted[name].to(found[name].dtype)
-            p.grad = wanted[name].to(p.dtype)
+        mean = sum(g.float() for g in used[name]) / len(parts) if used[name] else None
+        wanted[name] = None if mean is None else mean.to(p.dtype if found[name] is None else found[name].dtype)
+        p.grad = None if mean is None else wanted[name].to(p.dtype)
     # What ranks have may cancel, and who sums them in another order is off by a bit of what was summed and not of the sum.
     summed = {
         name: max((g.double().abs().max().item() for g in some if g.numel()), default=0.0)
         for name, some in used.items()
     }
-    assert_near(found, {name: g for name, g in wanted.items() if g is not None}, exact, tolerance, "gradient", summed)
-
-
-def joined(sharded: Any, pieces: list[Tensor]) -> Tensor:
-    """The full tensor of the shards of all ranks, over one axis."""
-    (placement,) = sharded.placements
-    if placement.is_replicate():
-        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "what is kept whole differs over ranks"
-        return pieces[0]
-    full = torch.cat(pieces, dim=placement.dim)
-    assert full.shape == sharded.shape
-    return full
-
-
-def assert_near(
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
-    exact: bool,
-    tolerance: float,
-    what: str,
-    summed: Mapping[str, float] | None = None,
-) -> None:
-    """`summed`: the largest of the numbers that each value is a mean of."""
-    assert found.keys() == wanted.keys()
-    problems = []
-    for name, value in wanted.items():
-        other = found[name]
-        assert other.shape == value.shape, (what, name, other.shape, value.shape)
-        if torch.equal(other, value):
-            continue
-        error = (other.detach().double() - value.detach().double()).abs().max().item()
-        largest = max(value.detach().double().abs().max().item(), (summed or {}).get(name, 0.0))
-        if what == "weight":  # a step may bring it close to zero
-            largest = max(largest, 1.0)
-        if exact or not error <= tolerance * largest:  # a NaN is no match
-            problems.append(f"{what} of {name} differs by {error:.3g}, the largest is {largest:.3g}")
-    assert not problems, "\n".join(problems)
+    assert_close(found, wanted, 0.0 if exact else tolerance, summed)
 
 
 def assert_alike(found: Any, wanted: Any, *, exact: bool) -> None:
@@ -151,7 +112,7 @@ def assert_alike(found: Any, wanted: Any, *, exact: bool) -> None:
     if isinstance(wanted, Tensor):
         assert found.dtype == wanted.dtype
         assert found.requires_grad == wanted.requires_grad
-        assert_near({"": found}, {"": wanted}, exact, 1e-6, "output")
+        assert_close({"output": found}, {"output": wanted}, 0.0 if exact else 1e-6)
     elif isinstance(wanted, Mapping):
         assert list(found) == list(wanted)
         for key, value in wanted.items():

@@ -28,21 +28,6 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@contextmanager
-def thin(path: Path, backing: Path, num_mib: int) -> Iterator[Path]:
-    """An ext4 at `path` that promises `num_mib`, and takes what is written there from the file system of `backing`."""
-    path.mkdir()
-    image = backing / "image"
-    with image.open("wb") as file:
-        file.truncate(num_mib * 2**20)
-    run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=0", str(image))
-    run("mount", "-o", "loop", str(image), str(path))
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 def fill(folder: Path) -> Path:
     """Leave no room in the file system of `folder`: the file that takes it."""
     path = folder / "filler"

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from accordion.engine.tree import map_tensors
 from accordion.units import choose_units
-from tests.devices import device
 from tests.inside import units_of
 from tests.pool import Pool
 from tests.support import reference
 from tests.support.checks import assert_at_rest
 from tests.support.families import FAMILIES, Family
 from tests.support.family_inputs import loss_of
-from tests.support.reference import Trace
+from tests.support.reference import Scenario
 
-STEPS = 2
 LR = 1e-2
 # Biases of keys: they shift all scores of a query alike, which the softmax does not see. Their gradient is zero but for
 # rounding, and another noise when a model's own sums are made in another order; it is measured by the weight's beside it.
@@ -57,39 +55,40 @@ class Found:
     params: Worst
 
 
-def unsharded(model: nn.Module, family: Family, num_ranks: int, compute: torch.dtype | None = None) -> list[Trace]:
-    """Train on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank.
+@dataclass(frozen=True, kw_only=True)
+class FamilyScenario(Scenario):
+    """Two steps of a family. `use_reentrant`: of the model's own checkpointing, in both runs.
 
-    `compute`: the weights of forward and backward are cast to it, and so are the floating inputs of each unit.
+    `compute`: floating inputs of each unit are cast to it too, and where the family asks for it buffers.
     """
-    params = dict(model.named_parameters())
-    masters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in params.items()}
-    if compute is not None and family.bf16 == "with buffers":
-        for buffer in model.buffers():
-            buffer.data = cast(buffer.data, compute)
-    if compute is not None:
-        cast_inputs(model, compute)
-    optimizer = sgd(masters.values())
-    losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
-    first: dict[str, Tensor | None] = {}
-    for step in range(STEPS):
-        total: dict[str, Tensor] = {}
-        for rank in range(num_ranks):
-            for name, p in params.items():  # anew for each call: a router may cast its own weight in its forward
-                p.grad, p.data = None, masters[name].detach().to(compute or p.dtype, copy=True)
-            loss = loss_of(model, family.batch(step, rank), seed_of(step, rank))
-            loss.backward()
-            losses[rank].append([loss.item()])
-            for name, p in params.items():
-                if p.grad is not None:
-                    total[name] = total.get(name, 0.0) + p.grad.float()
-        for name, master in masters.items():
-            master.grad = total[name] * (1 / num_ranks) if name in total else None
-        if step == 0:
-            first = {n: None if m.grad is None else m.grad.clone() for n, m in masters.items()}
-        optimizer.step()
-    final = {name: master.detach().clone() for name, master in masters.items()}
-    return [Trace(losses=losses[rank], grads=first, params=final) for rank in range(num_ranks)]
+
+    name: str
+    use_reentrant: bool | None = None
+    steps: int = 2
+
+    def model(self) -> nn.Module:
+        model = FAMILIES[self.name].build()
+        if self.use_reentrant is not None:
+            with warnings.catch_warnings():  # the name that takes its place is not in all of transformers 5
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
+        return model
+
+    def unsharded_model(self) -> nn.Module:
+        model = self.model()
+        if self.compute is not None and FAMILIES[self.name].bf16 == "with buffers":
+            for buffer in model.buffers():
+                buffer.data = cast(buffer.data, self.compute)
+        if self.compute is not None:
+            cast_inputs(model, self.compute)
+        return model
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        """With momentum, so that parameters tell of the gradients of both steps. AdamW divides rounding by rounding."""
+        return torch.optim.SGD(params, lr=LR, momentum=0.9)
+
+    def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+        return loss_of(model, FAMILIES[self.name].batch(step, rank), seed_of(step, rank))
 
 
 def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
@@ -109,28 +108,6 @@ def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
         module.register_forward_pre_hook(take, with_kwargs=True)
 
 
-def sharded(model: nn.Module, family: Family, rank: int) -> Trace:
-    """Train an already sharded model on the batches of `rank`; nothing is held after a step."""
-    optimizer = sgd(model.parameters())
-    losses: list[list[float]] = []
-    first: dict[str, Tensor | None] = {}
-    for step in range(STEPS):
-        loss = loss_of(model, family.batch(step, rank), seed_of(step, rank))
-        loss.backward()
-        losses.append([loss.item()])
-        if step == 0:
-            first = reference.grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_at_rest(model)
-    return Trace(losses=losses, grads=first, params=reference.params_of(model))
-
-
-def sgd(params: Any) -> torch.optim.SGD:
-    """With momentum, so that parameters tell of the gradients of both steps. AdamW divides rounding by rounding."""
-    return torch.optim.SGD(params, lr=LR, momentum=0.9)
-
-
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -147,35 +124,28 @@ def compare(
     entered: bool = False,
     **options: Any,
 ) -> Found:
-    """Both runs of a family on this rank. `use_reentrant`: of the model's own checkpointing, in both runs.
+    """Both runs of a family on this rank. `compute`, `use_reentrant`: as `FamilyScenario` has them.
 
-    `entered`: the forward of each unit is an entry point, for models that call it directly.
-    `compute`: see `unsharded`. `options`: of `shard`.
+    `entered`: the forward of each unit is an entry point, for models that call it directly. `options`: of `shard`.
     """
-    family, rank = FAMILIES[name], mesh.get_local_rank()
-    model = family.build()
+    scenario, rank = FamilyScenario(name=name, compute=compute, use_reentrant=use_reentrant), mesh.get_local_rank()
+    model = scenario.model()
     tied = [names for names in names_of(model) if len(names) > 1]
     num_params = sum(p.numel() for p in model.parameters())
-    if use_reentrant is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # the name that takes its place is not in all of transformers 5
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    wanted = unsharded(copy.deepcopy(model), family, mesh.size(), compute)[rank]
-    precision = acc.Precision(params=compute, buffers=compute if family.bf16 == "with buffers" else None)
-    model = acc.shard(model, mesh=mesh, precision=precision, **options)
+    wanted = reference.unsharded(scenario, mesh.size())[rank]
+    buffers = compute if FAMILIES[name].bf16 == "with buffers" else None
+    model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=compute, buffers=buffers), **options)
     assert [names for names in names_of(model) if len(names) > 1] == tied
     for unit in units_of(model)[1:] if entered else ():
         acc.entry_point(unit.module(), "forward")
     units = Counter(type(unit.module()).__name__ for unit in units_of(model)[1:])
-    found = sharded(model, family, rank)
+    found = reference.sharded(model, scenario, rank, after_step=partial(assert_at_rest, model))
     return Found(
         num_params=num_params,
         units=dict(units),
         tied=tied,
         grads=worst(found.grads, wanted.grads, *KEY_BIASES),
-        losses=worst(by_step(found), by_step(wanted)),
+        losses=worst(reference.losses_of(found), reference.losses_of(wanted)),
         params=worst(found.params, wanted.params, "*bias"),
     )
 
@@ -197,13 +167,6 @@ def worst(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None
         if not error <= result.error:  # a NaN is the worst
             result = Worst(error=error, name=name)
     return result
-
-
-def by_step(trace: Trace) -> dict[str, Tensor]:
-    return {
-        f"loss of step {step}": torch.tensor(loss[0], device=device()).double()
-        for step, loss in enumerate(trace.losses)
-    }
 
 
 def names_of(model: nn.Module) -> list[list[str]]:

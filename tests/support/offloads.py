@@ -1,4 +1,4 @@
-"""What the tests of offload share: places for everything, recipes trained with them and without, comparisons."""
+"""What the tests of offload share: places for everything, scenarios trained with them and without, comparisons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import accordion as acc
 from accordion.offload.step import chunks
 from tests.support import models
 from tests.support.checks import assert_equal, train
-from tests.support.reference import OptimizerCopy, Trace
+from tests.support.reference import Scenario, Trace
 
 HOST = acc.Offload(params="host", optimizer="host")
 OPTIMIZER = acc.Offload(optimizer="host")
@@ -49,20 +49,18 @@ def disk_of_all(path: Path, **options: Any) -> acc.Offload:
 
 
 BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
-RECIPES = [
-    OptimizerCopy(build="wide", micros=2, **BF16),
-    OptimizerCopy(build="tied", micros=3, no_sync=True),
-    OptimizerCopy(build="frozen", **BF16),
-    OptimizerCopy(build="uneven", skip_last=(1,), micros=2, **FP16),
-    OptimizerCopy(build="spare", sometimes=True),
-    OptimizerCopy(build="experts", **BF16),
+SCENARIOS = [
+    Scenario(build="wide", micros=2, **BF16),
+    Scenario(build="tied", micros=3, no_sync=True),
+    Scenario(build="frozen", **BF16),
+    Scenario(build="uneven", skip_last=(1,), micros=2, **FP16),
+    Scenario(build="spare", sometimes=True),
+    Scenario(build="experts", **BF16),
 ]
 
 
-def trained(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
-    return train(
-        mesh, optimizer_copy, strategy, wrapped=True, after_step=partial(after_last, optimizer_copy.steps), **options
-    )
+def trained(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) -> Trace:
+    return train(mesh, scenario, strategy, wrapped=True, after_step=partial(after_last, scenario.steps), **options)
 
 
 def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
@@ -80,22 +78,22 @@ def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
 def same_as_without(
     mesh,
     strategy: acc.Strategy,
-    optimizer_copies: list[OptimizerCopy],
+    scenarios: list[Scenario],
     offloads: list[acc.Offload],
     chunk_numel: int = chunks.CHUNK_NUMEL,
 ) -> None:
-    for i, optimizer_copy in enumerate(optimizer_copies):
-        optimizer_copy = dataclasses.replace(optimizer_copy, steps=3)
-        wanted = trained(mesh, optimizer_copy, strategy)
+    for i, scenario in enumerate(scenarios):
+        scenario = dataclasses.replace(scenario, steps=3)
+        wanted = trained(mesh, scenario, strategy)
         debug = ("streams",) if i % 2 else ()
         for offload in offloads:
             with chunks_of_at_most(chunk_numel):
-                found = trained(mesh, optimizer_copy, strategy, offload=offload, debug=debug)
-            assert found.losses == wanted.losses, (optimizer_copy.build, offload)
+                found = trained(mesh, scenario, strategy, offload=offload, debug=debug)
+            assert found.losses == wanted.losses, (scenario.build, offload)
             assert found.grads.keys() == wanted.grads.keys()
             for name, grad in wanted.grads.items():
                 assert grad is found.grads[name] is None or torch.equal(found.grads[name].cpu(), grad.cpu()), (
-                    optimizer_copy.build,
+                    scenario.build,
                     name,
                 )
             assert_equal(found.params, wanted.params)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.func import functional_call
 
 from tests.devices import device
 from tests.support import models
@@ -20,8 +19,8 @@ from tests.support.gathered import gathered
 LR = 1e-2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerCopy:
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
     """What both runs do.
 
     `build`: name of a function of `models`. `micros`: micro-batches of a step. `skip_last`: blocks that the last one
@@ -40,18 +39,25 @@ class OptimizerCopy:
     sometimes: bool = False
     reduce_op: str = "mean"
 
-    def model(self) -> models.Tiny:
+    def model(self) -> nn.Module:
         return getattr(models, self.build)()
 
-    def call(self, step: int, micro: int, rank: int, vocab: int) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        """Tokens, targets and keyword arguments of one forward."""
+    def unsharded_model(self) -> nn.Module:
+        """The model of the unsharded run."""
+        return self.model()
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return adamw(params)
+
+    def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+        """One forward."""
         options: dict[str, Any] = {}
         if self.skip_last and micro == self.micros - 1:
             options["skip"] = self.skip_last
         if self.sometimes:
             options["use_sometimes"] = rank == 0
-        tokens, targets = models.batch(step, micro, rank, vocab=vocab)
-        return tokens, targets, options
+        tokens, targets = models.batch(step, micro, rank, vocab=model.embed.num_embeddings)
+        return models.loss_of(model(tokens, **options), targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,47 +70,42 @@ class Trace:
 
 
 @functools.cache
-def unsharded(optimizer_copy: OptimizerCopy, num_ranks: int) -> list[Trace]:
+def unsharded(scenario: Scenario, num_ranks: int) -> list[Trace]:
     """Train one model on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank."""
-    model = optimizer_copy.model()
-    vocab = model.embed.num_embeddings
+    model = scenario.unsharded_model()
     params = dict(model.named_parameters())  # a tied parameter once
-    optimizer = adamw(params.values())
+    masters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in params.items()}
+    optimizer = scenario.optimizer(masters.values())
     losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
     first: dict[str, Tensor | None] = {}
-    for step in range(optimizer_copy.steps):
+    for step in range(scenario.steps):
         total: dict[str, Tensor] = {}
         for rank in range(num_ranks):
             losses[rank].append([])
-            for micro in range(optimizer_copy.micros):
-                tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
-                weights = {n: p.detach().to(optimizer_copy.compute or p.dtype, copy=True) for n, p in params.items()}
-                for name, p in params.items():
-                    weights[name].requires_grad_(p.requires_grad)
-                loss = models.loss_of(functional_call(model, weights, (tokens,), dict(options)), targets)
-                (loss / optimizer_copy.micros * (optimizer_copy.scale or 1.0)).backward()
+            for micro in range(scenario.micros):
+                for name, p in params.items():  # anew for each call: a router may cast its own weight in its forward
+                    p.grad, p.data = None, masters[name].detach().to(scenario.compute or p.dtype, copy=True)
+                loss = scenario.loss(model, step, micro, rank)
+                (loss / scenario.micros * (scenario.scale or 1.0)).backward()
                 losses[rank][-1].append(loss.item())
-                for name, weight in weights.items():
-                    if weight.grad is not None:
-                        total[name] = total.get(name, 0.0) + weight.grad.float()
-        for name, p in params.items():
-            p.grad = (
-                None
-                if name not in total
-                else total[name] * (1 / num_ranks if optimizer_copy.reduce_op == "mean" else 1.0)
-            )
-            if p.grad is not None and optimizer_copy.scale:
-                p.grad /= optimizer_copy.scale
+                for name, p in params.items():
+                    if p.grad is not None:
+                        total[name] = total.get(name, 0.0) + p.grad.float()
+        for name, master in masters.items():
+            share = 1 / num_ranks if scenario.reduce_op == "mean" else 1.0
+            master.grad = total[name] * share if name in total else None
+            if master.grad is not None and scenario.scale:
+                master.grad /= scenario.scale
         if step == 0:
-            first = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
+            first = {name: None if m.grad is None else m.grad.clone() for name, m in masters.items()}
         optimizer.step()
-    final = {name: p.detach().clone() for name, p in params.items()}
+    final = {name: master.detach().clone() for name, master in masters.items()}
     return [Trace(losses=losses[rank], grads=first, params=final) for rank in range(num_ranks)]
 
 
 def sharded(
     model: nn.Module,
-    optimizer_copy: OptimizerCopy,
+    scenario: Scenario,
     rank: int,
     *,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext(),
@@ -112,20 +113,16 @@ def sharded(
     after_step: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Train an already sharded model on the batches of `rank`; gradients and parameters come back in full."""
-    vocab = optimizer_copy.model().embed.num_embeddings
-    optimizer = wrap(adamw(model.parameters()))
-    scaler = torch.amp.GradScaler(
-        device().type, init_scale=optimizer_copy.scale or 1.0, enabled=optimizer_copy.scale is not None
-    )
+    optimizer = wrap(scenario.optimizer(model.parameters()))
+    scaler = torch.amp.GradScaler(device().type, init_scale=scenario.scale or 1.0, enabled=scenario.scale is not None)
     losses: list[list[float]] = []
     first: dict[str, Tensor | None] = {}
-    for step in range(optimizer_copy.steps):
+    for step in range(scenario.steps):
         losses.append([])
-        for micro in range(optimizer_copy.micros):
-            tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
-            with no_sync(model) if optimizer_copy.no_sync and micro < optimizer_copy.micros - 1 else nullcontext():
-                loss = models.loss_of(model(tokens, **options), targets)
-                scaler.scale(loss / optimizer_copy.micros).backward()
+        for micro in range(scenario.micros):
+            with no_sync(model) if scenario.no_sync and micro < scenario.micros - 1 else nullcontext():
+                loss = scenario.loss(model, step, micro, rank)
+                scaler.scale(loss / scenario.micros).backward()
             losses[-1].append(loss.item())
         scaler.unscale_(optimizer)
         if step == 0:
@@ -181,27 +178,38 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_same(found: Trace, wanted: Trace, *, grads: float = 1e-6, losses: float = 1e-6) -> None:
-    """Per tensor, gradients differ by at most `grads` of their largest absolute value, losses by `losses` of theirs."""
-    assert found.grads.keys() == wanted.grads.keys()
+def assert_close(
+    found: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor | None],
+    tolerance: float = 1e-6,
+    least: Mapping[str, float] | float = 0.0,
+) -> None:
+    """Each tensor's largest error is at most `tolerance` of the largest value wanted, or of `least` if that is more."""
+    assert found.keys() == wanted.keys()
     problems = []
-    for name, expected in wanted.grads.items():
-        grad = found.grads[name]
-        if expected is None or grad is None:
-            if grad is not expected:
-                problems.append(f"{name}: gradient is {grad}, should be {expected}")
+    for name, expected in wanted.items():
+        value = found[name]
+        if expected is None or value is None:
+            problems += [] if value is expected else [f"{name} is {value}, should be {expected}"]
             continue
-        if grad.shape != expected.shape or grad.dtype != expected.dtype:
-            problems.append(
-                f"{name}: gradient is {grad.shape} {grad.dtype}, should be {expected.shape} {expected.dtype}"
-            )
+        assert value.shape == expected.shape, (name, value.shape, expected.shape)
+        value, expected = value.detach().cpu(), expected.detach().cpu()
+        if torch.equal(value, expected):
             continue
-        error, largest = (grad - expected).abs().max().item(), expected.abs().max().item()
-        if not error <= grads * largest:
-            problems.append(f"{name}: gradient differs by {error:.3g}, the largest is {largest:.3g}")
+        error, largest = (value.double() - expected.double()).abs().max().item(), expected.double().abs().max().item()
+        largest = max(largest, least.get(name, 0.0) if isinstance(least, Mapping) else least)
+        if not error <= tolerance * largest:  # a NaN is no match
+            problems.append(f"{name} differs by {error:.3g}, the largest is {largest:.3g}")
     assert not problems, "\n".join(problems)
-    for step, (some, others) in enumerate(zip(found.losses, wanted.losses, strict=True)):
-        for micro, (loss, expected_loss) in enumerate(zip(some, others, strict=True)):
-            assert abs(loss - expected_loss) <= losses * max(1.0, abs(expected_loss)), (
-                f"loss of step {step}, micro-batch {micro} is {loss!r}, should be {expected_loss!r}"
-            )
+
+
+def assert_same(found: Trace, wanted: Trace, tolerance: float = 1e-6) -> None:
+    dtypes = [{name: g.dtype for name, g in trace.grads.items() if g is not None} for trace in (found, wanted)]
+    assert dtypes[0] == dtypes[1]
+    assert_close(found.grads, wanted.grads, tolerance)
+    assert_close(losses_of(found), losses_of(wanted), tolerance, least=1.0)
+
+
+def losses_of(trace: Trace) -> dict[str, Tensor]:
+    """The losses of a run by step, in float64."""
+    return {f"loss of step {step}": torch.tensor(some, dtype=torch.float64) for step, some in enumerate(trace.losses)}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from accordion.errors import DivergenceError
-from accordion.train import loop
+from accordion.train import build
 from accordion.train.config import Config
 from accordion.train.launch import RankPlace
 from accordion.train.text import Text
@@ -30,16 +30,16 @@ def test_what_ranks_found_differs(monkeypatch, message, others):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
         place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
         work = Text(config=Config(), tokens=tokens, generation={"eos_token_id": [0]})
-        loop._agree(Config(), SimpleNamespace(work=work, resume=ranks[rank]["resume"]), place)
+        build.agree(SimpleNamespace(config=Config(), work=work, resume=ranks[rank]["resume"]), place)
 
     def listen(into, mine):
         said.append(mine)
         into[:] = [mine, mine]
 
-    monkeypatch.setattr(loop.dist, "all_gather_object", listen)
+    monkeypatch.setattr(build.dist, "all_gather_object", listen)
     agree(0)
     agree(1)
-    monkeypatch.setattr(loop.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), said))
+    monkeypatch.setattr(build.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), said))
     for rank in (0, 1):
         with pytest.raises(DivergenceError, match=re.escape(message)) as caught:
             agree(rank)

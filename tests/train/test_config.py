@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
+from accordion.sharding import Sharding
 from accordion.train import command
-from accordion.train.config import AT_LEAST, Config, TrainConfig, as_yaml, check, flat, spread
-from accordion.units import min_params, only_blocks, units_named
+from accordion.train.config import Config, ShardConfig, TrainConfig, as_yaml, check, flat, spread
 
 
 def test_defaults_are_valid() -> None:
@@ -75,9 +75,17 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
 
 
 MISTAKES = [
-    (["--shard.offload_optimizer", "hots"], "did you mean 'host'?"),
-    (["--shard.offload_step", "host"], "pass optimizer='host' too"),
-    (["--shard.offload_host_gib", "1"], "beside parameters, gradients or states on 'host' or 'disk:/path'"),
+    (["--shard.offload", "optimizer=hots"], "did you mean 'host'?"),
+    (["--shard.offload", "step=host"], "pass optimizer='host' too"),
+    (["--shard.offload", "host_bytes=1GiB"], "beside parameters, gradients or states on 'host' or 'disk:/path'"),
+    (["--shard.offload", "optimizer=host,device_bytes=nanGiB"], "has 'device_bytes=nanGiB'"),
+    (
+        ["--shard.offload_params", "host"],
+        "shard.offload_params is gone; write its places in one key, shard.offload: params=",
+    ),
+    (["--train.on_nonfinite", "skip:0"], "train.on_nonfinite 'skip:0' is no choice"),
+    (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
+    (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
     (["--train.steps", "many"], "a whole number"),
@@ -90,7 +98,6 @@ MISTAKES = [
     (["--train.lr", "nan"], "a number"),
     (["--train.lr", "0"], "train.lr is 0"),
     (["--train.seed", "9" * 400], "train.seed is 999"),
-    (["--shard.offload_device_gib", "nan"], "shard.offload_device_gib is nan"),
     (["--checkpoint.background", "maybe"], "true or false"),
     (["--model.init", "pretraind"], "'pretrained'"),
     (["--model.preset", "llama10m"], "'llama-10m'"),
@@ -118,11 +125,45 @@ def test_mistakes_are_named(words: list[str], expected: str) -> None:
     assert expected in str(error.value)
 
 
-@pytest.mark.parametrize("key", AT_LEAST)
+LIMITED = {
+    f"{group.name}.{key.name}": key.metadata["limits"]
+    for group in fields(Config)
+    if group.name != "parts"
+    for key in fields(group.default_factory)  # type: ignore[arg-type, misc]
+    if "limits" in key.metadata
+}
+
+
+@pytest.mark.parametrize("key", LIMITED)
 def test_numbers_have_limits(key: str) -> None:
-    for value in (AT_LEAST[key] - 1, 2**31):
+    least, most = LIMITED[key]
+    for value in (least - 1, most + 1):
         with pytest.raises(UsageError, match=key):
             command.read([f"--{key}", str(value)])
+
+
+def test_a_run_file_of_an_earlier_version_is_read_unless_it_uses_what_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    before = (
+        "shard: {strategy: shard_optim, secondary: 0, precision: auto, offload_params: device, offload_grads: auto%s}\n"
+    )
+    file.write_text(before % "" + "train: {max_skips: 10}\nrun: {report: true}\nlog: {mlflow_uri: null}\n")
+    assert command.read(["--config", str(file)]) == Config(shard=ShardConfig(strategy="shard_optim"))
+    file.write_text(before % ", offload_optimizer: host")
+    with pytest.raises(UsageError, match=r"shard\.offload_optimizer is gone; write .* shard\.offload: optimizer=host"):
+        command.read(["--config", str(file)])
+
+
+def test_shard_keys_are_a_sharding() -> None:
+    flags = ["--shard.offload", "optimizer=host,device_bytes=2GiB", "--shard.units", "A,B", "--shard.precision", "bf16"]
+    shard = command.read(flags).shard
+    assert isinstance(shard, Sharding)
+    assert (shard.offload.optimizer, shard.offload.device_bytes, shard.units) == ("host", 2 << 30, ["A", "B"])
+    assert shard.as_config() == {
+        "offload": "optimizer=host,device_bytes=2147483648",
+        "units": "A,B",
+        "precision": "bf16",
+    }
 
 
 FILES = [
@@ -170,13 +211,6 @@ def test_numbers_that_read_one_way_are_taken(tmp_path: Path) -> None:
 def test_a_word_is_not_its_own_neighbour() -> None:
     assert "did you mean" not in nearest("bf16", ["bf16", "xyz"])
     assert "did you mean 'bf16'?" in nearest("bf61", ["bf16", "xyz"])
-
-
-def test_units() -> None:
-    assert units_named("auto") is None
-    assert units_named("blocks") == only_blocks()
-    assert units_named("min_params:100") == min_params(100)
-    assert units_named("A, B") == ["A", "B"]
 
 
 def test_presets_name_their_size() -> None:

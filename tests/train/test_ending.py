@@ -125,14 +125,12 @@ def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--train.patience", "2"], "train.patience compares validations"),
-        (["--train.keep_best"], "give train.eval_every too"),
-        (["--train.min_delta", "0.1"], "which is for train.patience"),
+        (["--train.patience", "2"], "train.patience is 2, which needs train.eval_every"),
+        (["--train.keep_best"], "needs train.eval_every; give that too"),
+        (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
         (["--train.hours", "-1"], "train.hours is -1.0; it must be between 0"),
         (["--train.hours", "nan"], "train.hours is nan; it takes a number"),
         (["--train.sample_every", "x"], "takes a whole number"),
-        (["--log.wandb_mode", "offline"], "log.wandb_mode is given without log.wandb"),
-        (["--log.mlflow_uri", "file:x"], "log.mlflow_uri is given without log.mlflow"),
         (["--log.wandb", ""], "log.wandb is empty"),
         (["--checkpoint.resume", "best"], "there is no 'r/checkpoints/best'"),
     ],
@@ -241,7 +239,7 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     module = types.ModuleType("wandb")
     module.init = lambda **words: calls.append(("init", words["project"], words["id"], words["resume"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
+    config, said = Config(log=LogConfig(wandb="mine")), list[str]()
     for goes_on in (False, True):
         opened = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
         with MetricsLog(tmp_path, 0, said.append, opened, tensorboard=False) as log:
@@ -262,7 +260,8 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
     uri = f"file:{tmp_path}/ml"
-    config = Config(log=LogConfig(mlflow="mine", mlflow_uri=uri))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    config = Config(log=LogConfig(mlflow="mine"))
     for number, goes_on in ((1, False), (2, True)):
         opened = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
         with MetricsLog(tmp_path, number - 1, print, opened) as log:
@@ -281,7 +280,7 @@ class FakeMlflow:
         self.answers, self.fails = threading.Event(), list[Exception]()
         self.answers.set()
         tracking, entities = types.ModuleType("mlflow.tracking"), types.ModuleType("mlflow.entities")
-        tracking.MlflowClient = lambda tracking_uri: self  # type: ignore[attr-defined]
+        tracking.MlflowClient = lambda: self  # type: ignore[attr-defined]
         entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
         entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
         for module in (tracking, entities):
@@ -335,7 +334,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def record(folder: Path, say: Callable[[str], None]) -> MetricsLog:
-    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
+    config = Config(log=LogConfig(mlflow="mine"))
     opened = trackers_of(config, folder, goes_on=False, say=say)
     return MetricsLog(folder, 0, say, opened, tensorboard=False)
 

@@ -28,9 +28,9 @@ def searched(config: Config, named: frozenset[str], device: str) -> acc.Search:
 def test_what_the_plan_chose_is_trained():
     made = with_choice(CONFIG, CHOICE, NAMED)
     check(made)
-    assert (made.shard.strategy, made.shard.checkpoint_activations) == ("shard_grad_op", "full")
+    assert (made.shard.strategy.name, made.shard.checkpoint_activations) == ("shard_grad_op", "full")
     assert (made.train.micro_batch, made.train.accumulate) == (2, 12)
-    offload = made.shard.offload()
+    offload = made.shard.offload
     assert (offload.params, offload.optimizer) == ("host", "host")
 
 
@@ -46,12 +46,12 @@ def test_a_step_sees_as_much_as_was_asked_for():
 
 
 def test_places_that_are_named_stay():
-    shard = ShardConfig(offload_params="host", offload_optimizer="disk:/scratch")
-    config, named = Config(shard=shard), frozenset({"shard.offload_params", "shard.offload_optimizer"})
+    shard = ShardConfig(offload="params=host,optimizer=disk:/scratch")
+    config, named = Config(shard=shard), frozenset({"shard.offload"})
     offload = acc.Offload(params="host", optimizer="disk:/scratch")
     assert list(searched(config, named, "cuda").offloads) == [offload]
     made = with_choice(config, CHOICE, named)
-    assert made.shard.offload_optimizer == "disk:/scratch"
+    assert made.shard.offload.optimizer == "disk:/scratch"
     assert [o.is_any for o in searched(Config(), NAMED, "cpu").offloads] == [False]
     assert [(o.params, o.optimizer) for o in searched(Config(), NAMED, "cuda").offloads] == [
         ("device", "device"), ("device", "host"), ("host", "host"),
@@ -62,8 +62,8 @@ def test_inputs_of_recomputed_units_wait_where_the_plan_has_them_unless_a_place_
     assert list(searched(CONFIG, NAMED, "cuda").activations) == ["device", "host"]
     made = with_choice(CONFIG, CHOICE.but(offload="activations=host"), NAMED)
     check(made)
-    assert made.shard.offload().activations == "host"
+    assert made.shard.offload.activations == "host"
     assert list(searched(CONFIG, NAMED, "cpu").activations) == ["device"]
-    config, named = Config(shard=ShardConfig(offload_activations="disk:/x")), frozenset({"shard.offload_activations"})
+    config, named = Config(shard=ShardConfig(offload="activations=disk:/x")), frozenset({"shard.offload"})
     assert list(searched(config, named, "cuda").activations) == ["disk:/x"]
-    assert with_choice(config, CHOICE, named).shard.offload_activations == "disk:/x"
+    assert with_choice(config, CHOICE, named).shard.offload.activations == "disk:/x"

@@ -23,7 +23,7 @@ FORMULAS = {  # of step t = 11 .. 100, behind the warmup
     "cosine": ({"final_lr": 0.0}, lambda t: 0.5 * (1 + math.cos(math.pi * (t - WARM) / 90))),
     "linear": ({"final_lr": 0.25}, lambda t: 1 - 0.75 * (t - WARM) / 90),
     "constant": ({}, lambda t: 1.0),
-    "step": ({"decay_every": 40, "decay_factor": 0.5}, lambda t: 1.0 if t <= 50 else 0.5 if t <= 90 else 0.25),
+    "step": ({"decay_steps": 40, "decay_factor": 0.5}, lambda t: 1.0 if t <= 50 else 0.5 if t <= 90 else 0.25),
     "wsd": ({"decay_steps": 20, "final_lr": 0.0}, lambda t: 1.0 if t <= 80 else (N - t) / 20),
 }
 
@@ -53,7 +53,7 @@ def test_drops_are_those_of_torchs_step_lr() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
-    options = TrainConfig(steps=30, warmup=0, lr=0.3, schedule="step", decay_every=7, decay_factor=0.2)
+    options = TrainConfig(steps=30, warmup=0, lr=0.3, schedule="step", decay_steps=7, decay_factor=0.2)
     assert [lr_at(t, options) for t in range(1, 31)] == pytest.approx(expected)
 
 
@@ -138,8 +138,8 @@ BAD = {
     "betas of words": (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers with commas between"),
     "no such option": (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
     "a schedule of none": (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
-    "of another schedule": (["--train.decay_every", "5"], "which train.schedule 'auto' has no use for; it is of step"),
-    "of no schedule": (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is of cosine or linear or wsd"),
+    "of another schedule": (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
+    "of no schedule": (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
     "above the peak": (["--train.final_lr", "1.5"], "it must be between 0 and 1"),
     "a decay longer than the run": (
         ["--train.schedule", "wsd", "--train.decay_steps", "98"],

@@ -17,7 +17,7 @@ from accordion.train.auto_plan import planned
 from accordion.train.batches import LoaderBatches, OrderedBatches, StreamedBatches, batches_of, rows_of
 from accordion.train.config import flat
 from accordion.train.data import Share
-from accordion.train.loop import Counted
+from accordion.train.steps import Counted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TASK = """
@@ -179,7 +179,7 @@ def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> N
         command.read(["--task", "planned.py", "--plan", "auto"]), set(), 2, "cpu", print, loaded_as("planned.py")
     )
     assert expected is not None
-    assert expected.choice.startswith(config.shard.strategy)
+    assert expected.choice.startswith(config.shard.strategy.name)
 
 
 def loaded_as(path: str) -> LoadedTask:

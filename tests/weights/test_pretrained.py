@@ -18,7 +18,6 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.weights import pretrained
 from accordion.weights.pretrained import load_pretrained
-from tests import pool
 from tests.support import models
 from tests.weights.test_initialise import FAMILIES, LAYOUTS, transformers_model, unlike
 
@@ -397,9 +396,6 @@ def test_tensors_that_are_not_read_yet_compute_what_tensors_do(tmp_path):
 
 # -- memory
 
-LAYERS, ROWS, COLUMNS = 10, 2048, 3840
-TENSOR_BYTES = 4 * ROWS * COLUMNS  # 31 MB, ten of them
-
 
 class Anonymous(threading.Thread):
     """The most memory of this process that no file backs, sampled every millisecond.
@@ -427,40 +423,3 @@ class Anonymous(threading.Thread):
         self._ended.set()
         self.join()
         return max(self.peak_bytes, self.now()) - self.start_bytes
-
-
-def memory_bytes(mesh: Any, folder: str) -> tuple[int, int, bool]:
-    """What a rank takes for shard and load together, its shard, and whether its rows are right."""
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
-    torch.zeros(1).add_(1)
-    watch = Anonymous()
-    watch.start()
-    model = acc.shard(model, mesh)
-    load_pretrained(model, folder)
-    taken = watch.finish()
-    rows, rank = ROWS // mesh.size(), mesh.get_local_rank()
-    right = all(
-        torch.equal(p.to_local()[0, :2], torch.tensor([float(i), float(rank * rows)]))
-        for i, p in enumerate(model.parameters())
-    )
-    return taken, sum(p.to_local().nbytes for p in model.parameters()), right
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted where Linux tells it")
-def test_memory_stays_under_the_shard_and_one_tensor(tmp_path):
-    tensors = {}
-    for i in range(LAYERS):
-        tensors[f"{i}.weight"] = tensor = torch.zeros(ROWS, COLUMNS)
-        tensor[:, 0], tensor[:, 1] = i, torch.arange(ROWS)
-    folder = write(tmp_path, tensors, 2)
-    del tensors
-    fresh = pool.Pool()
-    try:
-        for taken, shard, right in fresh.run(4, memory_bytes, folder):
-            assert right
-            assert shard == LAYERS * TENSOR_BYTES // 4
-            assert taken <= shard + TENSOR_BYTES
-            assert taken > shard // 2, "the meter saw it: a few pages of a shard may have been resident before"
-    finally:
-        fresh.close()

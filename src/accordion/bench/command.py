@@ -1,74 +1,135 @@
-"""`accordion bench`: its subcommands, and what each of them measures and shows."""
+"""`accordion bench`: its subcommands with their options, and what each of them measures and shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from accordion import options
 from accordion.bench import host, pages
 from accordion.bench.compare import compare
-from accordion.bench.contenders import OURS, Setting, chosen
+from accordion.bench.contenders import OURS, PEERS, Setting, chosen
 from accordion.bench.model import shape_of
-from accordion.bench.options import CompareOptions, HostOptions, MemoryOptions, check, read
 from accordion.bench.own_task import measured_task, start_task
 from accordion.bench.trainer import Trainer, start
 from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
-from accordion.options import check_subcommand
+from accordion.options import at_least, check_limits, check_subcommand, listed
 from accordion.pages.machine import describe
-from accordion.pages.page import Page
-from accordion.pages.show import show, write
+from accordion.pages.page import FOLDER, Page, check_folder, write
+from accordion.pages.show import show
 from accordion.tasks.flags import split_task
-from accordion.workers.ranks import WorkerTeam, World, interleaved
+from accordion.workers.ranks import WorkerTeam, World
 
 SUBCOMMANDS = {
     "host": "host time of a sharded unit, with collectives that cost nothing",
     "memory": "peak bytes of one of 8 simulated ranks, bf16 over fp32 parameters",
-    "gpu": "all that one accelerator shows in ten minutes, in one file; needs torch, numpy and safetensors alone",
+    "gpu": "check the order of streams on one accelerator; needs torch, numpy and safetensors alone",
 }
+SIMULATED = 8  # ranks of `host` and `memory`
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Train the same model under each contender, and compare losses, times, bytes and what is sent.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
+            communication), or this engine under another strategy, such as accordion:shard_grad_op
+        task: a task of your own in place of `model`: file.py, file.py:Name or package.module:Name, with options as
+            --task.width 64; each contender trains it with fused AdamW
+        model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
+        batch: sequences, or samples of a task, of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        precision: fp32, or bf16 over fp32 parameters
+        nproc: ranks on this machine; 0: one for each GPU found, else 2
+        device: auto takes the accelerators of this machine if there are some; cpu, or the type of a device
+        rounds: turns of each contender, interleaved
+    """
+
+    against: str = ",".join(PEERS)
+    task: str | None = None
+    model: str = "gpt-30m"
+    batch: int = at_least(0, 0)
+    seq: int = at_least(0, 0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    nproc: int = at_least(0, 0)
+    device: str = "auto"
+    rounds: int = at_least(1, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """Measure the host time of a unit of 9 parameters under each contender, over plain, as one of 8 simulated ranks.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        rounds: turns of each contender, interleaved
+    """
+
+    against: str = "fsdp2"
+    rounds: int = at_least(1, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Measure the peak bytes of one of 8 simulated ranks in a step, in bf16 over fp32 parameters.
+
+    Args:
+        against: contenders beside `accordion`, as of accordion bench, without deepspeed
+        model: as of accordion bench
+        batch: sequences of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        device: auto takes an accelerator if there is one; cpu, or the type of a device
+    """
+
+    against: str = "fsdp2"
+    model: str = "gpt-30m"
+    batch: int = at_least(0, 0)
+    seq: int = at_least(0, 0)
+    device: str = "auto"
 
 
 def run(words: list[str]) -> int:
-    """The subcommand in `words`, or the comparison of contenders where there is none. Returns the exit code."""
+    """Run the subcommand in `words`, or the comparison of contenders if there is none. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
     own, words = ([], words[1:]) if name else split_task(words)
-    options = read(kind, name, words, SUBCOMMANDS)
-    if options is None:
+    about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
+    chosen_options = options.read(kind, words, f"accordion bench {name}".strip(), about)
+    if chosen_options is None:
         return 0
-    if own and options.task is None:
+    if own and chosen_options.task is None:
         raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
-    return measure(options, job if name or options.task is None else partial(_compare_task, own=own))
+    return measure(chosen_options, job if name or chosen_options.task is None else partial(_compare_task, own=own))
 
 
-def measure(options: Any, job: Callable[[Any], Page]) -> int:
-    """Show the page of `job(options)`, and write it to the folder `options.dir`. Returns the exit code."""
-    check(options)
-    page = job(options)
+def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
+    """Show the page that `job(chosen_options)` returns, and write its data to `FOLDER`. Returns the exit code."""
+    check_limits(chosen_options)
+    check_folder(FOLDER)
+    page = job(chosen_options)
     show(page)
-    for path in write(page, Path(options.dir)):
-        print(f"written: {path}")
+    print(f"written: {write(page, FOLDER)}")
     return 0
 
 
 def device_of(asked: str) -> str:
-    """The type of device to measure on. Raises `UsageError` for one that is not there."""
+    """Return the type of device to measure on. Raises `UsageError` for one that this machine has not."""
     return devices_named(asked, "device", devices_here()).type
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than accelerators."""
+    """Return ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than accelerators."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
-    if num_ranks < 1 or (devices.count and num_ranks > devices.count):
-        raise UsageError(
-            f"nproc is {nproc} and this machine has {devices}; take 1 or more, at most one for each device."
-        )
+    if devices.count and num_ranks > devices.count:
+        raise UsageError(f"--nproc is {nproc} and this machine has {devices}; take at most one rank for each device.")
     return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
 
 
@@ -78,65 +139,57 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
 
 
 def names_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """Ours, those of `against` that are here, and why others are not."""
+    """Return this engine and those of `against` that are installed, and why others are left out."""
     return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
 
 
 def _compare(o: CompareOptions) -> Page:
-    world, setting = (
-        world_of(o.nproc, device_of(o.device)),
-        setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16"),
-    )
-    return _compared(o, world, setting, start, None)
+    setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
+    return _compared(o, setting, start, None)
 
 
 def _compare_task(o: CompareOptions, own: list[str]) -> Page:
-    """Of a task with the options in `own`, which each rank loads for itself."""
+    """Compare contenders on a task with the options `own`, which each rank loads by itself."""
     assert o.task is not None
     for key in ("model", "seq"):
         if getattr(o, key) != getattr(CompareOptions, key):
             raise UsageError(f"--{key} says something of a language model, and --task names another; leave one out.")
     names_of(o.against)
-    world = world_of(o.nproc, device_of(o.device))
     setting, flops = measured_task(o.task, own, o.batch, bf16=o.precision == "bf16")
-    return _compared(o, world, setting, start_task, flops)
+    return _compared(o, setting, start_task, flops)
 
 
-def _compared(
-    o: CompareOptions, world: World, setting: Setting, make: Callable[..., Trainer], flops: float | None
-) -> Page:
+def _compared(o: CompareOptions, setting: Setting, make: Callable[..., Trainer], flops: float | None) -> Page:
     names, left_out = names_of(o.against)
-    found = compare(names, setting, world, o.rounds, o.steps, print, make, flops)
-    hosted = [name for name in found.contenders if name in host.MEASURED or name.partition(":")[0] == OURS]
+    comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, make, flops)
+    sharding = [name for name in comparison.contenders if name in host.PEERS or pages.is_ours(name)]
     print("measuring host time")
-    times = host.measure(hosted, 8, o.rounds, o.steps, ["still"])["still"]
-    return pages.of_comparison(found, times, left_out | found.left_out)
+    times = host.measure(sharding, SIMULATED, o.rounds, ["still"])["still"]
+    return pages.of_comparison(comparison, times, left_out | comparison.left_out)
 
 
 def _host(o: HostOptions) -> Page:
     names, _ = names_of(o.against)
     host.check(names)
-    times = host.measure(names, o.ranks, o.rounds, o.steps, ["still", "fake"])
-    return pages.of_host(times, o.ranks, describe("cpu"))
+    return pages.of_host(host.measure(names, SIMULATED, o.rounds, ["still", "fake"]), describe("cpu"))
 
 
 def _memory(o: MemoryOptions) -> Page:
     names, _ = names_of(o.against)
     if "deepspeed" in names:
-        raise UsageError("deepspeed does not run on simulated ranks; leave it out of against.")
+        raise UsageError("deepspeed does not run on simulated ranks; leave it out of --against.")
     device, setting = device_of(o.device), setting_of(o.model, o.batch, o.seq, bf16=True)
-    world = World(num_ranks=o.ranks, device_type=device, group="fake")
+    world = World(num_ranks=SIMULATED, device_type=device, group="fake")
+    memory = {}
     with ExitStack() as stack:
-        teams = [stack.enter_context(WorkerTeam(name, world, start, (name, setting))) for name in names]
-        for team in teams:
+        for team in [stack.enter_context(WorkerTeam(name, world, start, (name, setting))) for name in names]:
             team.ask("losses", 3)
-        asked = interleaved(teams, o.rounds, "memory")
-    found = {name: [answers[0] for answers in rounds] for name, rounds in asked.items()}
-    what = (
-        f"{o.model}, batch {setting.batch} x {setting.seq}, bf16 over fp32 parameters, fused AdamW, as one of {o.ranks} "
+            memory[team.name] = team.ask("memory")[0]
+    about = (
+        f"{o.model}, batch {setting.batch} x {setting.seq}, bf16 over fp32 parameters, fused AdamW, as one of {SIMULATED} "
         "simulated ranks (torch's fake group)"
     )
-    return pages.of_memory(found, what, describe(device))
+    return pages.of_memory(memory, about, describe(device))
 
 
 JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Page]]] = {

@@ -20,15 +20,15 @@ from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartil
 from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 LOSS_STEPS = 3
+STEPS = 4  # counted steps of a turn
+WARM = 1  # first steps of a turn, which are not counted: the caches hold another contender's data
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
-WARM = 1  # steps of a turn that are not counted: caches are another contender's
 PARTS = ("forward", "backward", "optimizer")
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """Of one contender. Seconds are means over ranks, bytes the largest of any rank.
+    """The figures of one contender. Seconds are means over ranks, bytes the largest of any rank.
 
     `steps`, `cpu`: seconds of the wall and of the processor by round.
     """
@@ -55,7 +55,7 @@ class PeakFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a run of `accordion bench` found. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs.
+    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs.
 
     `left_out`: peers that did not start, and why.
     """
@@ -77,21 +77,18 @@ def compare(
     setting: Setting,
     world: World,
     rounds: int,
-    count: int,
-    say: Say,
     make: Callable[..., Trainer] = start,
     flops: float | None = None,
 ) -> Comparison:
-    """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
+    """Train under each of `names`, compare their losses, then measure `rounds` turns of each.
 
-    A peer that does not start is left out. Raises `BenchError` naming the contenders whose losses are not those of the
-    others, before anything is measured, and where one fails later. `make`: of what runs in each rank. `flops`: of one
-    rank's step, where they are known.
+    A peer that does not start is left out. Raises `BenchError` naming the contenders whose losses differ, before anything
+    is measured, and if one fails later. `make`: creates what runs in each rank. `flops`: of one rank's step, if known.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
         for name in names:
-            say(f"starting {name}")
+            print(f"starting {name}")
             environ = ENVIRON.get(name) if world.device_type == "cpu" else None
             try:
                 teams.append(stack.enter_context(WorkerTeam(name, world, make, (name, setting), environ)))
@@ -99,18 +96,19 @@ def compare(
                 if name.partition(":")[0] == OURS:
                     raise
                 left_out[name] = str(error)
-                say(f"left out: {error}")
+                print(f"left out: {error}")
         names = [team.name for team in teams]
         verdict = same_losses(teams, setting)
-        say(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
+        print(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
         peak = _peak(teams[0], setting, world)
-        say(f"measuring {rounds} rounds of {count} steps each")
-        turns = interleaved(teams, rounds, "turn", WARM, count)
-    flops = step_flops(setting) if flops is None else flops
-    measured = {name: _measured(turns[name], *facts[name], setting, world, flops, peak) for name in names}
-    mine = [name for name in names if name.partition(":")[0] == OURS]
-    pairs = [(a, b) for a in mine for b in names if b not in mine]
+        print(f"measuring {rounds} rounds of {STEPS} steps each")
+        turns = interleaved(teams, rounds, "turn", WARM, STEPS)
+    flops = (step_flops(setting) if flops is None else flops) * world.num_ranks
+    tokens = world.num_ranks * setting.batch * setting.seq
+    results = {name: _result(turns[name], *facts[name], tokens, flops / peak.flops) for name in names}
+    ours = [name for name in names if name.partition(":")[0] == OURS]
+    pairs = [(a, b) for a in ours for b in names if b not in ours]
     return Comparison(
         machine=describe(world.device_type),
         setting=setting,
@@ -118,17 +116,17 @@ def compare(
         rounds=rounds,
         peak=peak,
         verdict=verdict,
-        contenders=measured,
-        ratios={(a, b): ratio(measured[a].steps, measured[b].steps) for a, b in pairs},
-        cpu_ratios={(a, b): ratio(measured[a].cpu, measured[b].cpu) for a, b in pairs},
+        contenders=results,
+        ratios={(a, b): ratio(results[a].steps, results[b].steps) for a, b in pairs},
+        cpu_ratios={(a, b): ratio(results[a].cpu, results[b].cpu) for a, b in pairs},
         left_out=left_out,
     )
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """The losses of the first steps. Raises `BenchError` where a contender's are not those of the others.
+    """Return the losses of the first steps. Raises `BenchError` if a contender's are not those of the others.
 
-    Without communication ranks train apart from the second step on, so plain's first loss alone counts.
+    Without communication ranks diverge from the second step on, so plain's first loss alone counts.
     """
     losses = {}
     for team in teams:
@@ -148,28 +146,20 @@ def _short(losses: dict[str, list[float]]) -> str:
     return "; ".join(f"{name} {' '.join(f'{v:.5f}' for v in values)}" for name, values in losses.items())
 
 
-def _measured(
-    turns: list[list[Any]],
-    memory: list[Any],
-    wire: list[Any],
-    setting: Setting,
-    world: World,
-    flops: float,
-    peak: PeakFlops,
-) -> ContenderResult:
+def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float) -> ContenderResult:
+    """`tokens`: of a step of all ranks. `peak_s`: seconds that its operations take at the peak."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")
     }
     times = {part: quartiles(flat(rounds)) for part, rounds in steps.items()}
-    step_s, tokens = times["step"].median, world.num_ranks * setting.batch * setting.seq
     largest = max(wire, key=lambda rank: sum(rank["bytes"].values()))
     return ContenderResult(
         times=times,
         steps=steps["step"],
         cpu=steps["cpu"],
-        tokens_per_s=tokens / step_s,
-        mfu=flops * world.num_ranks / step_s / peak.flops,
+        tokens_per_s=tokens / times["step"].median,
+        mfu=peak_s / times["step"].median,
         rest_bytes=max(rank["rest"] for rank in memory),
         allocated_bytes=max(rank["allocated"] for rank in memory),
         reserved_bytes=max(rank["reserved"] for rank in memory),
@@ -179,7 +169,7 @@ def _measured(
 
 
 def step_flops(setting: Setting) -> float:
-    """Operations of the matrix products of one rank's forward and backward, counted without computing them."""
+    """Return the operations of the matrix products of one rank's forward and backward, counted on the meta device."""
     with torch.device("meta"):
         model = shape_of(setting.model).make().to("meta")
         tokens = torch.zeros(setting.batch, setting.seq, dtype=torch.long)
@@ -189,10 +179,10 @@ def step_flops(setting: Setting) -> float:
 
 
 def _peak(team: WorkerTeam, setting: Setting, world: World) -> PeakFlops:
-    """From the data sheet where it is known, else from a matrix product on every rank at once."""
-    if world.device_type != "cpu":
-        name = name_of(world.device_type)
-        if known := known_peak_flops(name, setting.bf16):
-            return PeakFlops(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
+    """Return the peak from the data sheet if it is known, else from a matrix product on every rank at once."""
+    name = name_of(world.device_type)
+    known = known_peak_flops(name, setting.bf16)
+    if known is not None:
+        return PeakFlops(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
     flops = sum(team.ask("matmul_flops"))
     return PeakFlops(flops=flops, source=f"a square matrix product on all {world.num_ranks} ranks at once")

@@ -18,6 +18,7 @@ from accordion.bench.model import loss_of
 from accordion.config import STRATEGIES, Precision, strategy_named
 from accordion.errors import UsageError, nearest
 from accordion.optim import wrap_optimizer
+from accordion.safety.own_process import keep_freed_memory
 from accordion.shard.api import shard
 from accordion.units import choose_units, only_blocks
 from accordion.workers.ranks import Seat
@@ -103,6 +104,8 @@ def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.opti
 
 def ours(model: nn.Module, seat: Seat, bf16: bool, strategy: str = "full_shard") -> nn.Module:
     precision = Precision(params=torch.bfloat16) if bf16 else Precision()
+    if seat.device.type == "cpu":
+        keep_freed_memory()  # as `accordion train` and `accordion run` do
     return shard(model, mesh_of(seat), strategy=strategy_named(strategy), precision=precision)
 
 

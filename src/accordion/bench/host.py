@@ -20,7 +20,8 @@ from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
 
 WARM = 5
-MEASURED = ("fsdp2", "fsdp1")
+STEPS = 5  # counted steps of a turn
+PEERS = ("fsdp2", "fsdp1")
 Group = Literal["still", "fake"]
 
 
@@ -69,27 +70,28 @@ class HostTime:
 
 
 def check(contenders: Sequence[str]) -> None:
+    """Raise `UsageError` for a contender that does not shard."""
     for name in contenders:
         if name in ("plain", "ddp", "deepspeed"):
             raise UsageError(
-                f"host time is measured of engines that shard, not of {name!r}; take {', '.join(MEASURED)} or a strategy."
+                f"host time is of engines that shard, not of {name!r}; take {', '.join(PEERS)} or a strategy."
             )
 
 
 def measure(
-    contenders: Sequence[str], num_ranks: int, rounds: int, count: int, groups: Sequence[Group], *, blocks: int = 32
+    contenders: Sequence[str], num_ranks: int, rounds: int, groups: Sequence[Group], *, blocks: int = 32
 ) -> dict[str, dict[str, HostTime]]:
-    """Host time of each contender, by kind of group, as the first of `num_ranks` ranks."""
+    """Return the host time of each contender, by kind of group, as the first of `num_ranks` ranks."""
     names = ["plain", *contenders]
-    rows = max(64, num_ranks)
-    found: dict[str, dict[str, HostTime]] = {}
+    args = (max(64, num_ranks), blocks)
+    times: dict[str, dict[str, HostTime]] = {}
     for group in groups:
         world = World(num_ranks=num_ranks, group=group)
         with ExitStack() as stack:
-            teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, rows, blocks))) for name in names]
-            asked = interleaved(teams, rounds, "turn", count)
-        found[group] = summary({name: [answers[0] for answers in asked[name]] for name in names})
-    return found
+            teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, *args))) for name in names]
+            asked = interleaved(teams, rounds, "turn", STEPS)
+        times[group] = summary({name: [answers[0] for answers in asked[name]] for name in names})
+    return times
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:

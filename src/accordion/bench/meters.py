@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
-from accordion.storage_watch import StorageWatch
+from accordion.plan.trace.storage_watch import StorageWatch
 
 _Mode: Any = _torch.DispatchMode
 

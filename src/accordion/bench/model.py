@@ -1,4 +1,4 @@
-"""The models that are trained: a GPT and a Llama in plain torch, and a net of tiny units that is all host time."""
+"""The models that are trained: a GPT in plain torch, those of transformers, and a net of tiny units that is all host time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from accordion.errors import UsageError, nearest
-from accordion.models.llama import TRAINED, LlamaShape
+from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 
 
@@ -51,55 +50,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-class LlamaBlock(nn.Module):
-    def __init__(self, p: LlamaShape) -> None:
-        super().__init__()
-        head = p.hidden // p.heads
-        self.head, linear = head, partial(nn.Linear, bias=False)
-        self.norm1, self.norm2 = nn.RMSNorm(p.hidden, eps=1e-5), nn.RMSNorm(p.hidden, eps=1e-5)
-        self.q, self.o = linear(p.hidden, p.hidden), linear(p.hidden, p.hidden)
-        self.k, self.v = linear(p.hidden, p.kv_heads * head), linear(p.hidden, p.kv_heads * head)
-        self.gate, self.up, self.down = linear(p.hidden, p.mlp), linear(p.hidden, p.mlp), linear(p.mlp, p.hidden)
-
-    def forward(self, x: Tensor, turn: Tensor) -> Tensor:  # (batch, seq, hidden), (2, seq, head)
-        y = self.norm1(x)
-        q, k, v = (w(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(rotated(q, turn), rotated(k, turn), v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        y = self.norm2(x)
-        y = self.down(F.silu(self.gate(y)) * self.up(y))
-        return x + y  # type: ignore[no-any-return]
-
-
-def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary positions: `x` (batch, heads, seq, head), `turn` (2, seq, head) cosines and sines."""
-    a, b = x.chunk(2, dim=-1)
-    return x * turn[0] + torch.cat((-b, a), -1) * turn[1]
-
-
-class Llama(nn.Module):
-    """Llama's shape. `recompute`: each block's activations are recomputed in the backward, by torch's own checkpoint."""
-
-    def __init__(self, p: LlamaShape, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.head_dim, self.recompute = p.hidden // p.heads, recompute
-        self.tokens = nn.Embedding(p.vocab, p.hidden)
-        self.blocks = nn.ModuleList(LlamaBlock(p) for _ in range(p.layers))
-        self.norm, self.head = nn.RMSNorm(p.hidden, eps=1e-5), nn.Linear(p.hidden, p.vocab, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, seq) -> (batch, seq, vocab)
-        x = self.tokens(tokens)
-        turn = self._turn(tokens.shape[1], x)
-        for block in self.blocks:
-            x = checkpoint(block, x, turn, use_reentrant=False) if self.recompute else block(x, turn)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-    def _turn(self, seq: int, like: Tensor) -> Tensor:
-        half = torch.arange(0, self.head_dim, 2, device=like.device)
-        angles = torch.arange(seq, device=like.device)[:, None] * 500_000.0 ** (-half / self.head_dim)
-        return torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2).to(like.dtype)
-
-
 class NineBlock(nn.Module):
     """Nine parameters, two vectors and seven matrices, and next to no arithmetic."""
 
@@ -131,37 +81,40 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model by name: how it is made, its vocabulary, and the batch with which it is measured unless another is asked for."""
+    """A model: how it is made, its vocabulary, and the batch with which it is measured unless another is asked for."""
 
     make: Callable[[], nn.Module]
     vocab: int
-    batch: int
-    seq: int
+    batch: int = 2
+    seq: int = 128
 
 
-BENCH_MODELS = {
-    "gpt-30m": BenchModel(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096, batch=2, seq=128),
-    "gpt-100m": BenchModel(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096, batch=2, seq=128),
+GPTS = {
+    "gpt-30m": BenchModel(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096),
+    "gpt-100m": BenchModel(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096),
     "gpt-tiny": BenchModel(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
-} | {name: BenchModel(make=partial(Llama, p), vocab=p.vocab, batch=2, seq=128) for name, p in TRAINED.items()}
+}
 
 
 def shape_of(name: str) -> BenchModel:
-    """The model of that name, or the transformers model that the folder `name` describes, from fresh weights.
+    """Return a GPT, or from fresh weights what `accordion train` trains: one of its presets, or a folder of transformers.
 
-    Raises `UsageError` where there is neither.
+    Raises `UsageError` for any other name.
     """
-    if name in BENCH_MODELS:
-        return BENCH_MODELS[name]
-    if not Path(name).is_dir():
-        raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, BENCH_MODELS)}")
+    if name in GPTS:
+        return GPTS[name]
+    if name not in TRAINED and not Path(name).is_dir():
+        raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, [*GPTS, *TRAINED])}")
     from accordion.models.language import language_model
     from accordion.train.model import check_folder, configuration
 
-    check_folder(name)
-    config = configuration(ModelConfig(path=name), DataConfig())
+    if name in TRAINED:
+        config: Any = configuration(ModelConfig(preset=name), DataConfig())
+    else:
+        check_folder(name)
+        config = configuration(ModelConfig(path=name), DataConfig())
     language_model(config, f"model {name!r}")
-    return BenchModel(make=partial(_fresh, config), vocab=config.vocab_size, batch=2, seq=128)
+    return BenchModel(make=partial(_fresh, config), vocab=config.vocab_size)
 
 
 def _fresh(config: Any) -> nn.Module:

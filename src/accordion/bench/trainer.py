@@ -1,4 +1,4 @@
-"""What runs in each rank of `accordion bench`: it trains under one contender, and measures a turn when it is asked."""
+"""One rank of `accordion bench`: it trains under one contender, and measures a turn when the parent asks."""
 
 from __future__ import annotations
 
@@ -118,12 +118,10 @@ class Trainer:
             rest = torch.accelerator.memory.memory_allocated()
             self._step()
             self._synchronise()
-            peak, reserved = (
-                torch.accelerator.memory.max_memory_allocated(),
-                torch.accelerator.memory.max_memory_reserved(),
-            )
+            memory = torch.accelerator.memory
+            peaks = {"allocated": memory.max_memory_allocated(), "reserved": memory.max_memory_reserved()}
             self._let_go()
-            return {"rest": rest, "allocated": peak, "reserved": reserved}
+            return {"rest": rest, **peaks}
         with self._allocations as meter:
             rest = meter.live_bytes
             start, end = f"start {self._num_steps}", f"end {self._num_steps}"

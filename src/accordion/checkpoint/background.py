@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,17 +14,17 @@ import torch
 from torch import nn
 
 from accordion import _torch
-from accordion.checkpoint.collective import QUOTED, Team, agreed, told
-from accordion.checkpoint.peers import Peers
+from accordion.checkpoint.collective import Team, agreed, told
 from accordion.checkpoint.writing import FileLayout, HostBuffer
 from accordion.errors import CheckpointError
-from accordion.safety.party_line import PartyLine, lines_of_job
+from accordion.safety.liveness.hub import Hub, hubs_of_job
+from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
 
 T = TypeVar("T")
 GRACE_S = 60.0  # for the others where this program has come to its end
-POLL_S = 0.005
+LONGEST_PAUSE_S = 0.1
 SAVER = "_accordion_saver"  # attribute of a model
 
 
@@ -75,7 +73,7 @@ class Saver:
         self._buffer = HostBuffer()
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._agreement: StoreAgreement | None = None  # of the save that was begun last
+        self._agreement: ThreadAgreement | None = None  # of the save that was begun last
         self._ends_with_program = False
 
     def __deepcopy__(self, memo: object) -> Saver:
@@ -94,7 +92,7 @@ class Saver:
         self,
         plan: FileLayout,
         run: Callable[..., None],
-        agree: StoreAgreement,
+        agree: ThreadAgreement,
         team: Team,
         optimizer: torch.optim.Optimizer | None,
     ) -> Saving:
@@ -155,95 +153,79 @@ def saver_of(model: nn.Module) -> Saver:
     return saver
 
 
-class StoreAgreement:
-    """`Team.agree` for a thread, which must not use the engine's groups: through the job's key-value store."""
+class ThreadAgreement:
+    """`Team.agree` for a thread, which must not use the engine's groups: over a hub of the team's ranks."""
 
-    def __init__(self, store: Any, prefix: str, team: Team) -> None:
-        self._store, self._prefix, self._team = store, prefix, team
-        self._count = 0
-        self._timeout_s = team.timeout_s
-        self._peers: Peers | None = None
-        self._line: PartyLine | None = None  # of a sharded model; a thread of it looks whether the store answers
+    def __init__(self, team: Team, name: str) -> None:
+        """`name`: of the save, which no other one has."""
+        self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
+        self._hub: Hub | None = None
+        self._lease: Any = None  # keeps the hub open if the job's process groups end before the save does
         self._lost = ""  # why this rank gave up waiting for the others
         self.program_ends = threading.Event()  # set by who waits for the save then
 
     def meet(self) -> None:
-        """Have this rank notice where another one ends. A collective."""
-        if self._store is not None:
-            self._peers = Peers.meet(self._team)
+        """Have this rank notice if another one ends. A collective."""
+        if len(self._team.ranks) < 2:
+            return
+        # Whichever hub has all of these ranks, every one of them has it; the smallest is the same on all.
+        hubs = [hub for hub in hubs_of_job() if set(self._team.ranks) <= set(hub.ranks)]
+        own = self._team.ranks[self._team.index]
+        self._hub = min(hubs, key=lambda hub: (len(hub.ranks), hub.ranks)) if hubs else None
+        if self._hub is None:
+            self._hub = Hub.of_job(self._team.ranks, own, _torch.default_store(), self._name)
+        self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Do `save`, and let the others know where this rank gives it up."""
+        """Do `save`, and let the others know if this rank gives it up."""
         try:
             save()
         finally:
-            if self._peers is not None:
-                self._peers.close(self._lost)
-
-    @classmethod
-    def of(cls, team: Team, name: str) -> StoreAgreement:
-        """`name`: of the save, under which the ranks meet."""
-        if len(team.ranks) == 1:
-            return cls(None, "", team)
-        line = next((line for line in lines_of_job() if set(team.ranks) <= set(line.ranks)), None)
-        agreement = cls(_torch.default_store() if line is None else line.store, f"accordion/save/{name}", team)
-        agreement._line = line
-        return agreement
+            if self._hub is not None and self._lost:
+                self._hub.post(self._name, {"gives up": self._lost})
+            self._lease = None
 
     def __call__(self, action: Callable[[], T], /) -> T:
         return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
-        """The texts of all ranks: rank 0 collects them and tells the others."""
-        if self._store is None:
+        """Return the texts of all ranks, in the order of the team."""
+        hub, ranks = self._hub, self._team.ranks
+        if hub is None:
             return [text]
-        here = f"{self._prefix}/{self._count}"
-        self._count += 1
-        everyone = range(len(self._team.ranks))
-        if not self._team.leads:
-            self._store.set(f"{here}/{self._team.index}", text)
-            heard: list[str] = json.loads(self._get(f"{here}/all"))
-            self._store.add(f"{here}/read", 1)
-            return heard
-        heard = [text, *(self._get(f"{here}/{index}").decode() for index in everyone[1:])]
-        self._store.set(f"{here}/all", json.dumps(heard))
-        self._until(lambda: self._store.add(f"{here}/read", 0) == len(everyone) - 1)
-        for key in ("all", "read", *everyone[1:]):
-            self._store.delete_key(f"{here}/{key}")
-        return heard
+        name = f"{self._name}/{self._num_agreed}"
+        self._num_agreed += 1
+        hub.arrive(name, len(ranks), text)
+        over = poll(
+            lambda: hub.over(name), self._team.timeout_s, self._look(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
+        )
+        if over is None:
+            self._give_up(hub, self._team.timeout_s)
+        if over.said is None:
+            return [text] * len(ranks)
+        texts = {rank: text for rank, text, _ in over.said}
+        return [texts[rank] for rank in ranks]
 
-    def _get(self, key: str) -> bytes:
-        self._until(lambda: self._store.check([key]))
-        found: bytes = self._store.get(key)
-        return found
+    def _look(self, hub: Hub, name: str) -> Callable[[float], None]:
+        """Return what ends a wait: a rank that is gone or has given up, and the end of this program."""
+        ended_s: float | None = None
 
-    def _until(self, ready: Callable[[], bool]) -> None:
-        """Ask again and again: a wait in the store would block the other threads' requests."""
-        begun, pause_s = time.monotonic(), POLL_S
-        ended: float | None = None
-        while not self._asked(ready):
-            now = time.monotonic()
-            if ended is None and (self.program_ends.is_set() or not threading.main_thread().is_alive()):
-                ended = now
-            if (lost := self._peers and self._peers.lost()) and not self._asked(ready):
-                self._give_up(lost)
-            if now > begun + self._timeout_s or (ended is not None and now > ended + GRACE_S):
-                others = "one may have ended" if self._line is None else self._line.told_of(self._team.ranks)
-                self._give_up(f"other ranks did not come to the end of the save within {now - begun:.0f} s: {others}")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
+        def look(waited_s: float) -> None:
+            nonlocal ended_s
+            needed = (*self._team.ranks, hub.ranks[0])  # all messages go through the first one
+            lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
+            lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
+            if lost and not hub.has_over(name):
+                self._lost = lost.rstrip(".")
+                raise CheckpointError(f"{self._lost}.")
+            if ended_s is None and (self.program_ends.is_set() or not threading.main_thread().is_alive()):
+                ended_s = waited_s
+            if ended_s is not None and waited_s > ended_s + GRACE_S:
+                self._give_up(hub, waited_s)
 
-    def _asked(self, ready: Callable[[], bool]) -> bool:
-        """What the store says, which ends with the rank that has it."""
-        try:
-            return ready()
-        except RuntimeError as error:
-            if self._line is not None and (lost := self._line.store.lost()):
-                self._give_up(lost)
-            self._give_up(
-                f"the job's store does not answer, its rank has ended ({str(error).splitlines()[0][:QUOTED]})"
-            )
+        return look
 
-    def _give_up(self, why: str) -> NoReturn:
-        self._lost = why.rstrip(".")
+    def _give_up(self, hub: Hub, waited_s: float) -> NoReturn:
+        others = hub.others(self._team.ranks)
+        self._lost = f"other ranks did not come to the end of the save within {waited_s:.0f} s: {others}"
         raise CheckpointError(f"{self._lost}.")

@@ -10,9 +10,8 @@ from typing import Protocol, TypeAlias
 from accordion.errors import CheckpointError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-PIECE_BYTES = (
-    4 * 2**20
-)  # a chunk has one checksum for so many bytes: who reads a part of it checks little more than that
+# A chunk has one checksum for so many bytes: who reads a part of it checks little more than that.
+PIECE_BYTES = 4 * 2**20
 SUMMED_BYTES = 2**18  # at once: they are in the processor's cache still when they are used, a whole piece is not
 LONGEST_PIECE = 2**28
 DIGITS: Mapping[str, int] = {"xxh3_64": 16, "crc32": 8}  # hexadecimal, lower case
@@ -57,23 +56,6 @@ def running(kind: str) -> Callable[[], Running]:
     return xxh3_64
 
 
-def summer(kind: str) -> Callable[[Buffer], str]:
-    """The function that sums a buffer. Raises `CheckpointError` as `running` does."""
-    begin = running(kind)
-
-    def sum_of(data: Buffer) -> str:
-        total = begin()
-        total.update(data)
-        return total.hexdigest()
-
-    return sum_of
-
-
 def pieces(start: int, end: int, piece_bytes: int) -> Iterable[tuple[int, int]]:
     """The pieces [a, b) that make up [start, end)."""
     return ((at, min(at + piece_bytes, end)) for at in range(start, end, piece_bytes))
-
-
-def sums_of(data: memoryview, sum_of: Callable[[Buffer], str], piece_bytes: int = PIECE_BYTES) -> list[str]:
-    """A checksum for each piece of `data`."""
-    return [sum_of(data[a:b]) for a, b in pieces(0, len(data), piece_bytes)]

@@ -1,8 +1,7 @@
-"""What lies at the name of a checkpoint and hidden beside it: whether a save may take it, and whose rests they are.
+"""Names of a checkpoint and of its hidden neighbours: check whether a save may use a path, lock it, remove leftovers.
 
-Beside `NAME`, each with a word of its own: `.NAME.WORD.tmp` is being written, `.NAME.WORD.old` was replaced, `.NAME.WORD.gone` is
-being removed. Whoever removes one renames it first: of two that rename it one fails, so that nobody writes into, or gives a
-name to, what another removes.
+Next to `NAME`: `.NAME.lock` is locked by the job that saves or removes `NAME`. `.NAME.WORD.tmp` is being written, or removed.
+`.NAME.old` is the checkpoint that is being replaced: it has its name again if its successor never gets it.
 """
 
 from __future__ import annotations
@@ -13,47 +12,60 @@ import os
 import re
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from accordion.checkpoint.format import MANIFEST, parse
+from accordion.checkpoint.format import MANIFEST
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, is_open_at, open_regular
 
-LOCK = ".lock"  # in a folder that is being written; a crash leaves the file behind, and not the lock
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 OF_NETWORKS = re.compile(r"\.nfs[0-9a-f]+")  # what NFS makes of a file that is removed while somebody has it open
 BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
-HIDDEN = re.compile(r"\.(.+?)\.(?:[0-9a-f]{8}\.)?(tmp|old|gone)")
+HIDDEN = re.compile(
+    r"\.(.+?)\.(?:[0-9a-f]{8}\.)?(tmp|old|gone)"
+)  # earlier versions had `gone`, and a word before `old`
+LEFT = ("tmp", "gone")  # kinds that nobody reads
+LOCK = ".lock"  # in a folder that an earlier version was writing
 LONGEST_NAME = 240  # bytes: file systems take 255, of which a hidden folder's name uses 15 for itself
+LOCK_TIMEOUT_S = 10.0  # a killed job's lock may live on in a process that it forked, a loader's worker, for 5 s
+POLL_S = 0.05
 SHOWN = 5  # names that a message lists
 
 
-def hidden(path: Path, word: str, kind: str) -> Path:
-    """A hidden folder of the checkpoint at `path`."""
-    return path.with_name(f".{path.name}.{word}.{kind}")
+def hidden(path: Path, ending: str) -> Path:
+    """Return a hidden neighbour of the checkpoint at `path`."""
+    return path.with_name(f".{path.name}.{ending}")
 
 
-def beside(path: Path, kind: str) -> list[Path]:
-    """All hidden folders of that kind that belong to the checkpoint at `path`."""
-    return [path.with_name(text) for text in _names(path.parent) if _whose(text) == (path.name, kind)]
+def beside(path: Path, *kinds: str) -> list[Path]:
+    """Return the hidden folders of these kinds that belong to the checkpoint at `path`."""
+    return [path.with_name(text) for text in _names(path.parent) if _split(text) in [(path.name, k) for k in kinds]]
 
 
-def rests(folder: Path) -> list[tuple[str, Path]]:
-    """What in `folder` was to be removed and is still there, of which checkpoint; nothing else is in it."""
-    named = [(_whose(text), folder / text) for text in sorted(_names(folder))]
-    return [(whose[0], path) for whose, path in named if whose and whose[1] == "gone" and not foreign_in(path)]
+def leftovers(folder: Path) -> list[tuple[str, Path]]:
+    """Return what killed jobs left in `folder` and nobody reads: the checkpoint's name and the hidden folder of each.
+
+    Folders that hold anything else, or nothing, are left out, and those of a job that is running.
+    """
+    named = [(_split(text), folder / text) for text in sorted(_names(folder))]
+    return [
+        (split[0], path)
+        for split, path in named
+        if split and split[1] in LEFT and _names(path) and not foreign_in(path) and not is_locked(folder / split[0])
+    ]
 
 
 def replaced(text: str) -> str | None:
-    """The checkpoint whose replaced one lies under this hidden name."""
-    whose = _whose(text)
-    return whose[0] if whose and whose[1] == "old" else None
+    """Return the name of the checkpoint that was being replaced when it got the hidden name `text`; None for others."""
+    split = _split(text)
+    return split[0] if split and split[1] == "old" else None
 
 
-def _whose(text: str) -> tuple[str, str] | None:
-    found = HIDDEN.fullmatch(text)
-    return (found[1], found[2]) if found else None
+def _split(text: str) -> tuple[str, str] | None:
+    match = HIDDEN.fullmatch(text)
+    return (match[1], match[2]) if match else None
 
 
 def _names(folder: Path) -> list[str]:
@@ -78,44 +90,36 @@ def check_name(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, saying what lies there, unless a save may take `path`.
+    """Raise `CheckpointError`, with what is there, unless a save may take `path`.
 
-    It may where there is nothing, an empty folder, or a checkpoint of ours and nothing else. A damaged one is ours too.
+    It may if there is nothing, an empty folder, or a checkpoint of ours, damaged or not, and nothing else.
     """
+    if what := _occupied(path):
+        raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
+
+
+def _occupied(path: Path) -> str:
     if path.is_symlink():
-        raise CheckpointError(
-            f"{path} is a link to {os.readlink(path)}, and a save replaces none; pass the path that it stands for, or remove it."
-        )
+        return f"is a link to {os.readlink(path)}, and a save replaces none"
     try:
         held = os.listdir(path)
-        os.stat(path)  # what another job has renamed before we listed it may have been half removed then
     except FileNotFoundError:
-        return
+        return ""
     except NotADirectoryError:
-        if not os.path.lexists(path):
+        if not os.path.lexists(path):  # a file in place of a folder above it
             raise
-        raise CheckpointError(
-            f"{path} exists and is no checkpoint but a file; pass another path or remove it."
-        ) from None
+        return "exists and is no checkpoint but a file"
     if os.path.ismount(path):
-        raise CheckpointError(f"{path} is a mount point, which cannot be renamed; pass a folder in it.")
+        return "is a mount point, which cannot be renamed"
     if _is_current(path):
-        raise CheckpointError(f"{path} is the current folder, which a save would replace; pass a folder in it.")
-    if not held:
-        return
-    if MANIFEST not in held:
-        raise CheckpointError(
-            f"{path} exists and is no checkpoint, it holds {_listed(held)}; pass another path or remove it."
-        )
-    others = foreign_in(path)
-    if others:
-        raise CheckpointError(
-            f"{path} holds {_listed(others)} beside a checkpoint, which a save would remove; move it away or pass another path."
-        )
-    if not _is_ours(path, held):
-        raise CheckpointError(
-            f"{path} exists and is no checkpoint, its {MANIFEST} is another program's; pass another path or remove it."
-        )
+        return "is the current folder, which a save would replace"
+    if held and MANIFEST not in held:
+        return f"exists and is no checkpoint, it holds {_listed(held)}"
+    if others := foreign_in(path):
+        return f"holds {_listed(others)} beside a checkpoint, which a save would remove"
+    return (
+        f"exists and is no checkpoint, its {MANIFEST} is another program's" if held and not _is_ours(path, held) else ""
+    )
 
 
 def foreign_in(path: Path) -> list[str]:
@@ -129,20 +133,15 @@ def foreign_in(path: Path) -> list[str]:
 
 
 def _is_ours(path: Path, held: list[str]) -> bool:
-    """Whether the manifest is one of ours, be it damaged or of another version."""
+    """Return if the manifest is one of ours, be it damaged or of another version."""
     try:
         with open_regular(path / MANIFEST) as file:
             text = file.read()
-        parse(text)
-    except FileNotFoundError:
-        return True  # another job has removed it, or is replacing it
-    except CheckpointError:
-        return BEGINS.match(text) is not None and any(map(RANK_FILE.fullmatch, held))
     except OSError as error:
         if error.strerror == NOT_REGULAR:
             return False
         raise
-    return True
+    return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, held)))
 
 
 def _is_current(path: Path) -> bool:
@@ -160,32 +159,48 @@ def _listed(names: list[str]) -> str:
 # -- who writes, and removing
 
 
-def lock(folder: Path) -> int | None:
-    """Have others see that the save that writes `folder` lives; gives the handle to `unlock`.
+class NameLock:
+    """Exclusive right to save or remove the checkpoint at a path, until it is released or its process ends."""
 
-    None where another save takes the folder for a rest in this moment: it has another name now, or soon will. Raises `OSError`.
-    """
+    def __init__(self, file: Path, handle: int) -> None:
+        self._file, self._handle = file, handle
+
+    @classmethod
+    def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
+        """Lock the name of the checkpoint at `path`, on all machines whose locks its file system knows.
+
+        Raises `CheckpointError` if another job has the lock after `timeout_s`, `OSError` if there can be no lock file.
+        """
+        file, deadline = hidden(path, "lock"), time.monotonic() + timeout_s
+        while True:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            if not _locks(handle):
+                holder = os.pread(handle, 300, 0).decode(errors="replace") or "another job"
+                os.close(handle)
+                if time.monotonic() >= deadline:
+                    raise CheckpointError(
+                        f"{path} is being saved or removed by {holder}; no other job may save under this name."
+                    )
+                time.sleep(POLL_S)
+            elif is_open_at(handle, file):
+                with suppress(OSError):  # a full disk; the text is for a message
+                    os.truncate(handle, 0)
+                    os.write(handle, f"process {os.getpid()} on {os.uname().nodename}".encode())
+                return cls(file, handle)
+            else:  # the job that had the lock has removed its file since
+                os.close(handle)
+
+    def release(self) -> None:
+        """Remove the lock file, and then unlock it: a job that has opened it meanwhile looks for the file again."""
+        with suppress(OSError):
+            os.unlink(self._file)
+        os.close(self._handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Return if a job is saving or removing the checkpoint at `path`."""
     try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:
-        return None
-    if _locks(handle) and is_open_at(handle, folder / LOCK):
-        return handle
-    os.close(handle)
-    return None
-
-
-def unlock(folder: Path, handle: int) -> None:
-    """The inverse of `lock`: what is complete holds no such file."""
-    with suppress(FileNotFoundError):
-        os.unlink(folder / LOCK)
-    os.close(handle)
-
-
-def lives(folder: Path) -> bool:
-    """Whether a save is writing it, on any machine whose locks this file system knows."""
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR)
+        handle = os.open(hidden(path, "lock"), os.O_RDWR)
     except OSError:
         return False
     try:
@@ -195,7 +210,7 @@ def lives(folder: Path) -> bool:
 
 
 def _locks(handle: int) -> bool:
-    """Lock it, unless somebody else has. On a file system without locks nobody has."""
+    """Lock an open file, unless another job has. On a file system without locks no job ever has."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -203,42 +218,16 @@ def _locks(handle: int) -> bool:
     return True
 
 
-def remove_rest(folder: Path) -> None:
-    """Remove what a killed save was writing, if this can be done now; a save that lives keeps it.
-
-    The lock is held until the folder has its other name: a save that has just made it sees in `lock` that it is gone.
-    """
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # a full disk: it is to go all the more
-        remove_quietly(folder)
-        return
-    try:
-        if not _locks(handle):
-            return
-        doomed = hide(folder)
-    except OSError:  # another save was faster
-        return
-    finally:
-        os.close(handle)
-    remove_quietly(doomed)
-
-
 def remove(path: Path) -> None:
-    """Remove a folder and all in it, of which nothing is seen any more once this has begun. Raises `OSError`."""
-    whose = _whose(path.name)
-    shutil.rmtree(path if whose and whose[1] == "gone" else hide(path))
-
-
-def hide(path: Path) -> Path:
-    """Rename a folder to one of those that are being removed, and give that. Raises `OSError`."""
-    whose = _whose(path.name)
-    doomed = hidden(path.with_name(whose[0]) if whose else path, secrets.token_hex(4), "gone")
-    path.rename(doomed)
-    return doomed
+    """Remove a folder and all in it, under a hidden name, so that no half of it is ever read. Raises `OSError`."""
+    split = _split(path.name)
+    if split is None or split[1] not in LEFT:
+        name = path if split is None else path.with_name(split[0])
+        path = path.rename(hidden(name, f"{secrets.token_hex(4)}.tmp"))
+    shutil.rmtree(path)
 
 
 def remove_quietly(path: Path) -> None:
-    """`remove`, where it is no matter who does it, or whether it can be done now."""
+    """`remove`, if it does not matter whether that succeeds now: a later save or `prune` tries again."""
     with suppress(OSError):
         remove(path)

@@ -18,7 +18,6 @@ from accordion.errors import CheckpointError
 from accordion.options import check_subcommand, listed, place, read
 
 PROG = "accordion checkpoint"
-SHOWN = 40  # tensors that are listed without --all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +30,8 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
-    """Tell what is in a checkpoint.
-
-    Args:
-        path: the checkpoint
-        json: print JSON
-        all: list every tensor, not the first 40
-    """
-
-    path: str = place()
-    json: bool = False
-    all: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """Read every byte and hold it against its checksum.
+class PathOptions:
+    """Options of subcommands that read one checkpoint.
 
     Args:
         path: the checkpoint
@@ -59,12 +43,12 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Tell how two checkpoints differ.
+class PairOptions:
+    """Options of subcommands that take two paths.
 
     Args:
-        first: a checkpoint
-        second: another
+        first: the path to read
+        second: the checkpoint to compare with, or to write
         json: print JSON
     """
 
@@ -74,23 +58,8 @@ class DiffOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.
-
-    Args:
-        source: what to read
-        target: the checkpoint to write
-        json: print JSON
-    """
-
-    source: str = place()
-    target: str = place()
-    json: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class PruneOptions:
-    """Remove old checkpoints, never the last good one.
+    """Options of `prune`.
 
     Args:
         folder: the folder that holds them
@@ -114,8 +83,8 @@ def run(words: list[str]) -> int:
         )
         return 0
     check_subcommand(words[0], JOBS, PROG)
-    kind, job = JOBS[words[0]]
-    options = read(kind, words[1:], f"{PROG} {words[0]}", _about(kind))
+    about, kind, job = JOBS[words[0]]
+    options = read(kind, words[1:], f"{PROG} {words[0]}", about)
     if options is None:
         return 0
     try:
@@ -151,11 +120,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _about(kind: type[Any]) -> str:
-    return (kind.__doc__ or "").splitlines()[0]
-
-
-def _inspect(options: InspectOptions) -> Answer:
+def _inspect(options: PathOptions) -> Answer:
     found = inspect(options.path)
     tensors = found["tensors"]
     lines = [
@@ -169,10 +134,7 @@ def _inspect(options: InspectOptions) -> Answer:
         lines.append(
             f"states of {num_ranks} ranks that load on as many alone: {keys} of {len({p for p, _ in places})} parameters"
         )
-    shown = list(tensors.items())[: None if options.all else SHOWN]
-    lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in shown]
-    if len(shown) < len(tensors):
-        lines.append(f"  and {len(tensors) - len(shown)} more (--all)")
+    lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
     return Answer(words=found, lines=[*lines, *(f"  {a} is {b}" for a, b in found["aliases"].items())])
 
 
@@ -184,7 +146,7 @@ def _there(folder: Folder, what: str) -> None:
         raise CheckpointError(f"{folder} is {what}: there is no such folder.") from None
 
 
-def _verify(options: VerifyOptions) -> Answer:
+def _verify(options: PathOptions) -> Answer:
     _there(checkpoint_at(options.path), "no checkpoint")
     faults = verify(options.path)
     lines = faults or [f"{options.path} is as it was written, every byte"]
@@ -193,7 +155,7 @@ def _verify(options: VerifyOptions) -> Answer:
     )
 
 
-def _diff(options: DiffOptions) -> Answer:
+def _diff(options: PairOptions) -> Answer:
     found = diff(options.first, options.second)
     lines = [f"only in {options.first}: {name}" for name in found["only_first"]]
     lines += [f"only in {options.second}: {name}" for name in found["only_second"]]
@@ -206,12 +168,12 @@ def _diff(options: DiffOptions) -> Answer:
     return Answer(words=found, lines=lines or ["they are equal"], code=int(bool(lines)))
 
 
-def _convert(options: ConvertOptions) -> Answer:
-    found = convert(options.source, options.target)
+def _convert(options: PairOptions) -> Answer:
+    found = convert(options.first, options.second)
     has_optimizer = found.optimizer is not None
-    words = {"path": options.target, "from": found.kind, "tensors": len(found.shapes), "left_out": list(found.left)}
+    words = {"path": options.second, "from": found.kind, "tensors": len(found.shapes), "left_out": list(found.left)}
     lines = [
-        f"{options.target}: {len(found.shapes)} tensors from {found.kind}{', with its optimizer' if has_optimizer else ''}"
+        f"{options.second}: {len(found.shapes)} tensors from {found.kind}{', with its optimizer' if has_optimizer else ''}"
     ]
     return Answer(
         words={**words, "optimizer": has_optimizer}, lines=lines + [f"left out: {name}" for name in found.left]
@@ -227,11 +189,11 @@ def _prune(options: PruneOptions) -> Answer:
     return Answer(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)
 
 
-JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Answer]]] = {
-    "inspect": (InspectOptions, _inspect),
-    "verify": (VerifyOptions, _verify),
-    "diff": (DiffOptions, _diff),
-    "convert": (ConvertOptions, _convert),
-    "prune": (PruneOptions, _prune),
+JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
+    "inspect": ("Tell what is in a checkpoint.", PathOptions, _inspect),
+    "verify": ("Read every byte and hold it against its checksum.", PathOptions, _verify),
+    "diff": ("Tell how two checkpoints differ.", PairOptions, _diff),
+    "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", PairOptions, _convert),
+    "prune": ("Remove old checkpoints, never the last good one.", PruneOptions, _prune),
 }
-SUBCOMMANDS = {name: _about(kind) for name, (kind, _) in JOBS.items()}
+SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

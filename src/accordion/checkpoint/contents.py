@@ -18,6 +18,7 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.optim import LocalStep, inner_of
 from accordion.state import Only, chosen
 
+OF_RANKS = "rank/"  # begins the names of tensors that a rank keeps for itself
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
 
@@ -234,7 +235,7 @@ def local_data(tensor: Tensor) -> Tensor:
 
 def rank_prefix(rank: int) -> str:
     """Begins the names of tensors that a rank keeps for itself."""
-    return f"rank/{rank:05d}/"
+    return f"{OF_RANKS}{rank:05d}/"
 
 
 def state_name(rank: int) -> str:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.foreign import Foreign, open_foreign
-from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.load import whole
+from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.manifest_of_files import described
-from accordion.checkpoint.reading import DCP_METADATA, Files, Read, opened, steady
+from accordion.checkpoint.reading import DCP_METADATA, Files, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names
@@ -66,12 +65,15 @@ def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
     found, folder = open_foreign(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
-        _write(found, begun)
+        for i, read in enumerate(found.files):
+            if parts := read():
+                write(begun, file_name(i), layout(parts, i))
+        manifest = dump(described(_form(found), begun))
         if _stamp(source) != before:
             raise CheckpointError(
                 f"{source} was written while it was read, and may have been mixed; convert it when its writer has ended."
             )
-        folder.commit(begun)
+        folder.commit(begun, manifest)
     except BaseException:
         begun.discard()
         raise
@@ -84,16 +86,6 @@ def _stamp(source: Path) -> dict[str, tuple[int, ...]]:
     read = [path for path in inside if path == source or path.suffix in READ_SUFFIXES or path.name in READ_NAMES]
     stats = {path.name: path.stat() for path in read if path.exists()}
     return {name: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats.items()}
-
-
-def _write(found: Foreign, begun: Folder) -> None:
-    for i, read in enumerate(found.files):
-        parts = read()
-        if parts:
-            write(begun, file_name(i), layout(parts, i))
-    text = memoryview(dump(described(_form(found), begun)))
-    with begun.create(MANIFEST, len(text)) as file:
-        file.write(text)
 
 
 def _form(found: Foreign) -> Manifest:
@@ -171,18 +163,13 @@ def _export(
 
 def check_model(files: Files) -> None:
     """Raise `CheckpointError` unless every byte of the model is as it was written."""
-    files.check_sizes()
-    names = [name for name in files.manifest.tensors if name.startswith(MODEL)]
-    entries = [(name, files.manifest.tensors[name]) for name in names]
-    faults = files.faults(Read(name, e, chunk, chunk.box, None) for name, e in entries for chunk in e.chunks)
-    if faults:
-        raise CheckpointError(f"{files.folder} is damaged: {'; '.join(faults)}.")
+    files.check(lambda name: name.startswith(MODEL))
 
 
 def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSource]:
     """The model's tensors, each tied one once, read when they are written. `dtype`: of floating-point ones."""
     return [
-        TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(whole, files, name)).cast(dtype)
+        TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(files.whole, name)).cast(dtype)
         for name, e in files.manifest.tensors.items()
         if name.startswith(MODEL)
     ]
@@ -259,6 +246,6 @@ def _to_dcp(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A state dict: tied tensors are one tensor under each of their names."""
-    cast = [(source, whole(files, MODEL + source.name)) for source in sources_of(files, dtype)]
+    cast = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
     found = {source.name: tensor.to(source.dtype) for source, tensor in cast}
     return found | {a: found[b] for a, b in ties_of(files).items() if b in found}

@@ -20,12 +20,12 @@ from torch import Tensor
 from accordion.checkpoint.boxes import Box, box_of
 from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.json_values import Json, encode
-from accordion.checkpoint.manifest_of_files import StoredTensor
 from accordion.checkpoint.pickles import is_plain, load_saved, read_metadata
 from accordion.checkpoint.untrusted_files import (
     BROKEN,
     HF_INDEX,
     HF_SINGLE,
+    StoredTensor,
     check_names,
     check_quantised,
     mapped,
@@ -279,20 +279,18 @@ def _place(index: Any, info: Any, boxes: Mapping[tuple[str, tuple[int, ...]], Bo
 
 
 def _check_places(places: list[_Place], said: Mapping[str, Any], shapes: Shapes) -> None:
-    """Raise `CheckpointError` unless everything said has its places, each byte used once, a value that is no tensor one."""
+    """Raise `CheckpointError` unless each value is in one place, each part of a tensor in one, and no byte in two."""
     count = dict.fromkeys(said, 0)
     for place in places:
-        if place.key not in count:
-            raise CheckpointError(f"it says where {place.key[:100]} lies and not what it is.")
         dtype, _ = shapes.get(place.key, (None, ()))
-        if dtype and (place.box is None or place.box.numel * dtype.itemsize > place.num_bytes):
+        if place.key not in count or (
+            dtype and (place.box is None or place.box.numel * dtype.itemsize > place.num_bytes)
+        ):
             raise CheckpointError(f"it does not say which part of {place.key[:100]} lies in {place.file[:100]}.")
         count[place.key] += 1
-    for key, found in count.items():
-        if found == 0 and (key not in shapes or all(shapes[key][1])):
-            raise CheckpointError(f"it does not say where {key[:100]} lies.")
-        if found > 1 and key not in shapes:
-            raise CheckpointError(f"it has {key[:100]} twice.")
+    for key, num_places in count.items():
+        if num_places != 1 and (key not in shapes or (num_places == 0 and all(shapes[key][1]))):
+            raise CheckpointError(f"it has {key[:100]} in {num_places} places.")
     spans = sorted((place.file, place.at, place.at + place.num_bytes, place.key) for place in places)
     for one, other in pairwise(spans):
         if one[0] == other[0] and other[1] < one[2]:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
+from accordion.checkpoint.contents import OF_RANKS
 from accordion.checkpoint.format import Manifest, TensorEntry
-from accordion.checkpoint.load import whole
-from accordion.checkpoint.manifest_of_files import OF_RANKS
-from accordion.checkpoint.reading import Files, Read, faults_in, opened, read_manifest, steady
+from accordion.checkpoint.reading import Files, faults_in, opened, read_manifest, steady
 from accordion.checkpoint.storage.folders import Folder, checkpoint_at
-from accordion.errors import CheckpointError
 
 BLOCK = 2**22  # elements that are compared at once
 
@@ -69,12 +67,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
 def _diff(first: Folder, second: Folder) -> dict[str, Any]:
     with closing(opened(first)) as a, closing(opened(second)) as b:
         for files in (a, b):
-            files.check_sizes()
-            faults = files.faults(_all_of(files.manifest))
-            if faults:
-                raise CheckpointError(
-                    f"{files.folder} is damaged, so it is not compared: {faults[0]}; verify tells all."
-                )
+            files.check(_is_compared, ", so it is not compared")
         ours, theirs = _names(a.manifest), _names(b.manifest)
         both = [name for name in ours if name in theirs]
         unlike = {name: _unlike(a.manifest.tensors[ours[name]], b.manifest.tensors[theirs[name]]) for name in both}
@@ -86,12 +79,6 @@ def _diff(first: Folder, second: Folder) -> dict[str, Any]:
             "values": dict(_values(a, b, pairs)),
             "words": [key for key in ("optimizer", "extra") if getattr(a.manifest, key) != getattr(b.manifest, key)],
         }
-
-
-def _all_of(manifest: Manifest) -> Iterator[Read]:
-    """All that is compared."""
-    chunks = ((n, e, c) for n, e, c in manifest.chunks() if _is_compared(n))
-    return (Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in chunks)
 
 
 def _is_compared(name: str) -> bool:
@@ -111,7 +98,7 @@ def _unlike(a: TensorEntry, b: TensorEntry) -> str | None:
 
 def _values(a: Files, b: Files, pairs: Iterator[tuple[str, str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, ours, theirs in pairs:
-        x, y = whole(a, ours).flatten(), whole(b, theirs).flatten()
+        x, y = a.whole(ours).flatten(), b.whole(theirs).flatten()
         count, most = 0, 0.0
         for p, q in zip(x.split(BLOCK), y.split(BLOCK), strict=True):
             bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (p, q)]

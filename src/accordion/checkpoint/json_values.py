@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from accordion.errors import CheckpointError
@@ -17,8 +19,8 @@ DEEPEST = 100  # values in JSON nest
 def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None, room: int = DEEPEST) -> Json:
     """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
 
-    Raises `CheckpointError` for other objects, for a tensor where `tensors` is None, and where the JSON would nest deeper
-    than `full_buffer`, which a list that holds itself does.
+    Raises `CheckpointError` for other objects, for a tensor if `tensors` is None, and if the JSON would nest deeper than
+    `DEEPEST` levels, which a list that holds itself does.
     """
     if room < 0:
         raise CheckpointError(f"{where[:40]}... nests more than {DEEPEST} deep as JSON, a tuple twice; flatten it.")
@@ -43,6 +45,11 @@ def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None, 
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
     )
+
+
+def as_bytes(value: Json) -> Tensor:
+    """Return the bytes of `value` as a tensor, (length,) of uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8)
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:

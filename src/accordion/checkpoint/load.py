@@ -18,6 +18,7 @@ from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.collective import Team, joined
 from accordion.checkpoint.contents import (
+    OF_RANKS,
     Contents,
     Stateful,
     check_stateful,
@@ -30,7 +31,6 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
-from accordion.checkpoint.manifest_of_files import OF_RANKS
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.rank_states import OwnStates, own_states
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
@@ -297,7 +297,7 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
     def tensor(name: str) -> Tensor:
         if name not in files.manifest.tensors:
             raise CheckpointError(f"{plan.own_state} refers to {name}, which the checkpoint does not hold.")
-        return whole(files, name)
+        return files.whole(name)
 
     words = json.loads(bytes(tensor(plan.own_state).tolist()))
     found: dict[str, Any] = decode(words, tensor)
@@ -307,15 +307,6 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
             f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(found) or 'none'}."
         )
     return found
-
-
-def whole(files: Files, name: str) -> Tensor:
-    """A tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
-    entry = files.manifest.tensors[name]
-    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-    for read in _reads(name, entry, into):
-        files.fill(read)
-    return into
 
 
 def _of_model(found: Contents) -> dict[str, Tensor]:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.checksums import summer, sums_of
+from accordion.checkpoint.checksums import Buffer, pieces, running
+from accordion.checkpoint.contents import OF_RANKS
 from accordion.checkpoint.format import File, Manifest, TensorChunk, TensorEntry, dump, parse, split_entry_name
 from accordion.checkpoint.storage.folders import Folder, Reader
-from accordion.checkpoint.writing import SUMS
+from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
 from accordion.errors import CheckpointError
-
-OF_RANKS = "rank/"  # begins the names of tensors that a rank keeps for itself
-LENGTH_BYTES = 8  # before the header of a safetensors file
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a safetensors file: its bytes [at, end) from the file's first on."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    at: int
-    end: int
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
@@ -34,7 +20,13 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}
-    sum_of = summer(form.checksum)
+    begin_sum = running(form.checksum)
+
+    def sum_of(data: Buffer) -> str:
+        total = begin_sum()
+        total.update(data)
+        return total.hexdigest()
+
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
     except FileNotFoundError:
@@ -43,13 +35,14 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         ) from None
     for file_name in names:
         with closing(folder.open(file_name)) as reader:
-            head = read_head(reader)
-            stored = list(stored_in(head))
-            text = _bytes(reader, stored[-1])
+            head = _read(reader, 0, LENGTH_BYTES)
+            head = _read(reader, 0, LENGTH_BYTES + int.from_bytes(head, "little"))
+            *stored, last = stored_in(head[LENGTH_BYTES:], len(head), reader.num_bytes)  # `layout` puts the sums last
+            text = _read(reader, last.at, last.end)
         files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
-        sums = {**json.loads(text), stored[-1].name: sums_of(memoryview(text), sum_of, form.piece_bytes)}
-        assert stored[-1].name.endswith(f"/{SUMS}[0]"), "layout() puts the checksums at the end"
-        for held in stored:
+        own_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]
+        sums = {**json.loads(text), last.name: own_sums}
+        for held in (*stored, last):
             name, offset = split_entry_name(held.name)
             chunk = TensorChunk(file_name, Box(offset, held.shape), held.at, tuple(sums[held.name]))
             if name.startswith(OF_RANKS):
@@ -67,27 +60,9 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         ) from error
 
 
-def read_head(reader: Reader) -> bytes:
-    """All of a safetensors file before its data. Raises `CheckpointError` where it is none."""
-    length = bytearray(LENGTH_BYTES)
-    reader.read_into(memoryview(length), 0)
-    num_bytes = LENGTH_BYTES + int.from_bytes(length, "little")
-    if num_bytes > reader.num_bytes:
-        raise CheckpointError(f"its header of {num_bytes} bytes is longer than the file.")
-    head = bytearray(num_bytes)
-    reader.read_into(memoryview(head), 0)
-    return bytes(head)
-
-
-def stored_in(head: bytes) -> Iterator[StoredTensor]:
-    """The tensors that a header describes, in its order."""
-    for name, words in json.loads(head[LENGTH_BYTES:]).items():
-        if name != "__metadata__":
-            at, end = (len(head) + offset for offset in words["data_offsets"])
-            yield StoredTensor(name, words["dtype"], tuple(words["shape"]), at, end)
-
-
-def _bytes(reader: Reader, stored: StoredTensor) -> bytearray:
-    data = bytearray(stored.end - stored.at)
-    reader.read_into(memoryview(data), stored.at)
-    return data
+def _read(reader: Reader, at: int, end: int) -> bytes:
+    if end > reader.num_bytes:
+        raise CheckpointError(f"its header of {end} bytes is longer than the file.")
+    data = bytearray(end - at)
+    reader.read_into(memoryview(data), at)
+    return bytes(data)

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
-from accordion.checkpoint.storage.folders import Folder, Local, changes_now, folder_at, readable
+from accordion.checkpoint.storage.folders import Folder, Local, folder_at, readable
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
@@ -66,47 +67,49 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
     absent.
     """
-    listed: set[str] = set()
-    found, at = Newest(path=None, passed_over=()), folder_at(folder)
+    at, listed, found = folder_at(folder), None, Newest(path=None, passed_over=())
     for _ in range(TURNS):
-        is_changing = isinstance(at, Local) and changes_now(at.path)
         candidates = _by_age(at)
-        before, listed = listed, {one.name for one in candidates}
-        if listed == before and not is_changing:
-            break  # else a job saved there, and removed what was the newest when it was listed
         found = _newest_of(candidates)
-        if found.path is not None:
+        if found.path is not None or candidates == listed:
             break
+        listed = candidates  # else a job may have saved there, and removed what was the newest when it was listed
     return found
 
 
 def _newest_of(candidates: list[_Candidate]) -> Newest:
     wrong: list[str] = []
-    for at in reversed(candidates):
+    for one in reversed(candidates):
         try:
-            why = at.fault()
+            why = one.fault()
         except OSError as error:
             raise CheckpointError(
-                f"{at} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {at.parent}; "
+                f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {one.parent}; "
                 "try again, or pass the path of the one to take."
             ) from error
         if why is None:
-            return Newest(path=str(at), passed_over=tuple(wrong))
+            return Newest(path=str(one), passed_over=tuple(wrong))
         wrong += [why] if why else []
     return Newest(path=None, passed_over=tuple(wrong))
 
 
 def before(folder: Folder) -> str | None:
     """The newest complete checkpoint beside `folder` that is older; None if there is none, or it cannot be found."""
-    parent, _, own = str(folder).rpartition("/")
     with suppress(CheckpointError, UsageError, OSError):
-        found = _by_age(folder_at(parent or "/"))
-        names = [at.name for at in found]
-        for at in reversed(found[: names.index(own)] if own in names else []):
+        parent, own = _split(folder)
+        older = _by_age(parent)
+        names = [one.name for one in older]
+        for one in reversed(older[: names.index(own)] if own in names else []):
             with suppress(OSError):
-                if at.fault() is None:
-                    return str(at)
+                if one.fault() is None:
+                    return str(one)
     return None
+
+
+def _split(folder: Folder) -> tuple[Folder, str]:
+    """The folder that holds `folder`, and the name of `folder` in it."""
+    parent, _, name = str(folder).rpartition("/")
+    return folder_at(parent or "/"), name
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +182,17 @@ def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> li
     if not keep:
         raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
     at = folder_at(folder)
-    found = _good(_by_age(at, lambda name: name != BEST))
-    doomed = found[:-keep]
+    good = _good(_by_age(at, lambda name: name != BEST))
+    doomed = good[:-keep]
     if doomed:
-        sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i].folder)), 0)
+        sound = next((i for i in reversed(range(len(good))) if not faults_in(good[i][0])), 0)
         doomed = doomed[:sound]
-    rests = [Local(path) for _, path in claims.rests(at.path)] if isinstance(at, Local) else []
-    for good in [] if dry else doomed:
-        _discard(good.folder, good.mark)
-    for rest in [] if dry else rests:
-        _discard(rest)
-    return [str(one) for one in (*(good.folder for good in doomed), *rests)]
+    left = [path for _, path in claims.leftovers(at.path)] if isinstance(at, Local) else []
+    for one, mark in [] if dry else doomed:
+        _remove(str(one), partial(one.remove, mark))
+    for path in [] if dry else left:
+        _remove(str(path), partial(claims.remove, path))
+    return [*(str(one) for one, _ in doomed), *map(str, left)]
 
 
 def check_keep(keep: int) -> None:
@@ -204,43 +207,35 @@ def prune_before(saved: Folder, keep: int) -> None:
     The `keep` newest of them stay, and so do `saved` and all that are newer. Raises `CheckpointError` where one that is to go
     cannot be removed; a later call tries again, and says no more of it.
     """
-    parent, _, own = str(saved).rpartition("/")
-    at, stem = folder_at(parent or "/"), NUMBER.sub("", own)
-    like = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
-    names = [str(one.folder) for one in like]
-    older = like[: names.index(str(saved)) if str(saved) in names else 0]
-    for name, rest in claims.rests(at.path) if isinstance(at, Local) else []:
+    at, own = _split(saved)
+    stem = NUMBER.sub("", own)
+    good = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
+    names = [str(one) for one, _ in good]
+    older = good[: names.index(str(saved)) if str(saved) in names else 0]
+    for name, path in claims.leftovers(at.path) if isinstance(at, Local) else []:
         if NUMBER.sub("", name) == stem:
-            claims.remove_quietly(rest)
-    for one in older[: max(0, len(like) - keep)]:
-        _discard(one.folder, one.mark)
+            claims.remove_quietly(path)
+    for one, mark in older[: max(0, len(good) - keep)]:
+        _remove(str(one), partial(one.remove, mark))
 
 
-@dataclass(frozen=True, slots=True)
-class _Good:
-    """A complete checkpoint, and the mark by which one sees whether its name has been given to another since."""
-
-    folder: Folder
-    mark: object
-
-
-def _good(found: list[_Candidate]) -> list[_Good]:
-    """Those that are complete and may be removed: no links, which would count twice, and nothing that holds other files too."""
+def _good(candidates: list[_Candidate]) -> list[tuple[Folder, object]]:
+    """Complete checkpoints that may be removed, each with its mark: no links, which would count twice, and no other files."""
     good = []
-    for at in found:
+    for one in candidates:
         with suppress(OSError, CheckpointError):  # what cannot be read is not counted, so that more stay
-            folder = at.folder()
+            folder = one.folder()
             mark = folder.mark()
-            apart = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
-            if not apart and at.fault() is None:
-                good.append(_Good(folder, mark))
+            shared = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
+            if not shared and one.fault() is None:
+                good.append((folder, mark))
     return good
 
 
-def _discard(one: Folder, mark: object = None) -> None:
+def _remove(name: str, remove: Callable[[], None]) -> None:
     try:
-        one.discard(mark)
+        remove()
     except FileNotFoundError:
         return  # another job was faster
     except OSError as error:
-        raise CheckpointError(f"{one} cannot be removed, all of it: {error}") from error
+        raise CheckpointError(f"{name} cannot be removed, all of it: {error}") from error

@@ -16,7 +16,7 @@ from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import Contents, rank_prefix
 from accordion.checkpoint.format import DTYPES, Manifest
 from accordion.checkpoint.json_values import Json
-from accordion.checkpoint.reading import Files, Read
+from accordion.checkpoint.reading import Files
 from accordion.checkpoint.shared_states import OWN, Place, named, refers_to, rows_of
 from accordion.errors import CheckpointError
 
@@ -104,16 +104,10 @@ def own_states(files: Files, found: Contents, team: Team) -> OwnStates | None:
 
 def _words(files: Files, name: str) -> dict[str, Any]:
     """A rank's words, held against their checksums. Raises `CheckpointError` where they are not what `save` writes."""
-    files.check_sizes()
+    files.check(name.__eq__)
     try:
-        entry = files.manifest.tensors[name]
-        into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-        reads = [Read(name, entry, chunk, chunk.box, into) for chunk in entry.chunks]
-        faults = files.faults(reads)
-        if faults:
-            raise CheckpointError(f"{files.folder} is damaged: {'; '.join(faults)}.")
-        files.fill_all(reads)
-        return _checked(json.loads(bytes(into.tolist())), files.manifest, name.removesuffix("optimizer"))
+        words = json.loads(bytes(files.whole(name).tolist()))
+        return _checked(words, files.manifest, name.removesuffix("optimizer"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"{files.folder} is damaged: {name}: {type(error).__name__}: {error}.") from error
 

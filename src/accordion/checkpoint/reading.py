@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import LOOK_S, Folder, Local, Reader
+from accordion.checkpoint.storage.folders import Folder, Local, Reader
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
@@ -87,27 +86,21 @@ def _instead(names: Iterable[str]) -> str:
 
 
 def steady(
-    find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda found: False
+    find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """What `act` makes of the folder that `find` gives; once more where that is bad, or it raises, because another checkpoint
-    has taken the name meanwhile. Raises `CheckpointError` where it always has.
+    """Return what `act` gives of the folder that `find` gives; once more if it raises, or is bad, and another checkpoint has
+    taken the name meanwhile.
     """
-    for turn in range(TURNS):
-        before, last = place_of(find), turn == TURNS - 1
+    for _ in range(TURNS):
+        before = place_of(find)
         try:
-            found = act(find())
-            if not is_bad(found) or _stayed(find, before, last):
-                return found
+            result = act(find())
+            if not is_bad(result) or place_of(find) == before:
+                return result
         except (CheckpointError, OSError):
-            if _stayed(find, before, last):
+            if place_of(find) == before:
                 raise
-        time.sleep(LOOK_S)
     raise CheckpointError(f"{find()} was {REPLACED}")
-
-
-def _stayed(find: Callable[[], Folder], before: object, last: bool) -> bool:
-    """Whether the same checkpoint has the name still; where none had it, for long enough."""
-    return place_of(find) == before and (before is not None or last)
 
 
 def place_of(find: Callable[[], Folder]) -> object:
@@ -204,6 +197,27 @@ class Files:
                 raise CheckpointError(f"{file}: {error}") from error
         return self._open[file]
 
+    def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
+        """Return what is wrong with the bytes of all tensors whose name is `wanted`, each naming file and tensor."""
+        return self.faults(
+            Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
+        )
+
+    def check(self, wanted: Callable[[str], bool], consequence: str = "") -> None:
+        """Raise `CheckpointError` unless files have their sizes and all bytes of the `wanted` tensors are as written."""
+        self.check_sizes()
+        if faults := self.damage(wanted):
+            raise CheckpointError(f"{self.folder} is damaged{consequence}: {'; '.join(faults)}.")
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
+        entry = self.manifest.tensors[name]
+        into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+        for chunk in entry.chunks:
+            index = chunk.box.within(Box((0,) * len(entry.shape), entry.shape))
+            self.fill(Read(name, entry, chunk, chunk.box, into[index]))
+        return into
+
     def faults(self, reads: Iterable[Read]) -> list[str]:
         """What is wrong with the bytes that `reads` need, each naming file and tensor; nothing is filled but what is fresh."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
@@ -231,7 +245,6 @@ class Files:
         """The checksum of a piece, which is read into `into`, or into one buffer that every call uses again."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
-        reader.expect(at, num_bytes)
         total = self._begin_sum()
         for a, b in pieces(0, num_bytes, SUMMED_BYTES):
             step = self._buffer[: b - a] if into is None else into[a:b]
@@ -273,8 +286,6 @@ def faults_in(folder: Folder) -> list[str]:
     try:
         with closing(opened(folder)) as files:
             files.check_sizes()
-            return files.faults(
-                Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in files.manifest.chunks()
-            )
+            return files.damage()
     except (CheckpointError, OSError) as error:
         return [str(error)]

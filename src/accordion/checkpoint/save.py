@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
+from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team, told_as
@@ -33,11 +32,11 @@ from accordion.checkpoint.contents import (
     state_name,
     writes,
 )
-from accordion.checkpoint.format import MANIFEST, Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.json_values import Json, encode
+from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
+from accordion.checkpoint.json_values import Json, as_bytes, encode
 from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.prune import check_keep, prune_before
-from accordion.checkpoint.shared_states import OfRank, same_on_all
+from accordion.checkpoint.shared_states import same_on_all
 from accordion.checkpoint.storage.folders import Folder, Local, folder_at
 from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
 from accordion.engine.hooks import engine_of
@@ -101,14 +100,14 @@ def save(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
     target = team.agree(lambda: _target(path, state or {}, keep))
-    found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
+    found, own = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
-    own = team.agree(lambda: [*_state_parts(state or {}, team), *_optimizer_parts(of_rank)])
+    own |= team.agree(lambda: _state_tensors(state or {}, team))
     job = team.agree(lambda: _job(target, name, place, found, team, extra, own, keep))
     if not background:
         job.run(team.agree)
         return Saving.done()
-    return saver.start(job.plan, job.run, StoreAgreement.of(team, name), team, optimizer)
+    return saver.start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +153,7 @@ class SaveJob:
 
     def _commit(self, begun: Folder) -> None:
         """Write the manifest and give the folder its name: from then on it is a checkpoint."""
-        text = memoryview(dump(described(self.form, begun)))
-        with begun.create(MANIFEST, len(text)) as file:
-            file.write(text)
-        self.target.commit(begun)
+        self.target.commit(begun, dump(described(self.form, begun)))
 
     def _prune(self) -> None:
         if self.keep:
@@ -176,10 +172,18 @@ def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: i
 
 
 def _job(
-    target: Folder, name: str, place: str, found: Contents, team: Team, extra: Json, own: list[WritePart], keep: int
+    target: Folder,
+    name: str,
+    place: str,
+    found: Contents,
+    team: Team,
+    extra: Json,
+    own: Mapping[str, Tensor],
+    keep: int,
 ) -> SaveJob:
-    """`own`: what this rank keeps for itself."""
-    parts = [*_own_parts(found.tensors, team), *own]
+    """`own`: tensors that this rank keeps for itself."""
+    of_rank = [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in own.items() if t.numel()]
+    parts = [*_own_parts(found.tensors, team), *of_rank]
     return SaveJob(
         target=target,
         name=name,
@@ -201,10 +205,10 @@ def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[WritePart]:
     return parts
 
 
-def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[WritePart]:
-    """What this rank keeps for itself: JSON as a tensor of bytes, and the tensors to which it refers."""
+def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
+    """Return what this rank keeps of `state`: JSON as a tensor of bytes, and the tensors to which it refers."""
     if not state:
-        return []
+        return {}
     where = state_name(team.index)
     tensors: dict[str, Tensor] = {}
     words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
@@ -213,22 +217,7 @@ def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[WritePart]:
             raise CheckpointError(
                 f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
             )
-    return _whole_parts({where: _as_bytes(words), **tensors})
-
-
-def _optimizer_parts(of_rank: OfRank | None) -> list[WritePart]:
-    """What this rank keeps of the optimizer for itself, in the same way."""
-    if of_rank is None:
-        return []
-    return _whole_parts({of_rank.name: _as_bytes(of_rank.words), **of_rank.tensors})
-
-
-def _as_bytes(words: Json) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
-
-
-def _whole_parts(tensors: Mapping[str, Tensor]) -> list[WritePart]:
-    return [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in tensors.items() if t.numel()]
+    return {where: as_bytes(words), **tensors}
 
 
 def _form(found: Contents, team: Team, extra: Json) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import Contents, local_data, optimizer_name, own_box, placement_words, rank_prefix
 from accordion.checkpoint.format import code_of
-from accordion.checkpoint.json_values import Json
+from accordion.checkpoint.json_values import Json, as_bytes
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 from accordion.optim import LocalStep
@@ -27,19 +27,10 @@ Place: TypeAlias = tuple[str, str | None]
 """A parameter's name and a key of its state; None for all of a state whose keys are no strings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfRank:
-    """What one rank keeps of an optimizer for itself: JSON under `name`, and the tensors to which it refers."""
-
-    name: str
-    words: Json
-    tensors: Mapping[str, Tensor]
-
-
 def same_on_all(
     found: Contents, optimizer: torch.optim.Optimizer | None, team: Team, rank_states: bool
-) -> tuple[Contents, OfRank | None]:
-    """What is saved once, and what this rank keeps for itself; a collective.
+) -> tuple[Contents, dict[str, Tensor]]:
+    """Return what is saved once, and the tensors that this rank keeps for itself by name; a collective.
 
     A state that is neither shaped like its shard nor equal on all ranks is kept for each rank with `rank_states`. Without it,
     and where ranks differ in anything else, raises `CheckpointError` on all of them, saying what differs.
@@ -55,7 +46,7 @@ def same_on_all(
             "ranks under the same strategy and mesh."
         )
     of_rows = list(dict.fromkeys([*places, *_of_local_rows(found, optimizer)]))
-    return team.agree(lambda: _split(found, places, of_rows, team)) if of_rows else (found, None)
+    return team.agree(lambda: _split(found, places, of_rows, team)) if of_rows else (found, {})
 
 
 def same_kind_on_all(found: Contents, team: Team) -> None:
@@ -200,7 +191,9 @@ def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> 
     ]
 
 
-def _split(found: Contents, places: list[Place], of_rows: list[Place], team: Team) -> tuple[Contents, OfRank]:
+def _split(
+    found: Contents, places: list[Place], of_rows: list[Place], team: Team
+) -> tuple[Contents, dict[str, Tensor]]:
     """Take `places` out of what is saved once, and note of which rows `of_rows` are."""
     prefix = rank_prefix(team.index)
     own = dict(states(found.optimizer))
@@ -225,7 +218,7 @@ def _split(found: Contents, places: list[Place], of_rows: list[Place], team: Tea
         tensors={name: tensor for name, tensor in found.tensors.items() if name not in gone},
         optimizer={**found.optimizer, "state": kept, "of_rows": [list(place) for place in of_rows]},
     )
-    return contents, OfRank(name=f"{prefix}optimizer", words=words, tensors=tensors)
+    return contents, {f"{prefix}optimizer": as_bytes(words), **tensors}
 
 
 def rows_of(param: str, found: Contents) -> Json:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,15 +17,26 @@ from torch import Tensor
 
 from accordion.checkpoint.contents import WRAPPERS
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
-from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, StoredTensor
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
+LENGTH_BYTES = 8  # before the header of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
 DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file: its bytes [at, end) from the file's first on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    end: int
 
 
 def opened(path: Path) -> BinaryIO:
@@ -96,14 +108,17 @@ def read_header(path: Path) -> list[StoredTensor]:
             )
         head = file.read(length)
     try:
-        return _stored(head, LENGTH_BYTES + length, num_bytes)
+        stored = stored_in(head, LENGTH_BYTES + length, num_bytes)
+        check_names(held.name for held in stored)
+        return stored
     except CheckpointError as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}") from None
     except BROKEN as error:
         raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
-def _stored(head: bytes, start: int, end: int) -> list[StoredTensor]:
+def stored_in(head: bytes, start: int, end: int) -> list[StoredTensor]:
+    """Return the tensors that the header `head` describes, in the order of their bytes, which fill [start, end)."""
     if not head.startswith(b"{"):
         raise CheckpointError("its header is no JSON object.")
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
@@ -111,7 +126,6 @@ def _stored(head: bytes, start: int, end: int) -> list[StoredTensor]:
     if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
         raise CheckpointError("its __metadata__ is no object of strings.")
     found = [_one(name, said, start, end) for name, said in words.items()]
-    check_names(words)
     at = start
     found.sort(key=lambda held: (held.at, held.end))
     for held in found:

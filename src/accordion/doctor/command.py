@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,21 +15,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import options as flags
 from accordion.devices import Devices, backend_of, devices_here, devices_named, num_cores
-from accordion.doctor import disk, software
-from accordion.doctor.findings import Finding, as_data, on_host
+from accordion.doctor.disk import disk
+from accordion.doctor.findings import Finding, report
 from accordion.doctor.ranks import RankExam, judged, no_group, start
-from accordion.doctor.report import DoctorReport
+from accordion.doctor.software import devices as devices_findings
+from accordion.doctor.software import versions
 from accordion.errors import UsageError
-from accordion.generate.memory import free_bytes
 from accordion.train import launch
 from accordion.train.launch import RankPlace
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 PROG = "accordion doctor"
-RANKS = 2  # without accelerators and without --nproc: the fewest that send
+RANKS = 2  # without accelerators: the fewest that send
 START = start  # makes a rank's exam, by name for other processes
 TIMEOUT_S = 120  # for ranks that do not answer
-LARGEST_NPROC = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +36,14 @@ class DoctorOptions:
     """Look for faults of this machine and of ranks on it: each finding with what it means and what to do.
 
     Args:
-        nproc: ranks on this machine; 0: one for each accelerator, else 2
-        device: `auto` takes the accelerators of this machine if there are some; `cpu`, or a type of device
+        device: `auto` takes the accelerators of this machine, a rank for each; `cpu` two ranks
         dir: folder whose disk is measured, where runs and checkpoints will be; nothing written there stays
         json: print one JSON object
     """
 
-    nproc: int = 0
     device: str = "auto"
     dir: str = "."
     json: bool = False
-
-    def check(self) -> None:
-        """Raise `UsageError` if a flag cannot be right."""
-        if not 0 <= self.nproc <= LARGEST_NPROC:
-            raise UsageError(f"--nproc is {self.nproc}; it must be between 0 and {LARGEST_NPROC}.")
-        if not self.dir.strip() or "\0" in self.dir or not Path(self.dir).is_dir():
-            raise UsageError(f"--dir {self.dir!r} is no folder; name one that exists, on the disk that runs will use.")
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
@@ -61,62 +51,37 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
-    options.check()
+    if not options.dir.strip() or "\0" in options.dir or not Path(options.dir).is_dir():
+        raise UsageError(f"--dir {options.dir!r} is no folder; name one that exists, on the disk that runs will use.")
     devices = devices_named(options.device, "--device", devices_here())
     place = launch.place_of(environ)
     if place is not None:
-        _check_place(place, options, devices)
-        launch.guarded(_rank, devices, options, dict(environ))
+        if not devices.is_cpu and place.local_rank >= devices.count:
+            raise UsageError(f"{place.local_world} ranks were started and this machine has {devices}; start fewer.")
+        launch.guarded(_rank, devices, options)
         return 0
-    num_ranks = options.nproc or devices.count or RANKS
-    if not devices.is_cpu and num_ranks > devices.count:
-        raise UsageError(f"--nproc is {num_ranks} and this machine has {devices}; lower it, or take --device cpu.")
-    report = DoctorReport(as_json=options.json, head=f"ranks: {num_ranks}, on {devices.type}")
-    for findings in _machine(devices, num_ranks, options, environ):
-        report.add(findings)
+    num_ranks = devices.count or RANKS
+    findings = _machine(devices, num_ranks, options)
+    threads = max(1, num_cores() // num_ranks) if devices.is_cpu else 1
+    world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, patience_s=TIMEOUT_S)
     try:
-        threads = max(1, num_cores() // num_ranks) if devices.is_cpu else 1
-        world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, patience_s=TIMEOUT_S)
         with WorkerTeam("doctor", world, START) as team:
-            report.add(judged(team.ask("gathers"), devices.type))
+            findings += judged(team.ask("gathers"), devices.type)
     except BenchError as error:
-        report.add([no_group(str(error).removeprefix("contender 'doctor' "))])
-    return report.end()
+        findings.append(no_group(str(error).removeprefix("contender 'doctor' ")))
+    return report(findings, about=f"{num_ranks} ranks on {devices.type}", as_json=options.json)
 
 
-def _machine(
-    devices: Devices, num_local: int, options: DoctorOptions, environ: Mapping[str, str]
-) -> Iterator[list[Finding]]:
-    """Yield the findings that need one process only, by area. `num_local`: ranks on this machine."""
-    yield software.versions()
-    yield [
-        *software.devices(devices, num_local),
-        *software.threads(environ, num_local),
-        *software.backends(devices),
-        software.memory(num_local, free_bytes(torch.device("cpu"), 1)),
-    ]
-    yield disk.disk(Path(options.dir))
+def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
+    """Return the findings that need one process only. `num_local`: ranks on this machine."""
+    return [*versions(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
-def _check_place(place: RankPlace, options: DoctorOptions, devices: Devices) -> None:
-    """Raise `UsageError` if the ranks that a launcher started do not fit the flags or this machine."""
-    if options.nproc not in (0, place.local_world):
-        raise UsageError(
-            f"--nproc is {options.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
-        )
-    if not devices.is_cpu and place.local_rank >= devices.count:
-        raise UsageError(
-            f"{place.local_world} ranks are more than this machine has, {devices}; start fewer, or take --device cpu."
-        )
-
-
-def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions, environ: Mapping[str, str]) -> None:
+def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
     """Examine as one rank of a launcher: the first rank of each machine looks at it, the first of all reports."""
     own = PrefixStore("accordion/doctor", store)
-    findings: list[Finding] = []
-    if place.local_rank == 0:
-        findings = [finding for area in _machine(devices, place.local_world, options, environ) for finding in area]
-    own.set(f"machine/{place.rank}", json.dumps(as_data(on_host(findings, socket.gethostname()))))
+    findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
+    entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]
     device = devices.at(place.local_rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(place.local_rank)
@@ -127,14 +92,15 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
         world_size=place.world,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    own.set(f"gathers/{place.rank}", json.dumps(RankExam(place.rank, place.world, device).gathers()))
+    answer = RankExam(place.rank, place.world, device).gathers()
+    own.set(f"rank/{place.rank}", json.dumps({"machine": entries, "gathers": answer}))
     code = 0
     if place.rank == 0:
-        report = DoctorReport(as_json=options.json, head=f"{place.world} ranks on {devices.type}, of {place.starter}")
-        for rank in range(place.world):
-            report.add([Finding(**data) for data in json.loads(own.get(f"machine/{rank}"))])
-        report.add(judged([json.loads(own.get(f"gathers/{rank}")) for rank in range(place.world)], devices.type))
-        code = report.end()
+        reports = [json.loads(own.get(f"rank/{rank}")) for rank in range(place.world)]
+        findings = [Finding(**entry) for one in reports for entry in one["machine"]]
+        findings += judged([one["gathers"] for one in reports], devices.type)
+        about = f"{place.world} ranks on {devices.type}, of {place.starter}"
+        code = report(findings, about=about, as_json=options.json)
     dist.barrier()
     dist.destroy_process_group()
     if code:

@@ -1,20 +1,25 @@
-"""A finding: what was looked at, what was found, what it means for a training, and what to do."""
+"""A finding: what was examined and seen, what it means for a training, and what to do; printed as lines or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from accordion.version import VERSION
 
 Severity = Literal["ok", "note", "warning", "problem"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "problem")
+WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`check`: its name, `area.what`. `severity`: `problem` where a training fails or is wrong, `warning` where it is slow or
-    may fail later, `note` for what only some need. `found`: in words, with the figures. `do`: "" where it is `ok`.
-    `data`: the figures as plain data. `where`: the host or the ranks, where not all have it.
+    """`check`: its name, `area.what`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
+    may fail later, `note` for what only some need. `found`: in words, with the figures. `do`: "" if it is `ok`.
+    `data`: the figures as plain data. `where`: the host, if there may be several.
     """
 
     check: str
@@ -29,19 +34,19 @@ class Finding:
         assert self.means, f"{self.check} does not say what it means"
         assert self.do or self.severity == "ok", f"{self.check} does not say what to do"
 
-    @property
-    def area(self) -> str:
-        return self.check.partition(".")[0]
 
-
-def on_host(findings: Iterable[Finding], host: str) -> list[Finding]:
-    """The same, said of one host."""
-    return [replace(finding, where=host) for finding in findings]
-
-
-def as_data(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]
-
-
-def worst(findings: Iterable[Finding]) -> Severity:
-    return max((finding.severity for finding in findings), key=SEVERITIES.index, default="ok")
+def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
+    """Print all findings. Returns the exit code: 1 if there is a problem."""
+    counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
+    if as_json:
+        entries = [asdict(finding) for finding in findings]
+        print(json.dumps({"accordion": VERSION, "about": about, "counts": counts, "findings": entries}, indent=2))
+    else:
+        print(f"accordion doctor {VERSION}: {about}")
+        for finding in findings:
+            where = f" [{finding.where}]" if finding.where else ""
+            more = (f"means: {finding.means}", f"do: {finding.do}") if finding.severity != "ok" else ()
+            for name, text in zip((finding.severity, "", ""), (finding.found + where, *more), strict=False):
+                print(textwrap.fill(text, WIDTH, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12))
+        print(", ".join(f"{severity}: {count}" for severity, count in reversed(counts.items())), flush=True)
+    return int(counts["problem"] > 0)

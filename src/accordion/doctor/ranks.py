@@ -27,6 +27,12 @@ SLOW = 0.5  # of the lower end of what is usual
 OF_A_COPY = 0.08
 LOW = REACHED["low"]
 MORE_OUTPUT = "TORCH_CPP_LOG_LEVEL=INFO and NCCL_DEBUG=INFO print more."
+REMEDIES = {  # of a slow all-gather
+    "network": "see that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
+    "(NCCL_DEBUG=INFO); shard within machines (hybrid_shard) if the network stays slow.",
+    "cpu": "see who else uses these cores and this memory (top); start as many ranks as there are cores, or fewer.",
+    "device": "see how the devices are linked (nvidia-smi topo -m), and that PCIe access control (ACS) is off and links are up.",
+}
 Answer = Mapping[str, Any]
 """Plain data, as JSON holds it; with `error` if the rank failed."""
 
@@ -62,10 +68,10 @@ class RankExam:
             "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
             "num_bytes": shard.nbytes * (self._num_ranks - 1),
             "gather_s": gather_s,
-            "copy_bytes_per_s": full.nbytes / self._fastest(lambda: _copy(copy, full)),
+            "copy_bytes_per_s": full.nbytes / self._fastest(lambda: copy.copy_(full)),
         }
 
-    def _fastest(self, call: Callable[[], None]) -> float:
+    def _fastest(self, call: Callable[[], object]) -> float:
         """Return the seconds of the fastest of several calls: others use this machine too."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
@@ -95,10 +101,6 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
         work.wait()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
 def no_group(error: str) -> Finding:
     """Return the finding for ranks that formed no group, or of which one ended."""
     return Finding(
@@ -118,31 +120,31 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
     hosts, versions = ({answer[key] for answer in answers} for key in ("host", "torch"))
     wrong = [rank for rank, answer in enumerate(answers) if not answer["right"]]
-    findings = [
-        Finding(
-            check="ranks.group",
-            severity="ok" if len(versions) == 1 else "problem",
-            found=f"ranks: {len(answers)}, machines: {len(hosts)}, torch: {' and '.join(sorted(versions))}",
-            means="ranks can meet"
-            if len(versions) == 1
-            else "versions of torch differ in what they send and how they round: ranks hang or diverge",
-            do="" if len(versions) == 1 else "install the same version everywhere.",
-            data={"hosts": sorted(hosts)},
-        ),
-        Finding(
-            check="ranks.messages",
-            severity="problem" if wrong else "ok",
-            found=f"an all-gather brought wrong numbers to {_ranks(wrong)}"
-            if wrong
-            else "an all-gather brings the right numbers",
-            means="training computes with wrong weights, without an error" if wrong else "ranks can exchange tensors",
-            do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to see which link it is; update the driver; PCIe "
-            "access control (ACS) in the machine's setup breaks links between devices."
-            if wrong
-            else "",
-        ),
-    ]
-    return findings if len(answers) == 1 else [*findings, _rate(answers, device_type, len(hosts))]
+    differ = len(versions) > 1
+    group = Finding(
+        check="ranks.group",
+        severity="problem" if differ else "ok",
+        found=f"ranks: {len(answers)}, machines: {len(hosts)}, torch: {' and '.join(sorted(versions))}",
+        means="versions differ in what they send and how they round: ranks hang or diverge"
+        if differ
+        else "ranks can meet",
+        do="install the same version of torch everywhere." if differ else "",
+        data={"hosts": sorted(hosts)},
+    )
+    messages = Finding(
+        check="ranks.messages",
+        severity="problem" if wrong else "ok",
+        found=f"an all-gather brings wrong numbers to {_ranks(wrong)}"
+        if wrong
+        else "an all-gather brings the right numbers",
+        means="training computes with wrong weights, without an error" if wrong else "ranks can exchange tensors",
+        do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to see which link it is; update the driver; PCIe "
+        "access control (ACS) in the machine's setup breaks links between devices."
+        if wrong
+        else "",
+    )
+    rate = [_rate(answers, device_type, len(hosts))] if len(answers) > 1 else []
+    return [group, messages, *rate]
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
@@ -156,7 +158,7 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
         severity="warning" if slow else "ok",
         found=f"all-gather: {rate / GB:.2f} GB/s received by each rank; usual is {usual / GB:.2f} and more, {why}",
         means="it carries the parameters, twice a step" + (": steps wait for it" if slow else ""),
-        do=_remedy(device_type, num_hosts) if slow else "",
+        do=REMEDIES["network" if num_hosts > 1 else "cpu" if device_type == "cpu" else "device"] if slow else "",
         data={"bytes_per_s": rate, "usual_bytes_per_s": usual},
     )
 
@@ -177,17 +179,6 @@ def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: fl
     gpu = max(known, key=lambda gpu: gpu.link_gbps)
     link, gbps = ("PCIe", gpu.host_gbps) if "pcie" in words else (gpu.link, gpu.link_gbps)
     return LOW.link * gbps * GB, f"{LOW.link:.0%} of {link} ({gbps:g} GB/s)"
-
-
-def _remedy(device_type: str, num_hosts: int) -> str:
-    if num_hosts > 1:
-        return (
-            "see that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
-            "(NCCL_DEBUG=INFO); shard within machines (hybrid_shard) if the network stays slow."
-        )
-    if device_type == "cpu":
-        return "see who else uses these cores and this memory (top); start as many ranks as there are cores, or fewer."
-    return "see how the devices are linked (nvidia-smi topo -m), and that PCIe access control (ACS) is off and links are up."
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,28 +1,27 @@
-"""Versions, devices and backends: what is installed here, and whether it belongs together."""
+"""Versions and devices: what is installed here, and whether it belongs together."""
 
 from __future__ import annotations
 
+import operator
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from accordion import _torch
-from accordion.devices import Devices, backend_of, devices_here, name_of, num_cores
+from accordion.devices import Devices, devices_here, name_of, num_cores
 from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
 NAME = "accordion-fsdp"  # of the distribution
 PYTHON = (3, 11)
 OF_DEVELOPERS = ("dev", "all")  # extras that no user misses
-# What each extra is for, in the words of the command line.
-FOR: Mapping[str, str] = {
+FOR: Mapping[str, str] = {  # what each extra is for, in the words of the command line
     "train": "accordion train and generate",
     "plan": "accordion plan and bench",
     "integrations": "Trainer, TRL, Accelerate, Lightning and adapters",
@@ -33,6 +32,9 @@ FOR: Mapping[str, str] = {
 CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driver shows accelerators
 HELD = 0.1  # of a device's memory: what other processes may have without a word
 GIB = 2**30
+COMPARES = {
+    ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,18 @@ class Requirement:
     extra: str
 
     def takes(self, version: str) -> bool:
-        own = _numbers(version)
-        return all(_holds(own, op, _numbers(bound)) for op, bound in self.bounds)
+        return all(COMPARES[op](_numbers(version), _numbers(bound)) for op, bound in self.bounds)
+
+    @property
+    def range(self) -> str:
+        return ", ".join(f"{op} {bound}" for op, bound in sorted(self.bounds, reverse=True)) or "any"
 
     def __str__(self) -> str:
         return self.package + ",".join(op + bound for op, bound in self.bounds)
 
 
 def requirement_of(text: str) -> Requirement:
-    """A line of a package's metadata, such as `transformers>=5; extra == "train"`."""
+    """Parse a line of a package's metadata, such as `transformers>=5; extra == "train"`."""
     what, _, marker = text.partition(";")
     named = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)", what)
     assert named is not None, f"no requirement: {text!r}"
@@ -61,74 +66,60 @@ def requirement_of(text: str) -> Requirement:
     return Requirement(named[1], tuple(bounds), extra[1] if extra else "")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.11.0+cpu` -> (2, 11)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(n) for n in found[0].split(".")] if found else [0]
+def _numbers(version: str) -> list[int]:
+    """`2.11.0+cpu` -> [2, 11]."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(n) for n in release[0].split(".")] if release else [0]
     while len(numbers) > 1 and not numbers[-1]:
         numbers.pop()
-    return tuple(numbers)
-
-
-def _holds(own: tuple[int, ...], op: str, bound: tuple[int, ...]) -> bool:
-    return {
-        ">=": own >= bound,
-        "<=": own <= bound,
-        ">": own > bound,
-        "<": own < bound,
-        "==": own == bound,
-        "!=": own != bound,
-    }[op]
+    return numbers
 
 
 def versions() -> list[Finding]:
-    """Python, torch and the packages of each extra, held against what this version was made for."""
+    """Compare Python, torch and the packages of each extra with what this version was made for."""
     least = ".".join(map(str, PYTHON))
     old = sys.version_info[:2] < PYTHON
-    found = [
-        Finding(
-            check="software.python",
-            severity="problem" if old else "ok",
-            found=f"python {platform.python_version()}, supported from {least}",
-            means="this version was written for newer ones and fails somewhere"
-            if old
-            else "what this version was written for",
-            do=f"make an environment with Python {least} or newer." if old else "",
-        )
-    ]
+    python = Finding(
+        check="software.python",
+        severity="problem" if old else "ok",
+        found=f"python {platform.python_version()}, supported from {least}",
+        means="this version was written for newer ones and fails somewhere" if old else "a version that is supported",
+        do=f"make an environment with Python {least} or newer." if old else "",
+    )
     try:
         needed = [requirement_of(line) for line in metadata.requires(NAME) or []]
     except metadata.PackageNotFoundError:
-        return [
-            *found,
-            Finding(
-                check="software.package",
-                severity="note",
-                found=f"accordion {VERSION} runs from a folder and is not installed",
-                means="which versions of other packages it takes is not known here",
-                do=f"pip install {NAME}, or pip install -e . in its folder.",
-            ),
-        ]
-    found += [_core(need) for need in needed if not need.extra]
+        uninstalled = Finding(
+            check="software.package",
+            severity="note",
+            found=f"accordion {VERSION} runs from a folder and is not installed",
+            means="which versions of other packages it takes is not known here",
+            do=f"pip install {NAME}, or pip install -e . in its folder.",
+        )
+        return [python, uninstalled]
     extras = dict.fromkeys(need.extra for need in needed if need.extra and need.extra not in OF_DEVELOPERS)
-    return [*found, *(_extra(extra, [need for need in needed if need.extra == extra]) for extra in extras)]
+    return [
+        python,
+        *(_core(need) for need in needed if not need.extra),
+        *(_extra(extra, [need for need in needed if need.extra == extra]) for extra in extras),
+    ]
 
 
 def _version_of(package: str) -> str | None:
     try:
-        return metadata.version(package)
+        return torch.__version__ if package == "torch" else metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
 def _core(need: Requirement) -> Finding:
-    version = torch.__version__ if need.package == "torch" else _version_of(need.package)
+    version = _version_of(need.package)
     fits = version is not None and need.takes(version)
     return Finding(
         check=f"software.{need.package}",
         severity="ok" if fits else "problem",
-        found=f"{need.package} {version or 'is not installed'}, supported: {_bounds(need)}",
-        means="what this version is tested with"
+        found=f"{need.package} {version or 'is not installed'}, supported: {need.range}",
+        means="a version that is tested"
         if fits
         else "this version uses what other ones do not have or do otherwise: it may fail, or train wrongly",
         do="" if fits else f"pip install '{need}'.",
@@ -136,104 +127,84 @@ def _core(need: Requirement) -> Finding:
     )
 
 
-def _bounds(need: Requirement) -> str:
-    return ", ".join(f"{op} {bound}" for op, bound in sorted(need.bounds, reverse=True)) or "any"
-
-
-def _extra(extra: str, needs: Iterable[Requirement]) -> Finding:
-    known = {need: _version_of(need.package) for need in needs}
-    missing = [need.package for need, version in known.items() if version is None]
+def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
+    data = {need.package: _version_of(need.package) for need in needs}
+    missing = [package for package, version in data.items() if version is None]
     wrong = [
-        f"{need.package} {v} ({_bounds(need)})" for need, v in known.items() if v is not None and not need.takes(v)
+        f"{need.package} {version} ({need.range})"
+        for need in needs
+        if (version := data[need.package]) is not None and not need.takes(version)
     ]
     what = FOR.get(extra, f"the extra {extra!r}")
-    install = f"pip install '{NAME}[{extra}]'."
-    data = {need.package: version for need, version in known.items()}
-    check = f"software.extra-{extra}"
-    if wrong:
-        return Finding(
-            check=check,
-            severity="warning",
-            found=f"extra {extra}: out of the supported range: {', '.join(wrong)}",
-            means=f"{what} may fail or do otherwise than documented",
-            do=install,
-            data=data,
-        )
-    if missing:
-        return Finding(
-            check=check,
-            severity="note",
-            found=f"extra {extra}: not installed: {', '.join(missing)}",
-            means=f"{what} will be refused, in whole or in part",
-            do=f"{install[:-1]}, if you want that.",
-            data=data,
-        )
-    return Finding(check=check, severity="ok", found=f"extra {extra} is complete", means=f"{what} can run", data=data)
-
-
-# -- devices and what they talk through
+    return Finding(
+        check=f"software.extra-{extra}",
+        severity="warning" if wrong else "note" if missing else "ok",
+        found=f"extra {extra}: "
+        + (
+            f"out of the supported range: {', '.join(wrong)}"
+            if wrong
+            else f"not installed: {', '.join(missing)}"
+            if missing
+            else "complete"
+        ),
+        means=f"{what} may fail, or be refused" if wrong or missing else f"{what} can run",
+        do=f"pip install '{NAME}[{extra}]', if you want that." if wrong or missing else "",
+        data=data,
+    )
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Accelerators and cores. `chosen`: what ranks will use; `dev`: where a driver shows its cards."""
-    here, cores = devices_here(), num_cores()
-    shown = sorted(str(path) for pattern in CARDS for path in dev.glob(pattern))
-    if here.is_cpu and shown:
-        found = [
-            Finding(
-                check="devices.accelerators",
-                severity="problem",
-                found=f"the driver shows {', '.join(shown[:4])}, and torch {torch.__version__} finds no accelerator",
-                means="training runs on the CPU alone, which is far slower",
-                do="install the build of torch for this accelerator and driver (https://pytorch.org); see that no variable hides "
-                "devices and that this user may open those files.",
-            )
-        ]
-    elif here.is_cpu:
-        found = [
-            Finding(
-                check="devices.accelerators",
-                severity="note",
-                found="no accelerator",
-                means="ranks compute on the CPU: good for tests and small models",
-                do="nothing, if that is meant.",
-            )
-        ]
-    else:
-        runtime = _torch.runtime_version(here.type)
-        found = [
-            Finding(
-                check="devices.accelerators",
-                severity="ok",
-                found=f"{here}: {name_of(here.type)}" + (f", built for {here.type} {runtime}" if runtime else ""),
-                means="a rank for each",
-                data={"type": here.type, "count": here.count, "runtime": runtime},
-            ),
-            *_memory(chosen),
-        ]
+    """Examine accelerators and cores. `chosen`: what ranks will use; `dev`: where a driver shows its cards."""
+    cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
-    found.append(
-        Finding(
-            check="devices.cores",
-            severity="warning" if crowded else "ok",
-            found=f"{cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}",
-            means="ranks wait for each other's turns on the cores; times say little"
-            if crowded
-            else "enough for the ranks",
-            do="lower --nproc, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
-            data={"cores": cores},
-        )
+    cores_finding = Finding(
+        check="devices.cores",
+        severity="warning" if crowded else "ok",
+        found=f"{cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}",
+        means="ranks wait for each other's turns on the cores; times say little" if crowded else "enough for the ranks",
+        do="start fewer ranks, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
+        data={"cores": cores},
     )
-    return found
+    return [_accelerators(devices_here(), dev), *_memory(chosen), cores_finding]
+
+
+def _accelerators(here: Devices, dev: Path) -> Finding:
+    check = "devices.accelerators"
+    if not here.is_cpu:
+        runtime = _torch.runtime_version(here.type)
+        return Finding(
+            check=check,
+            severity="ok",
+            found=f"{here}: {name_of(here.type)}" + (f", built for {here.type} {runtime}" if runtime else ""),
+            means="a rank for each",
+            data={"type": here.type, "count": here.count, "runtime": runtime},
+        )
+    shown = sorted(str(path) for pattern in CARDS for path in dev.glob(pattern))
+    if shown:
+        return Finding(
+            check=check,
+            severity="problem",
+            found=f"the driver shows {', '.join(shown[:4])}, and torch {torch.__version__} finds no accelerator",
+            means="training runs on the CPU alone, which is far slower",
+            do="install the build of torch for this accelerator and driver (https://pytorch.org); see that no variable hides "
+            "devices and that this user may open those files.",
+        )
+    return Finding(
+        check=check,
+        severity="note",
+        found="no accelerator",
+        means="ranks compute on the CPU: good for tests and small models",
+        do="nothing, if that is meant.",
+    )
 
 
 def _memory(chosen: Devices) -> list[Finding]:
-    """Of each accelerator that ranks will use: what others hold of it."""
-    found = []
+    """Examine the free memory of each accelerator that ranks will use."""
+    findings = []
     for index in range(chosen.count):
         free, total = torch.accelerator.get_memory_info(chosen.at(index))
         held = free < (1 - HELD) * total
-        found.append(
+        findings.append(
             Finding(
                 check=f"devices.memory-{index}",
                 severity="warning" if held else "ok",
@@ -245,58 +216,4 @@ def _memory(chosen: Devices) -> list[Finding]:
                 data={"free_bytes": free, "total_bytes": total},
             )
         )
-    return found
-
-
-def backends(chosen: Devices) -> list[Finding]:
-    """Whether torch was built with what the ranks will talk through."""
-    wanted = dict(pair.split(":") for pair in backend_of(chosen.type).split(",") if ":" in pair) or {"cpu": "gloo"}
-    found = []
-    for kind, backend in wanted.items():
-        has = dist.is_available() and dist.is_backend_available(backend)
-        version = _torch.collectives_version(kind)
-        found.append(
-            Finding(
-                check=f"devices.{backend}",
-                severity="ok" if has else "problem",
-                found=f"{backend} for {kind}" + (f", version {version}" if version else "")
-                if has
-                else f"torch {torch.__version__} was built without {backend}, for {kind}",
-                means="ranks can talk" if has else "ranks cannot form a group: nothing can be trained on more than one",
-                do="" if has else "install a build of torch that has it (https://pytorch.org).",
-                data={"version": version},
-            )
-        )
-    return found
-
-
-def memory(num_ranks: int, free_bytes: int) -> Finding:
-    """Of the host, which the ranks of this machine share."""
-    share = free_bytes / max(1, num_ranks)
-    little = share < 2 * GIB
-    return Finding(
-        check="devices.host-memory",
-        severity="warning" if little else "ok",
-        found=f"{free_bytes / GIB:.1f} GiB of host memory free, {share / GIB:.1f} for each rank",
-        means="each rank takes about one GiB before it has a model; the system may end ranks for memory"
-        if little
-        else "enough to start ranks",
-        do="free memory, raise the container's limit, or lower --nproc." if little else "",
-        data={"free_bytes": free_bytes},
-    )
-
-
-def threads(environ: Mapping[str, str], num_ranks: int) -> list[Finding]:
-    """Compare OMP_NUM_THREADS, if somebody set it, with the cores: each rank has so many threads."""
-    text = environ.get("OMP_NUM_THREADS", "")
-    if not (text.isascii() and text.isdecimal() and int(text) > 1 and num_cores() < int(text) * num_ranks):
-        return []
-    return [
-        Finding(
-            check="devices.threads",
-            severity="warning",
-            found=f"OMP_NUM_THREADS is {text}, times {num_ranks} ranks, on {num_cores()} cores",
-            means="threads of ranks take turns on the cores, which is slower than fewer threads",
-            do="unset OMP_NUM_THREADS: ranks then share the cores out.",
-        )
-    ]
+    return findings

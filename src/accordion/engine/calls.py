@@ -33,7 +33,7 @@ def transform_error() -> UsageError:
 
 
 class Call:
-    """One call of a unit. State in transfer belongs to (call, backward task): a graph may be walked twice.
+    """One call of a unit. State of a backward in flight belongs to (call, backward task): a graph may be walked twice.
 
     `waiting`: for each backward task, how many inputs still lack the gradient with which the lease ends; with none, Gather ends
     it. Graph nodes hold a call; a call holds nodes of its inputs only, which lie before it: no cycle keeps a graph alive.

@@ -88,10 +88,11 @@ class Communicator:
         self._sum_options = _torch.all_reduce_options(self._async)
         # What torch puts around each backend to check it has none for several tensors before 2.12.
         self._coalesces = not _torch.checks_groups()
-        self._gather, self._exchange = _torch.gather_single(group), _torch.exchange_single(group)
-        self._scatter = _torch.reduce_scatter_single(group)
-        self._gather_coalesced = _torch.gather_coalesced(group)
-        self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
+        self._gather = _torch.collective(group, "all_gather_single")
+        self._exchange = _torch.collective(group, "all_to_all_single")
+        self._scatter = _torch.collective(group, "reduce_scatter_single")
+        self._gather_coalesced = _torch.collective(group, "all_gather_single_coalesced")
+        self._scatter_coalesced = _torch.collective(group, "reduce_scatter_single_coalesced")
 
     @property
     def is_ordered(self) -> bool:
@@ -149,7 +150,7 @@ class Communicator:
 
 
 def alone(device: torch.device) -> Communicator:
-    """A link of one rank: nothing is ever said on it."""
+    """Return a communicator of one rank, which never communicates."""
     return Communicator(None, device)
 
 
@@ -176,7 +177,7 @@ def carried(tensor: Tensor) -> Tensor:
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """(num_ranks, n): the 1-D `row` of every rank of a link of several; waits."""
+    """(num_ranks, n): the 1-D `row` of every rank of a communicator of several; waits."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()

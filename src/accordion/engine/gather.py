@@ -34,7 +34,7 @@ class Axis:
         self.one_node, self._algorithm = one_node, algorithm
 
     def takes_exchange(self, cuts: Sequence[Cut], itemsize: int) -> bool:
-        """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other: design 3.4."""
+        """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other."""
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
         if self.reduce.exchanges:
@@ -131,7 +131,7 @@ class FullBuffer:
 
 
 class AxisGather:
-    """How a group is gathered: shards of `shards` to the tensors of `full_buffer`. Made once; `steps` runs each time.
+    """How a group is gathered: from `shard_buffer` to the tensors of `full_buffer`. Made once; `steps` runs each time.
 
     Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
     """

@@ -141,7 +141,7 @@ class Group(ABC):
         """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
 
         Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
-        neither on `shard buffer.locals`, which are the same memory.
+        neither on `shard_buffer.locals`, which are the same memory.
         """
         return _torch.versions_of([p.sharded for p in self.params])
 

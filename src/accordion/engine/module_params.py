@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,14 +21,6 @@ class ModuleParams:
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
         self._shards = [p.sharded for p in params]
         self._storages = _torch.storages_of(self._shards)
-        # Runs of parameters that lie in one module: it, their names, which they are, and their shards.
-        self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice, list[nn.Parameter]]] = []
-        for ref, attr, i in self._places:
-            if self._runs and self._runs[-1][0] == ref and self._runs[-1][2].stop == i:
-                names, which, shards = self._runs.pop()[1:]
-                self._runs.append((ref, [*names, attr], slice(which.start, i + 1), [*shards, self._shards[i]]))
-            else:
-                self._runs.append((ref, [attr], slice(i, i + 1), [self._shards[i]]))
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
@@ -46,16 +36,12 @@ class ModuleParams:
         """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
         if self._shown:
             return
-        for ref, names, which, shards in self._runs:
+        for ref, attr, i in self._places:
             module = ref()
-            if module is None:
-                continue
-            kept = list(map(is_, map(module.__dict__["_parameters"].get, names), shards))
-            if False in kept:
-                name = self._params[which][kept.index(False)].name
+            if module is not None and module.__dict__["_parameters"].get(attr) is not self._shards[i]:
                 raise UsageError(
-                    f"parameter {name!r} was replaced after shard(), by functional_call or by assignment, and the sharded "
-                    "model would not use it; write into it under full_params(model, write=True)."
+                    f"parameter {self._params[i].name!r} was replaced after shard(), by functional_call or by assignment, and "
+                    "the sharded model would not use it; write into it under full_params(model, write=True)."
                 )
 
     def check_data(self) -> None:
@@ -114,18 +100,17 @@ class ModuleParams:
         # A module that registers its parameter again, as quantised ones do, may also do so while a backward recomputes it.
         left = self._in_registry or (self._in_dict and not in_dict)
         to_registry = fulls if registered else self._shards if left else None
-        for ref, names, which, _ in self._runs:
+        for ref, attr, i in self._places:
             module = ref()
             if module is None:
                 continue
             attributes = module.__dict__
             if to_registry is not None:
-                attributes["_parameters"].update(zip(names, to_registry[which], strict=True))
+                attributes["_parameters"][attr] = to_registry[i]
             if in_dict and fulls is not None:
-                attributes.update(zip(names, fulls[which], strict=True))
+                attributes[attr] = fulls[i]
             elif self._in_dict:
-                for name in names:
-                    attributes.pop(name, None)
+                attributes.pop(attr, None)
         self._in_registry, self._in_dict = registered, in_dict
         for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
             rnn: Any = ref()

@@ -103,8 +103,9 @@ class AxisReduce:
         self._out_pack = out[plan.pack]
         self.flag_sums = self._out_pack[msg.pack_numel :]
         self.results = [out] * (len(plan.taken) + len(plan.others))
-        for i, place in zip(plan.others, plan.places, strict=True):
-            self.results[i] = out.as_strided(*place)
+        view = out.as_strided
+        for i, (shape, stride, offset) in zip(plan.others, plan.places, strict=True):
+            self.results[i] = view(shape, stride, offset)
         self._whole = [out[part] for part in plan.whole]
         self._direct_out = [out[part] for part in plan.direct]
         self._direct: list[Tensor] = []

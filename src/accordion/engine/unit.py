@@ -86,7 +86,10 @@ LET_GO, ARRIVING, STANDING = FullParams  # each unit asks often, and through the
 
 
 class Unit:
-    """Owns the groups of one module and the count of leases on their full parameters; `window`: what modules see of them."""
+    """Owns the groups of one module and the count of leases on their full parameters.
+
+    `module_params`: what modules see of them.
+    """
 
     def __init__(
         self,
@@ -262,13 +265,14 @@ class Unit:
 
     def let_go(self, waits: bool = True) -> None:
         """Free the full parameters that nobody keeps; without `waits` not those for whose gather the host must wait."""
-        if self.leases == 0 and self.is_launched and self.context.waiter.broken is None:
-            if self._transfers:
-                if not waits and not all(transfer.ended for transfer in self._transfers):
-                    return
-                self._land()
-            if not (self.context.keeps_full or self.keep_until_stale):
-                self._close()
+        if self.leases or self.full_params is LET_GO or self.context.waiter.broken is not None:
+            return
+        if self._transfers:
+            if not waits and not all(transfer.ended for transfer in self._transfers):
+                return
+            self._land()
+        if not (self.context.keeps_full or self.keep_until_stale):
+            self._close()
 
     def _close(self) -> None:
         if self._opened_on is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,17 +21,21 @@ from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_c
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.adapters import ADAPTER, ADAPTER_WEIGHTS, adapter_config, adapter_weights
-from accordion.models.stored import StoredModel, check_weights, find_model, located, meta_model, tokenizer_of
+from accordion.models.stored import (
+    StoredModel,
+    cache_folder,
+    check_weights,
+    find_model,
+    located,
+    meta_model,
+    tokenizer_of,
+)
 from accordion.options import one_of, place
 
 PROG = "accordion export"
 NEEDS = ("onnx", "onnxscript", "onnx_ir")  # packages for --format onnx
-FORMATS = (*convert.FORMATS, "onnx", "peft", "gguf")
-SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors", ".gguf": "gguf"}  # of a TARGET that is one file
-GGUF = (
-    "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
-    "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
-)
+FORMATS = (*convert.FORMATS, "onnx", "peft")
+SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors"}  # of a TARGET that is one file
 OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
 OF_ONNX = (torch.float32, torch.float16)
 
@@ -47,12 +50,10 @@ class ExportOptions:
         target: path to write, which must not exist
         format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime, or NAME.onnx and
             NAME.onnx.data; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; of checkpoints `dcp`, a folder
-            of torch.distributed.checkpoint, and `torch`, one file of torch.save; `gguf` names the command of llama.cpp. The
-            default follows from TARGET: `onnx` or `safetensors` if its name ends so, else `hf`
+            of torch.distributed.checkpoint, and `torch`, one file of torch.save. The default follows from TARGET: `onnx` or
+            `safetensors` if its name ends so, else `hf`
         like: folder of transformers whose config.json and tokenizer go beside the weights of a checkpoint; the base of an adapter
         dtype: cast floating-point tensors, say BF16
-        tokenizer: tokenizer.json or folder of transformers, in place of the one beside the model
-        json: print JSON
     """
 
     source: str = place()
@@ -60,8 +61,6 @@ class ExportOptions:
     format: str | None = one_of(FORMATS, None)
     like: str | None = None
     dtype: str | None = one_of(sorted(CODES.values()), None)
-    tokenizer: str | None = None
-    json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +76,11 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
-    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "."), ".cache")
     try:
-        found = export(options, Path(home, "accordion"))
+        found = export(options, cache_folder(environ))
     except OSError as error:
         raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
-    if options.json:
-        print(json.dumps({"files": found.files, "left_out": found.left}, indent=2))
-    else:
-        print("\n".join([*(f"written: {file}" for file in found.files), *(f"left out: {what}" for what in found.left)]))
+    print("\n".join([*(f"written: {file}" for file in found.files), *(f"left out: {what}" for what in found.left)]))
     return 0
 
 
@@ -97,8 +92,6 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             raise UsageError(f"{key.upper()} is empty; give a path.")
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
-    if form == "gguf":
-        raise UsageError(GGUF)
     if named is not None and named != form:
         raise UsageError(
             f"--format is {form} and TARGET {options.target!r} is the name of a file of {named}; change one of them."
@@ -118,7 +111,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
         )
     if "://" in options.target:
         raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
-    stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
+    stored = find_model(options.source, cache, like=options.like)
     at = Path(os.path.abspath(options.target))
     if form == "onnx" and named is not None:
         return _onnx_file(stored, at, dtype)
@@ -137,7 +130,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # it does not say of what it is, or transformers does not know that
-            stored = find_model(path, cache, tokenizer=options.tokenizer, like=options.like)
+            stored = find_model(path, cache, like=options.like)
             model = None if options.like is None else meta_model(stored)
     if stored is not None and model is not None:
         check_weights(model, stored)

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from accordion.checkpoint.convert import check_model, sources_of, ties_of
 from accordion.checkpoint.format import DTYPES
-from accordion.checkpoint.manifest_of_files import StoredTensor
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.streamed import TensorSource
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
+from accordion.checkpoint.untrusted_files import (
+    HF_INDEX,
+    HF_SINGLE,
+    StoredTensor,
+    check_quantised,
+    read_header,
+    read_index,
+)
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.adapters import merged

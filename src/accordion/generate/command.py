@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import gettempdir
 
 from torch.distributed.distributed_c10d import Store
 
@@ -16,6 +15,7 @@ from accordion.generate.prompts import Prompt, read_prompts
 from accordion.generate.ranks import generate
 from accordion.models.stored import (
     StoredModel,
+    cache_folder,
     check_weights,
     computing,
     configuration_of,
@@ -45,11 +45,6 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     return launch.start(generate, (options, stored, prompts, kind), world)
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where `accordion train` keeps tokenizers and tokens."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
-
-
 def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOptions, cache: Path) -> None:
     if options.nproc not in (0, place.local_world):
         raise UsageError(
@@ -71,7 +66,7 @@ def _ranks(options: GenerateOptions) -> tuple[str, int]:
 
 def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
     """Everything that can go wrong before ranks start."""
-    stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
+    stored = find_model(options.source, cache)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:
         check_weights(computing(meta_model(stored)), stored)

@@ -29,8 +29,8 @@ def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[
     given = _given(options)
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
-            "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or give --tokenizer the "
-            "folder of a chat model."
+            "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or put the tokenizer of a "
+            "chat model beside the weights."
         )
     return [_as_tokens(where, prompt, options, tokenizer, config) for where, prompt in given]
 
@@ -113,7 +113,8 @@ def _as_tokens(
     rows = getattr(config, "vocab_size", None)
     if isinstance(rows, int) and max(ids) >= rows:
         raise UsageError(
-            f"{where} has token {max(ids)}, and the model has {rows} tokens; give --tokenizer the one that belongs to the model."
+            f"{where} has token {max(ids)}, and the model has {rows} tokens; put the tokenizer that belongs to the model beside "
+            "its weights."
         )
     longest, new = positions_of(config), options.max_new_tokens or 1
     if longest is not None and len(ids) + new > longest:

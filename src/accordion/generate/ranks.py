@@ -23,11 +23,12 @@ from accordion.generate.writer import TextWriter
 from accordion.models.stored import StoredModel, computing, dtype_of, meta_model, tokenizer_of
 from accordion.train.launch import RankPlace
 from accordion.weights.export import load_exported
-from accordion.weights.saved import load_saved
+from accordion.weights.meta_start import load_saved
 
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
+TIMEOUT = timedelta(minutes=10)  # after which a rank exits that waits for another one
 
 
 def generate(
@@ -39,7 +40,7 @@ def generate(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = _join(place, store, kind, timedelta(seconds=options.timeout_s))
+    device = _join(place, store, kind)
     whole = meta_model(stored, dtype_of(stored) if options.dtype == "auto" else DTYPES[options.dtype])
     model = computing(whole)
     new = num_new(options, prompts, model.config)
@@ -71,7 +72,7 @@ def _answer(writer: TextWriter, prompts: Sequence[Prompt], mine: range, batch: i
         printer.show()
 
 
-def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torch.device:
+def _join(place: RankPlace, store: Store, kind: str) -> torch.device:
     """Take this rank's device and join the group of all ranks."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
@@ -81,7 +82,7 @@ def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torc
         store=PrefixStore("accordion/group", store),
         rank=place.rank,
         world_size=place.world,
-        timeout=timeout,
+        timeout=TIMEOUT,
         device_id=None if kind == "cpu" else device,
     )
     return device

@@ -78,7 +78,7 @@ def settings_of(
         (p for p in (tokenizer.pad_token_id, getattr(own, "pad_token_id", None), *sorted(ends)) if p is not None), FIRST
     )
     draws = options.temperature > 0
-    how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k} if draws else {}
+    how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if draws else {}  # 0: no limit
     settings = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=draws,

@@ -18,8 +18,7 @@ from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-from accordion.integrations.completeness import is_whole
-from accordion.integrations.pairs import Pair, engines_of, paired, parts
+from accordion.integrations.pairs import Pair, engines_of, paired, parts, why_incomplete
 from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.whole_states import Beside
 from accordion.optim import clip_norm_of
@@ -191,7 +190,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The folder from which to load: without one the newest that was named by accelerate and is complete."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
-            lost = [name for name in names if not is_whole(folder, name)]
+            lost = [name for name in names if why_incomplete(folder / name)]
             if lost:
                 raise CheckpointError(
                     f"{folder} has no {' and no '.join(lost)}: it was not saved by this Accelerator, or its save was cut short; "
@@ -204,7 +203,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             Path(self.project_dir, "checkpoints").glob("checkpoint_*"), key=lambda p: int(p.name.rpartition("_")[2])
         )
         for folder in reversed(found):
-            if all(is_whole(folder, name) for name in names):
+            if not any(why_incomplete(folder / name) for name in names):
                 return folder
         raise CheckpointError(f"{self.project_dir}/checkpoints has no complete checkpoint of {', '.join(names)}.")
 

@@ -1,17 +1,8 @@
-"""Strategies for `Trainer` and `Fabric` of the package `lightning`, which shard on this engine."""
+"""`AccordionStrategy` for `Trainer` and `FabricStrategy` for `Fabric` of the package `lightning`."""
 
-from __future__ import annotations
-
-from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.strategies import DDPStrategy
-
+from accordion.integrations.lightning_common import over_ddp
 from accordion.integrations.lightning_fabrics import FabricMixin
 from accordion.integrations.lightning_trainer import TrainerMixin
 
-
-class AccordionStrategy(TrainerMixin, DDPStrategy):  # type: ignore[misc]
-    """`Trainer(strategy=AccordionStrategy(sharding=dict(...)))`: see `TrainerMixin`."""
-
-
-class FabricStrategy(FabricMixin, FabricDDPStrategy):  # type: ignore[misc]
-    """`Fabric(strategy=FabricStrategy(sharding=dict(...)))`: see `FabricMixin`."""
+AccordionStrategy = over_ddp("AccordionStrategy", TrainerMixin, "lightning.pytorch", __name__)
+FabricStrategy = over_ddp("FabricStrategy", FabricMixin, "lightning.fabric", __name__)

@@ -7,6 +7,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.errors import CheckpointError, UsageError
-from accordion.integrations.completeness import why_incomplete
+from accordion.integrations.pairs import why_incomplete
 from accordion.integrations.sharding import ShardArguments
 from accordion.sharding import Sharding
 from accordion.weights.initialise import initialise
@@ -123,6 +124,12 @@ class ShardedStrategy:
         """A folder of that name is in the way of a file."""
         if self.is_global_zero and (Path(path) / META).is_file():
             shutil.rmtree(path)
+
+
+def over_ddp(name: str, mixin: type[ShardedStrategy], package: str, module: str) -> type[Any]:
+    """Return a strategy class: `mixin` over the DDP strategy of a package of Lightning. `module`: the one that defines it."""
+    base = import_module(f"{package}.strategies").DDPStrategy
+    return type(name, (mixin, base), {"__doc__": mixin.__doc__, "__module__": module})
 
 
 def _initialise(module: nn.Module) -> None:

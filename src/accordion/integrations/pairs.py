@@ -1,15 +1,19 @@
-"""Sharded models with the optimizers of their parameters, as checkpoints of a library's job keep them."""
+"""Checkpoints of ours among a library's files: which optimizer is of which model, and whether a checkpoint is complete."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from accordion.checkpoint.reading import opened
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
-from accordion.errors import UsageError
+from accordion.errors import CheckpointError, UsageError
 from accordion.optim import inner_of
 
 Pair = tuple[nn.Module, list[Any]]
@@ -42,3 +46,13 @@ def parts(pairs: list[Pair]) -> Iterator[tuple[str, nn.Module, Any]]:
 def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
     engines = [engine for model in models if (engine := engine_of(model)) is not None]
     return list({id(engine): engine for engine in engines}.values())
+
+
+def why_incomplete(folder: Path) -> str:
+    """Return what a folder of `accordion.save` lacks by its manifest and the sizes of its files; empty if it is complete."""
+    try:
+        with closing(opened(checkpoint_at(folder))) as files:
+            files.check_sizes()
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -1,17 +1,8 @@
-"""Strategies for `Trainer` and `Fabric` of the older packages of Lightning, which shard on this engine."""
+"""`AccordionStrategy` for `Trainer` and `FabricStrategy` for `Fabric` of the older packages of Lightning."""
 
-from __future__ import annotations
-
-from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
-from pytorch_lightning.strategies import DDPStrategy
-
+from accordion.integrations.lightning_common import over_ddp
 from accordion.integrations.lightning_fabrics import FabricMixin
 from accordion.integrations.lightning_trainer import TrainerMixin
 
-
-class AccordionStrategy(TrainerMixin, DDPStrategy):  # type: ignore[misc]
-    """`Trainer(strategy=AccordionStrategy(sharding=dict(...)))`: see `TrainerMixin`."""
-
-
-class FabricStrategy(FabricMixin, FabricDDPStrategy):  # type: ignore[misc]
-    """`Fabric(strategy=FabricStrategy(sharding=dict(...)))`: see `FabricMixin`."""
+AccordionStrategy = over_ddp("AccordionStrategy", TrainerMixin, "pytorch_lightning", __name__)
+FabricStrategy = over_ddp("FabricStrategy", FabricMixin, "lightning_fabric", __name__)

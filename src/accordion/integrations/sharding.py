@@ -17,8 +17,7 @@ from accordion.config import Precision
 from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
 from accordion.integrations.buffers import FirstRanksBuffers
-from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
-from accordion.safety.steps import refuse_adafactor
+from accordion.optim import ELEMENTWISE, inner_of, refuse_adafactor, wrap_optimizer
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
 from accordion.sharding import Sharding

@@ -17,7 +17,7 @@ from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
-from accordion.integrations.completeness import why_incomplete
+from accordion.integrations.pairs import why_incomplete
 from accordion.integrations.sharding import ShardArguments
 from accordion.sharding import Sharding
 from accordion.state import Only

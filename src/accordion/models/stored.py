@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Literal
 
 import torch
@@ -59,18 +60,21 @@ class StoredModel:
         return self.adapter or self.path
 
 
-def find_model(
-    source: str, cache: Path | None = None, *, tokenizer: str | None = None, like: str | None = None
-) -> StoredModel:
-    """The model that `source` names; nothing of its weights is read. Raises `UsageError` for what is none.
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder in which `accordion train` keeps the tokenizers that it trained."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
-    `cache`: folder in which `accordion train` keeps the tokenizers that it trained. `tokenizer`: taken in place of the model's
-    own. `like`: a folder of transformers, whose config.json describes a checkpoint that does not say itself of what it is.
+
+def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
+    """Return the model that `source` names; nothing of its weights is read. Raises `UsageError` if there is none.
+
+    `cache`: of `cache_folder`. `like`: a folder of transformers, whose
+    config.json describes a checkpoint that does not say itself of what it is, or the base of an adapter.
     """
     kind, path = located(source)
     if kind == "adapter":
-        return _of_adapter(Path(path), cache, tokenizer, like)
-    return _of_folder(Path(path), tokenizer) if kind == "folder" else _of_checkpoint(path, cache, tokenizer, like)
+        return _of_adapter(Path(path), cache, like)
+    return _of_folder(Path(path)) if kind == "folder" else _of_checkpoint(path, cache, like)
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
@@ -119,38 +123,36 @@ def _checkpoints_of_run(path: Path) -> Path:
     return Path(own) if isinstance(own, str) and Path(own).is_dir() else inside
 
 
-def _of_checkpoint(path: str, cache: Path | None, tokenizer: str | None, like: str | None) -> StoredModel:
+def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {path!r}: {error}") from None
     extra = extra if isinstance(extra, dict) else {}
     if isinstance(extra.get("adapter"), dict):
-        return _of_trained_adapter(path, extra, cache, tokenizer, like)
+        return _of_trained_adapter(path, extra, cache, like)
     config = extra.get("model_config") if like is None else _described(Path(like), "like")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError(
             f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
-            f"extra); give --like a folder with the {CONFIG} of that model."
+            f"extra); export it with --like a folder that has the {CONFIG} of that model."
         )
-    found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, like)
+    found = _tokenizer_of_checkpoint(Path(path), extra, cache, like)
     generation = extra.get("generation_config") if like is None else generation_config(Path(like))
     return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found, generation=generation)
 
 
-def _of_trained_adapter(
-    path: str, extra: Mapping[str, Any], cache: Path | None, tokenizer: str | None, like: str | None
-) -> StoredModel:
+def _of_trained_adapter(path: str, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> StoredModel:
     """A checkpoint that holds what a run trained beside a base, and says which that is."""
     said = extra["adapter"]
     named = like or said.get("base")
     if not isinstance(named, str) or not Path(named).is_dir():
         raise UsageError(
-            f"SOURCE {path!r} is a checkpoint of an adapter of the base {named!r}, which is no folder here; give --like the "
-            "folder of the base."
+            f"SOURCE {path!r} is a checkpoint of an adapter of the base {named!r}, which is no folder here; export it with "
+            "--like the folder of the base."
         )
-    base = _of_folder(Path(named), tokenizer)
-    found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
+    base = _of_folder(Path(named))
+    found = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
     generation = extra.get("generation_config", base.generation)
     ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
     config = {**base.config, "eos_token_id": ends or None}
@@ -175,20 +177,19 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
     return None
 
 
-def _of_adapter(path: Path, cache: Path | None, tokenizer: str | None, like: str | None) -> StoredModel:
+def _of_adapter(path: Path, cache: Path | None, like: str | None) -> StoredModel:
     described = _described(path, "SOURCE", ADAPTER)
     named = like or described.get("base_model_name_or_path")
     if not isinstance(named, str) or not Path(named).is_dir():
         raise UsageError(
-            f"SOURCE {str(path)!r} is an adapter of the base {named!r}, which is no folder here; give --like the folder of the "
-            "base."
+            f"SOURCE {str(path)!r} is an adapter of the base {named!r}, which is no folder here; export it with --like the "
+            "folder of the base."
         )
-    base = find_model(named, cache, tokenizer=tokenizer)
-    words = str(path) if has_tokenizer(path) and tokenizer is None else base.tokenizer
-    return replace(base, tokenizer=words, adapter=str(path))
+    base = find_model(named, cache)
+    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
 
 
-def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
+def _of_folder(path: Path) -> StoredModel:
     config = _described(path, "SOURCE")
     if not isinstance(config.get("model_type"), str):
         raise UsageError(f"SOURCE {str(path)!r} is no model: its {CONFIG} names no model_type.")
@@ -199,7 +200,7 @@ def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
         kind="folder",
         path=str(path),
         config=config,
-        tokenizer=_given(tokenizer) or (str(path) if has_tokenizer(path) else None),
+        tokenizer=str(path) if has_tokenizer(path) else None,
         generation=generation_config(path),
     )
 
@@ -225,17 +226,6 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _given(tokenizer: str | None) -> str | None:
-    if tokenizer is None:
-        return None
-    path = Path(tokenizer)
-    if path.is_file() or has_tokenizer(path):
-        return tokenizer
-    raise UsageError(
-        f"--tokenizer {tokenizer!r} is neither a tokenizer.json nor a folder with a tokenizer of transformers."
-    )
-
-
 # -- what transformers makes of it
 
 
@@ -258,8 +248,8 @@ def tokenizer_of(stored: StoredModel) -> Any:
 
     if stored.tokenizer is None:
         raise UsageError(
-            f"SOURCE {str(stored)!r} has no tokenizer beside it, and the cache of `accordion train` has none of it; give "
-            "--tokenizer a tokenizer.json or a folder of transformers."
+            f"SOURCE {str(stored)!r} has no tokenizer beside it, and the cache of `accordion train` has none of it; put a "
+            "tokenizer.json beside it."
         )
     path = Path(stored.tokenizer)
     alone = path if path.is_file() else path / TOKENIZER

@@ -1,12 +1,19 @@
-"""What a result looks like, as plain data: tables of text, charts of numbers; for the screen, JSON and HTML alike."""
+"""A result as plain data: tables of text, charts of numbers; for the screen, JSON and HTML alike."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Literal
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
+from accordion.errors import UsageError
 from accordion.pages.stats import Spread
+
+FOLDER = Path("runs/bench")
+"""The folder of all results of benchmarks, below the current one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,24 +25,21 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """`kind`: bars, `lines` over numbers of ranks, `curves` over steps.
-
-    `series`: name -> (label or number on the x axis -> value)."""
+    """Curves over steps. `series`: name -> (step -> value)."""
 
     title: str
     unit: str
-    kind: Literal["stacked", "grouped", "lines", "curves"]
     series: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A whole result. `name`: of its files. `data`: all numbers, what JSON holds."""
+    """A whole result. `name`: of its files. `title`: of its HTML. `data`: all numbers, for JSON."""
 
     name: str
-    title: str
     notes: Sequence[str]
     tables: Sequence[Table]
+    title: str = ""
     charts: Sequence[Chart] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,8 +53,27 @@ def mebi(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f}"
 
 
+def check_folder(folder: Path) -> Path:
+    """Create `folder` if it is missing, and return it. Raises `UsageError` if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written to {str(folder)!r}: {error.strerror}; run in another folder."
+        ) from None
+
+
+def write(page: Page, folder: Path) -> Path:
+    """Write the page's data to `<name>.json` in `folder`, and return its path."""
+    path = folder / f"{page.name}.json"
+    path.write_text(json.dumps(plain_data(page.data), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
 def plain_data(value: Any) -> Any:
-    """`value` as JSON takes it: dataclasses as mappings, tuples of names as `a / b`."""
+    """Return `value` as JSON takes it: dataclasses as mappings, tuples of names as `a / b`."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, Mapping):

@@ -1,18 +1,12 @@
-"""Where a page goes: tables on the screen, JSON, and one HTML file that needs nothing beside it."""
+"""Where a page goes: tables on the screen, and one HTML file that needs nothing beside it."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import struct
-from base64 import b85encode
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
-from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -38,26 +32,6 @@ h1, h2, li {{ overflow-wrap: anywhere }} td {{ overflow-wrap: break-word }}
   .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
   .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
 </style></head><body><h1>{title}</h1>"""
-# plotly's script is 4.8 MB, and 1.8 packed so, with what it draws; browsers unpack it since 2023.
-ALPHABET = b85encode(b"".join(struct.pack(">I", i) for i in range(85)))[4::5].decode().replace("<", ",")
-UNPACK = """<script>
-(async () => {{
-  const text = document.getElementById("packed").textContent, values = new Map([...{alphabet}].map((c, i) => [c, i]));
-  const bytes = new DataView(new ArrayBuffer(text.length / 5 * 4));
-  for (let i = 0, at = 0; i < text.length; i += 5, at += 4) {{
-    let value = 0;
-    for (let j = 0; j < 5; j++) value = value * 85 + values.get(text[i + j]);
-    bytes.setUint32(at, value);
-  }}
-  const plain = new Blob([bytes.buffer.slice(0, {length})]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const script = document.createElement("script");
-  script.textContent = await new Response(plain).text();
-  document.head.append(script);
-}})();
-</script>"""
-DRAW = """
-;[{figures}].forEach((chart, i) => Plotly.newPlot(`chart-${{i}}`, chart.data, chart.layout, {config}));
-"""
 # Without buttons, which would cover the titles on a phone; a double click zooms out.
 CONFIG = {"responsive": True, "displayModeBar": False}
 
@@ -103,66 +77,36 @@ def _least_width(table: Table) -> int:
     return sum(max(map(len, found), default=0) + 3 for found in words) + 1
 
 
-def write(page: Page, folder: Path) -> tuple[Path, Path]:
-    """Write `<name>.json` and `<name>.html` into `folder`; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, html = folder / f"{page.name}.json", folder / f"{page.name}.html"
-    data.write_text(json.dumps(page.data, indent=1) + "\n", encoding="utf-8")
-    html.write_text(as_html(page), encoding="utf-8")
-    return data, html
-
-
 def as_html(page: Page) -> str:
-    """The whole page, plotly's script included once."""
+    """Return the whole page, plotly's script included once."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
-    machine = page.data.get("machine") or page.data.get("comparison", {}).get("machine", {})
-    about = html_table(Table(title="machine", columns=["", ""], rows=[[k, str(v)] for k, v in machine.items()]))
+    rows = [[key, str(value)] for key, value in page.data.get("machine", {}).items()]
+    about = html_table(Table(title="machine", columns=["", ""], rows=rows))
     charts = drawn([figure(chart) for chart in page.charts])
     body = "".join([f"<ul>{notes}</ul>", *charts, *map(html_table, page.tables), about])
     return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
 
 
 def drawn(charts: Sequence[go.Figure]) -> list[str]:
-    """Charts as HTML, with plotly's script and what draws them in the last."""
-    if not charts:
-        return []
-    heights = [chart.layout.height or 450 for chart in charts]
-    places = [f'<div id="chart-{i}" style="height:{h}px; width:100%"></div>' for i, h in enumerate(heights)]
-    draw = DRAW.format(figures=",".join(chart.to_json() for chart in charts), config=json.dumps(CONFIG))
-    code = gzip.compress((get_plotlyjs() + draw).encode(), mtime=0)
-    packed = b85encode(code + bytes(-len(code) % 4)).decode().replace("<", ",")
-    places[-1] += f'<script type="text/plain" id="packed">{packed}</script>' + UNPACK.format(
-        alphabet=json.dumps(ALPHABET), length=len(code)
-    )
-    return places
+    """Return figures of plotly as HTML; the first has plotly's script."""
+    return [
+        chart.to_html(config=CONFIG, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}")
+        for i, chart in enumerate(charts)
+    ]
 
 
 def figure(chart: Chart) -> go.Figure:
-    """Bars side by side or on each other, lines over a logarithmic number of ranks, or curves over steps."""
-    made = go.Figure()
+    """Return curves over steps as a figure of plotly."""
+    drawing = go.Figure()
     for name, points in chart.series.items():
-        x, y = list(points), list(points.values())
-        if chart.kind == "lines":
-            made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode="lines+markers"))
-        elif chart.kind == "curves":
-            mode = "lines" if len(x) > FEW else "lines+markers"
-            made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode=mode))
-        else:
-            made.add_trace(go.Bar(name=name, x=x, y=y))
-    laid_out(made, chart.title, chart.unit)
-    if chart.kind == "curves":
-        made.update_xaxes(title="step")
-        return made
-    made.update_yaxes(rangemode="tozero")
-    if chart.kind == "lines":
-        made.update_xaxes(type="log", title="ranks")
-    else:
-        made.update_layout(barmode="stack" if chart.kind == "stacked" else "group")
-    return made
+        mode = "lines" if len(points) > FEW else "lines+markers"
+        drawing.add_trace(go.Scatter(name=name, x=[float(x) for x in points], y=list(points.values()), mode=mode))
+    drawing.update_xaxes(title="step")
+    return laid_out(drawing, chart.title, chart.unit)
 
 
 def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
-    """A chart whose legend is below, so that a phone shows it whole."""
+    """Return a chart whose legend is below, so that a phone shows it whole."""
     chart.update_layout(
         title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
         legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,

@@ -58,6 +58,7 @@ def plan(
     task = trained(workload)
     if search.expert_parallel > 1:
         check_experts(task.model, task.name, search.expert_parallel)
+        task = replace(task, remarks=[*task.remarks, EVENLY.format(search.expert_parallel)])
     space = _space(workload, cluster, base, search, task, "units" in fixed)
     num_params = sum(p.numel() for p in task.model.parameters())  # which the first trace shortens
     space, measured = calibrated(space)

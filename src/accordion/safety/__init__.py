@@ -1,1 +1,5 @@
-"""What watches a model in training: each file is one net, attached to the engine from outside."""
+"""Checks that watch a model in training: each file is one, attached to the engine from outside."""
+
+from accordion.safety.liveness.crash_reports import report_crashes
+
+__all__ = ["report_crashes"]

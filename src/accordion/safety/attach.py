@@ -12,6 +12,7 @@ from accordion.offload.tiers import Tiers
 from accordion.safety.agreement import OrderAgreement
 from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
+from accordion.safety.dtensor_calls import AnomalyChecks
 from accordion.safety.finite import FiniteCheck
 from accordion.safety.first_inputs import FirstInputs, have_own_data
 from accordion.safety.forward_writes import ForwardWrites
@@ -42,6 +43,7 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     if "finite" in debug:
         engine.observers.attach(FiniteCheck(engine))
     engine.observers.attach(OverflowSpread(engine))
+    engine.observers.attach(AnomalyChecks())
     for each in hooks:
         guard(each)
         for module in each.attached_modules():

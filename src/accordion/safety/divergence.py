@@ -1,15 +1,16 @@
-"""Whether all ranks do the same: asked where a rank does what it did not do last time, and where one is waited for long."""
+"""Detect ranks that execute different steps.
+
+Ranks meet when one leaves the recorded order, and each tells where it is when a wait takes long.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import math
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -23,24 +24,26 @@ from accordion.engine.context import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.causes import ADVICE, advice
-from accordion.safety.party_line import PartyLine, echo_s, in_hand, is_out_of_time, of_another, told
+from accordion.safety.liveness import wording
+from accordion.safety.liveness.hub import ECHO_S, Hub
+from accordion.safety.liveness.messages import MeetingOver
+from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
-# Beyond the time-out of the job's process group, if that is shorter: in a collective ranks wait no longer. What follows, the
+# Beyond the timeout of the job's process group, if that is shorter: in a collective ranks wait no longer. What follows, the
 # question to the others and the program's end, has to fit into the five seconds that are promised, too.
 MARGIN_S = 1.0
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
-HEARD_S = 2.0  # in which ranks that part have said where they are
-NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
+HEARD_S = 2.0  # in which ranks that have diverged have said where they are
+NOTICE_S = 0.05  # after it a rank that waits looks whether others have called a meeting
 NOTICE = timedelta(seconds=NOTICE_S)
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
-CALM_PASSES = (
-    3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
-)
-SAID_STEPS = 8  # how often ranks tell the first one the digest of their steps, where no reduce bears it
-POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
+# After so many forwards without a meeting a device is not asked to compare tags: it would take kernels.
+CALM_PASSES = 3
+SAID_STEPS = 8  # how often ranks tell the first one the digest of their steps, if no reduce bears it
+POLLS = 3  # one after the other, in all of which ranks must be found to wait in a circle: one may just be leaving
 UNHEARD = (
     'Here ranks that wait in a collective cannot be asked, and end by the backend\'s time-out; debug="order" has all ranks '
     "agree on each unit."
@@ -48,20 +51,26 @@ UNHEARD = (
 
 
 Noticed = Callable[[str], dict[int, dict[str, Any]]]
-"""Given what this rank does: meets the others, and gives what each of them says."""
+"""Callback that joins the meeting called by another rank: takes what this rank does, returns what each rank says."""
 
 
 class DivergenceMonitor(Observer):
-    """Owns what this rank tells the others of where it is, through the job's store. Nothing is said in the common case.
+    """Tells the other ranks where this one is, over the hub of the model's ranks. Nothing is said in the common case.
 
-    Ranks meet where one leaves the order of the last pass. A rank that did not leave it waits in its next collective
-    meanwhile, notices that others ask, and comes too; `OrderAgreement` finds what each does. Where ranks wait for each other in
-    other ways, each says so after `PATIENCE_S`: when all wait and nobody can go on, each says where all are.
+    Ranks meet if one leaves the order of the last pass. A rank that did not leave it waits in its next collective meanwhile,
+    notices the meeting and comes too; `OrderAgreement` finds what each does. If ranks wait for each other in other ways, each
+    posts where it is after `PATIENCE_S`: when all wait and nobody can go on, each says where all are.
     On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves after `LOST_S`.
     """
 
-    def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int]) -> None:
-        """`communicators`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
+    def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
+        """Make the monitor of a model. A collective.
+
+        Args:
+            communicators: those of this rank.
+            ranks: all ranks of the model, by their number in the job.
+            hub: of these ranks; by default the job's.
+        """
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self._ranks = sorted(ranks)
         # Ranks that wait do so on their devices, or in works of which no wait may time out, and are not asked meanwhile.
@@ -69,35 +78,35 @@ class DivergenceMonitor(Observer):
         self.listens = bool(communicators)  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self._noticed: Callable[[], Noticed | None] = lambda: None
-        self._posted, self._num_looks = False, 0
-        self._num_met = 0
+        self._post: dict[str, Any] | None = None  # what others see of this rank
+        self._num_looks = self._num_met = 0
         self.num_calm = 0  # forwards of the whole model since ranks met
-        self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
         self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
-        # Weakly: it ends with the job's process groups, which a model may outlive.
-        self._line: Callable[[], PartyLine | None] = lambda: None
-        self._store: Any = None  # an `AskedStore` where there are other ranks
-        if self.listens:
-            line = PartyLine.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
-            self._store = line.store
-            line.names_waits = line.names_waits or self.asks_in_vain
-            self._line = weakref.ref(line)
+        self._own_hub = hub
+        if self.listens and hub is None:
+            self._own_hub = hub = Hub.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
+            hub.position.may_wait_on_device |= self.asks_in_vain
         self.num_steps = 0  # of optimizers, on parameters of this model
         self._failed_in = ""  # the unit in whose forward an error came up
-        self._has_told = False
         self._facts: dict[str, Any] = {}  # of this rank's last passes, for `advice`
         self._awaits_backward = self._has_caught = self._in_backward = False
         # Of `StepWatch`: what it tells of this rank's steps, and what differs between those of ranks.
         self.history: Callable[[], dict[str, Any]] = dict
         self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
 
+    @property
+    def _hub(self) -> Hub | None:
+        """The hub of the model's ranks; None without other ranks, and after the job's process groups, which it ends with."""
+        hub = self._own_hub
+        return None if hub is None or hub.is_closed else hub
+
     def listen(self, noticed: Noticed) -> None:
-        """Have the method `noticed`, of an object that others keep, called when this rank waits and others ask where it is."""
+        """Have the method `noticed`, of an object that others keep, called if others call a meeting while this rank waits."""
         self._noticed = weakref.WeakMethod(noticed)
 
     def check(self) -> None:
-        """Raise where a pass of the model could not end: ranks have parted before, or this one has left its process group."""
-        if self.listens and self._line() is None and not dist.is_initialized():
+        """Raise if a pass of the model could not end: ranks have diverged before, or this one has left its process group."""
+        if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), where its ranks cannot reach each other; call it "
                 "before, or shard it again in the next process group."
@@ -112,7 +121,7 @@ class DivergenceMonitor(Observer):
         self.forget()
         if self._in_backward:  # which an error has ended
             self._has_caught, self._in_backward = True, False
-            self._facts["caught"] = f"failed {self._last_phase()}{in_hand(sys.exception())}"
+            self._facts["caught"] = f"failed {self._last_phase()}{wording.while_handling(sys.exception())}"
         self._facts = {
             "evaluates": not differentiable,
             "left_out": self._awaits_backward,
@@ -130,7 +139,7 @@ class DivergenceMonitor(Observer):
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, DivergenceError):  # of that every rank knows
-            failed = f"{told(error, self._phase('in the forward'))}{self._failed_in}"
+            failed = f"{wording.failure(error, self._phase('in the forward'))}{self._failed_in}"
             self.tell(failed)
             self._has_caught, self._facts["caught"] = True, failed
         self._failed_in = ""
@@ -145,171 +154,136 @@ class DivergenceMonitor(Observer):
         self._enters("after the backward")
 
     def _enters(self, where: str) -> None:
-        line = self._line()
-        if line is not None:
-            line.phase, line.doing = self._phase(where), None
+        if (hub := self._hub) is not None:
+            hub.position.phase, hub.position.doing = self._phase(where), None
 
     def _last_phase(self) -> str:
-        line = self._line()
-        return "" if line is None else line.phase
+        hub = self._hub
+        return "" if hub is None else hub.position.phase
 
     def _phase(self, where: str) -> str:
         return f"{where} of step {self.num_steps + 1}"
 
-    # -- before a step that needs a word
+    def busy(self, what: str | None) -> None:
+        """Set what this rank does with others, for those who ask."""
+        if (hub := self._hub) is not None:
+            hub.position.doing = what
+
+    def _doing(self, what: str) -> str:
+        phase = self._last_phase()
+        if not phase:
+            return what
+        return f"{what} (step {self.num_steps + 1})" if "ward" in what else f"{what} {phase}"
+
+    # -- meetings
 
     def meet(self, said: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has come here; give what each `said`, by rank, or None where all said the same.
+        """Wait until every rank has come here; return what each `said`, by rank, or None if all said the same.
 
-        `said`: JSON; `what` in it is for messages. Raises `DivergenceError` where ranks wait for each other elsewhere.
+        `said`: JSON; `what` in it is for messages. Raises `DivergenceError` if ranks wait for each other elsewhere.
         """
         self.num_calm = 0
-        if self._store is None:
+        if (hub := self._hub) is None:
             return None
-        here, what, everyone = f"{self._prefix}/met/{self._num_met}", said["what"], len(self._ranks)
-        mine = _as_summand(json.dumps(said), everyone)
-        total = self._asked(self._store.add, f"{here}/all", mine, what=what)
-        if not _is_of_all(total, everyone):
-            total = self._until(lambda: self._total_of_all(f"{here}/all"), what)
-        found = None
-        if total != everyone * mine:
-            keys = [f"{here}/{rank}" for rank in self._ranks]
-            self._asked(self._store.set, f"{here}/{self._rank}", json.dumps({**said, **self._facts}), what=what)
-            self._until(lambda: self._store.check(keys), what)
-            found = {r: json.loads(self._store.get(key)) for r, key in zip(self._ranks, keys, strict=True)}
+        name = self._meeting
+        hub.arrive(name, len(self._ranks), json.dumps(said), self._facts, wakes=True)
+        over = self._until(hub, lambda: hub.over(name), said["what"])
         self.forget()
         self._num_met += 1
-        for key in self._passed:  # every rank has passed the one before
-            self._store.delete_key(key)
-        of_all = (f"{here}/all",) if self._rank == self._ranks[0] else ()
-        self._passed = of_all if found is None else (f"{here}/{self._rank}", *of_all)
-        return found
+        return None if over.said is None else {rank: {**json.loads(text), **facts} for rank, text, facts in over.said}
 
-    def _total_of_all(self, key: str) -> int | None:
-        """What all have added up, once the last has come."""
-        total: int = self._store.add(key, 0)
-        return total if _is_of_all(total, len(self._ranks)) else None
+    @property
+    def _meeting(self) -> str:
+        """The name of the next meeting, the same on all ranks."""
+        return f"{self._prefix}/{self._num_met}"
 
-    def _until(self, ask: Callable[[], Any], what: str) -> Any:
-        """Wait until `ask` gives something, which other ranks bring about; gives that."""
+    def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        num_apart, next_s, deadline, waits = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s, False
-        while not (answer := self._asked_for(ask, next_s, what)):
+        num_circles, next_s = 0, min(PATIENCE_S, lost_s)
+
+        def look(waited_s: float) -> None:
+            nonlocal num_circles, next_s
+            if (gone := self._gone(self._ranks)) is not None and not hub.has_over(self._meeting):
+                self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
+            if waited_s < next_s:
+                return
+            next_s = waited_s + POLL_S
             self.busy(what)
-            if self.asks_in_vain and not waits:
-                waits = self._say_waits(self._doing(what))
-            num_apart, next_s = self._look(self._ranks, what, num_apart), POLL_S
-            if time.monotonic() > deadline:
-                text = f"this rank {what}, and other ranks have come to nothing new in {lost_s:g} s"
-                self.fail(f"{text}{self._unheard(self._posts(), ': ')}; {ADVICE}")
+            num_circles = self._look(hub, self._ranks, what, num_circles)
+
+        over = poll(ready, lost_s, look, hub.pause)
+        if over is None:
+            self.fail(wording.nothing_new(what, lost_s, self._unheard(hub, hub.posts(self._prefix)), ADVICE))
         self.busy(None)
-        if waits:
-            self._say_waits("")
-        return answer
+        return over
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
-        """What all ranks have said does not go together."""
-        self.fail(f"ranks are not at the same place: {_each(said)}; {advice(said)}")
-
-    def _asked_for(self, ask: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        """The first answer that is something, or nothing in time. A wait in the store would warn of its time-out on stderr."""
-        deadline, pause_s = time.monotonic() + timeout_s, 5e-5
-        while not (answer := self._asked(ask, what=what)):
-            if (gone := self._gone(self._ranks)) is not None and not (answer := self._asked(ask, what=what)):
-                self._break(f"while this rank {self._doing(what)}, rank {gone[0]} {gone[1]}", of_rank=gone[0])
-            if answer or time.monotonic() > deadline:
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
-        return answer
-
-    def _asked(self, ask: Callable[..., Any], *args: Any, what: str) -> Any:
-        """What the store answers, which ends with the rank that keeps it."""
-        try:
-            return ask(*args)
-        except RuntimeError as error:
-            self._echo(what, error)
+        """Fail because what all ranks have said does not go together."""
+        self.fail(wording.not_together(said, advice(said)))
 
     # -- other ranks that are gone
 
     def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Who of `ranks` has ended, or because of whom, and how."""
-        line = self._line()
-        if line is None or (gone := line.gone(ranks)) is None:
+        """Return the rank of `ranks` that has ended, or because of which one has, and what happened to it."""
+        if (hub := self._hub) is None or (gone := hub.gone(ranks)) is None:
             return None
-        return line.cause(0.0, self._prefix) or gone
-
-    def busy(self, what: str | None) -> None:
-        """What this rank does with others, for those who ask."""
-        line = self._line()
-        if line is not None:
-            line.doing = what
-
-    def _say_waits(self, what: str) -> bool:
-        line = self._line()
-        if line is not None:
-            line.say_waits(what)
-        return bool(what)
-
-    def _doing(self, what: str) -> str:
-        line = self._line()
-        if line is None or not line.phase:
-            return what
-        return f"{what} (step {self.num_steps + 1})" if "ward" in what else f"{what} {line.phase}"
-
-    def _where(self, ranks: Sequence[int]) -> dict[int, str]:
-        line = self._line()
-        return {} if line is None else line.where(ranks)
+        return hub.cause(0.0, self._prefix) or gone
 
     def _echo(self, what: str, error: BaseException) -> NoReturn:
-        """A backend or the store has failed under this rank: mostly because of another one, who is named."""
-        line = self._line()
-        cause = None if line is None else line.cause(echo_s(error), self._prefix)
-        if cause is None and self._store is not None and (lost := self._store.lost()):
-            self._break(f"while this rank {self._doing(what)}, {lost}", error)
-        if cause is not None:
-            self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
-        said = str(error).splitlines()[0]
-        others = "" if line is None else line.told_of(self._ranks, all_of_them=is_out_of_time(error))
-        if others:
-            timeout_s = _torch.timeout_s_of_job()
-            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {others}"
-            self.fail(f"{text}; all ranks must do the same with the model.", error)
-        # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
-        text = f"a collective failed while this rank {what}: {said}; another rank has failed, "
-        self.fail(f"{text}cannot be reached, or is elsewhere: {ADVICE}", error)
+        """A backend has failed under this rank: mostly because of another one, who is named."""
+        if (hub := self._hub) is not None:
+            is_out_of_time = wording.is_out_of_time(error)
+            cause = hub.cause(0.0 if is_out_of_time else ECHO_S, self._prefix)
+            if cause is not None:
+                self._break(wording.meanwhile(self._doing(what), *cause), error, of_rank=cause[0])
+            if others := hub.others(self._ranks, silent_too=is_out_of_time):
+                self.fail(wording.absent(self._doing(what), _torch.timeout_s_of_job(), others), error)
+        self.fail(wording.collective_failed(what, error, ADVICE), error)
 
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
+        """Wait for works; raise `DivergenceError` if another rank has failed, or is somewhere else for good."""
+        # Without a timeout, until the backend's own is over.
+        notice = NOTICE if pending.communicator.can_poll else None
         for work in pending.works:
-            num_apart, waited_s, asked_s, gone_s, next_s = 0, 0.0, None, None, NOTICE_S
-            timeout = NOTICE if pending.communicator.can_poll else None  # without one, until the backend's own
-            while not self._done(work, timeout, what):
-                waited_s += next_s
-                next_s = min(2 * next_s, POLL_S)
-                timeout = timedelta(seconds=next_s)
-                self.busy(what)
-                if (gone := self._gone(pending.communicator.ranks)) is not None and gone_s is None:
-                    gone_s = waited_s
-                if gone is not None and waited_s - (gone_s or 0.0) >= POLL_S and not work.is_completed():
-                    self._break(f"while this rank {self._doing(what)}, rank {gone[0]} {gone[1]}", of_rank=gone[0])
-                if self._store is not None and self._asked(
-                    self._store.check, [f"{self._prefix}/met/{self._num_met}/all"], what=what
-                ):
-                    noticed = self._noticed()
-                    assert noticed is not None, "who meets others can be asked by them"
-                    said, asked_s = noticed(what), waited_s if asked_s is None else asked_s
-                    if waited_s - asked_s > POLLS * PATIENCE_S and not work.is_completed():
-                        self.apart(said)  # was asked before, and is where it was
-                elif waited_s >= PATIENCE_S:
-                    num_apart = self._look(pending.communicator.ranks, what, num_apart)
+            if not self._done(work, notice, what):
+                self._wait_long(work, pending.communicator.ranks, what)
         for work in pending.sends:
             self._done(work, None, what)
-        if self._posted:
+        if self._post is not None:
             self.forget()
             self.busy(None)
+
+    def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
+        """Wait for a work, and look now and then what became of the ranks that take part in it."""
+        done, num_circles = False, 0
+        gone_s: float | None = None  # when a rank was first seen to be gone
+        called_s: float | None = None  # when others first called a meeting
+
+        def wait(seconds: float) -> None:
+            nonlocal done
+            done = self._done(work, timedelta(seconds=seconds), what)
+
+        def look(waited_s: float) -> None:
+            nonlocal num_circles, gone_s, called_s
+            self.busy(what)
+            if (hub := self._hub) is None:
+                return
+            if (gone := self._gone(ranks)) is not None:
+                gone_s = waited_s if gone_s is None else gone_s
+                if waited_s - gone_s >= POLL_S and not work.is_completed():
+                    self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
+            if hub.is_called(self._meeting):
+                noticed = self._noticed()
+                assert noticed is not None, "who meets others can be asked by them"
+                said, called_s = noticed(what), waited_s if called_s is None else called_s
+                if waited_s - called_s > POLLS * PATIENCE_S and not work.is_completed():
+                    self.apart(said)  # was asked before, and is where it was
+            elif waited_s >= PATIENCE_S:
+                num_circles = self._look(hub, ranks, what, num_circles)
+
+        poll(lambda: done, math.inf, look, wait, first_s=2 * NOTICE_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
         try:
@@ -324,54 +298,37 @@ class DivergenceMonitor(Observer):
             self._echo(what, error)
         return True
 
-    def _look(self, ranks: list[int], what: str, num_apart: int) -> int:
-        """Tell the others that this rank waits for `ranks`; fail where all wait for each other in different places.
+    def _look(self, hub: Hub, ranks: list[int], what: str, num_circles: int) -> int:
+        """Tell the others that this rank waits for `ranks`; fail if all wait for each other in different places.
 
-        `num_apart`: in how many polls up to now, one after the other, that was so; returns it with this one.
+        `num_circles`: polls up to now, one after the other, in which that was so; returns it with this one.
         """
-        posts = self._asked(self._post_and_look, {"ranks": ranks, "what": self._doing(what), **self._facts}, what=what)
+        self._tell({"ranks": ranks, "what": self._doing(what), **self._facts})
+        posts = hub.posts(self._prefix)
         for rank, post in posts.items():
             if "failed" in post:
-                self._break(f"while this rank {self._doing(what)}, rank {rank} {post['failed']}", of_rank=rank)
-        # Where all whom a rank waits for are there, it is slow, but it goes on.
+                self._break(wording.meanwhile(self._doing(what), rank, post["failed"]), of_rank=rank)
         self._num_looks += 1
-        silent = self._unheard(posts, "")
-        hint = f" {UNHEARD}" if self.asks_in_vain else ""
-        if silent and self._num_looks == SILENT_POLLS:
+        if self._num_looks == SILENT_POLLS and (silent := self._unheard(hub, posts)):
+            hint = f" {UNHEARD}" if self.asks_in_vain else ""
             log.warning("rank %d %s, %s: all must call the model.%s", self._rank, what, silent, hint)
-        complete = any(all(_place(posts.get(r, {})) == _place(post) for r in post["ranks"]) for post in posts.values())
-        if complete or len(posts) < len(self._ranks):
+        # If all ranks that one waits for are there, it is slow, but it goes on.
+        goes_on = any(
+            all(_place(posts.get(r, {})) == _place(post) for r in post.get("ranks", ())) for post in posts.values()
+        )
+        if goes_on or len(posts) < len(self._ranks):
             return 0
-        if num_apart + 1 == POLLS:
-            self.fail(f"ranks wait for each other in different places: {_each(posts)}; {advice(posts)}")
-        return num_apart + 1
+        if num_circles + 1 == POLLS:
+            self.fail(wording.circle(posts, advice(posts)))
+        return num_circles + 1
 
-    def _unheard(self, posts: Mapping[int, Any], before: str) -> str:
+    def _unheard(self, hub: Hub, posts: Mapping[int, Any]) -> str:
+        """Return where the ranks without a post are, if they answer."""
         ranks = [rank for rank in self._ranks if rank not in posts]
-        if not ranks:
-            return ""
-        where = self._where(ranks)
-        if set(where) >= set(ranks):
-            return before + ", ".join(f"rank {rank} {text}" for rank, text in where.items())
-        return f"{before}nothing is heard of rank {', '.join(map(str, ranks))}"
-
-    def _post_and_look(self, what: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        self._post(what)
-        return self._posts()
-
-    def _post(self, what: dict[str, Any]) -> None:
-        self._store.set(self._key(self._rank), json.dumps(what))
-        self._posted = True
-
-    def _posts(self) -> dict[int, dict[str, Any]]:
-        found = {}
-        for rank in self._ranks:
-            if self._store.check([self._key(rank)]):
-                found[rank] = json.loads(self._store.get(self._key(rank)))
-        return found
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
+        where = hub.where(ranks) if ranks else {}
+        if ranks and set(where) >= set(ranks):
+            return wording.each_of(where, ", ")
+        return f"nothing is heard of rank {wording.numbers(ranks)}" if ranks else ""
 
     # -- failures
 
@@ -388,29 +345,18 @@ class DivergenceMonitor(Observer):
 
     def tell(self, text: str) -> None:
         """Let those who wait for this rank know that it will not come; `text` follows its number."""
-        if (line := self._line()) is not None:
-            line.say_failed(self._prefix, text)
-            self._has_told = True
-        if self._store is not None:
-            with suppress(RuntimeError):  # the store has ended with the rank that kept it
-                self._post({"failed": of_another(text), **self._facts})
+        self._tell({"failed": wording.of_another(text), **self._facts})
+
+    def _tell(self, post: dict[str, Any]) -> None:
+        if (hub := self._hub) is not None and post != self._post:
+            self._post = post
+            hub.post(self._prefix, post)
 
     def forget(self) -> None:
         """What was told holds no longer."""
-        if self._has_told and (line := self._line()) is not None:
-            line.say_well(self._prefix)
-        self._has_told = False
-        if self._posted:
-            self._store.delete_key(self._key(self._rank))
-            self._posted, self._num_looks = False, 0
-
-    def _heard(self) -> dict[int, dict[str, Any]]:
-        """What each rank says, once all have said something or enough time is gone: those that part find it at one time."""
-        deadline, posts = time.monotonic() + HEARD_S, {}
-        with suppress(RuntimeError):
-            while len(posts := self._posts()) < len(self._ranks) and time.monotonic() < deadline:
-                time.sleep(0.02)
-        return posts
+        if self._post is not None and (hub := self._hub) is not None:
+            hub.post(self._prefix, None)
+        self._post, self._num_looks = None, 0
 
     def looks(self, device: torch.device) -> bool:
         """Whether tags are compared now: those of ranks that go on as in the last pass are the last pass's."""
@@ -418,7 +364,7 @@ class DivergenceMonitor(Observer):
 
     def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
         """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there. `what` this rank does."""
-        if self._store is None:
+        if not self.listens:
             return
         if rows.device.type != "cpu":
             apart = f"ranks are in different units: this rank {what}, another rank another one; {ADVICE}"
@@ -431,62 +377,42 @@ class DivergenceMonitor(Observer):
 
         Raises `DivergenceError`, at the same backward on every rank, if those of some differ.
         """
-        line = self._line()
-        if line is None:
+        if (hub := self._hub) is None:
             return
-        at = line.unlike_at(self._prefix)
+        at = hub.steps_differ_at(self._prefix)
         if at is not None and num >= at:
             self._fail_apart("begins a backward")
         if num <= SAID_STEPS or num % SAID_STEPS == 0:
-            line.say_steps(self._prefix, num, chain)
+            hub.compare_steps(self._prefix, num, chain)
 
     def say_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if another rank has the same."""
-        line = self._line()
-        if line is not None:
-            line.say_inputs(self._prefix, digest)
+        if (hub := self._hub) is not None:
+            hub.compare_inputs(self._prefix, digest)
 
     def _fail_apart(self, what: str) -> NoReturn:
-        """What ranks have sent does not go together: say what each one does, or in what their steps differ."""
-        self._has_told = True
-        with suppress(RuntimeError):
-            self._post(
-                {
-                    "failed": f"failed: ranks are apart, and this one {what}",
-                    "what": what,
-                    **self._facts,
-                    **self.history(),
-                }
-            )
-        posts = self._heard()
+        """Fail because what ranks have sent does not go together: say what each one does, or in what their steps differ."""
+        post = {"what": what, **self._facts, **self.history()}
+        self._tell(post)
+        posts = self._posts_of_all()
         text = self.compare(posts)
         if not text and all("what" in post for post in posts.values()) and len(posts) == len(self._ranks):
-            text = f"ranks are in different units: {_each(posts)}; {advice(posts)}"
+            text = wording.in_different_units(wording.doing_of(posts), advice(posts))
         elif not text:
-            others = ", ".join(
-                f"rank {rank} {post['what']}" for rank, post in posts.items() if rank != self._rank and "what" in post
-            )
+            others = {rank: post for rank, post in posts.items() if rank != self._rank and "what" in post}
             gone = self._gone(self._ranks)
             ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
-            each = f"this rank {what}, {others or 'another rank another one'}{ended}"
-            text = f"ranks are in different units: {each}; {advice(posts)}"
-        if (line := self._line()) is not None:
-            line.say_failed(self._prefix, f"failed: {text}")
+            each = f"this rank {what}, {wording.doing_of(others) or 'another rank another one'}{ended}"
+            text = wording.in_different_units(each, advice(posts))
+        self._tell({**post, "failed": f"failed: {wording.of_another(text)}"})
         self._break(text)
 
-
-def _as_summand(text: str, num: int) -> int:
-    """A number of which `num` can be added up below 2 ** 63. The sum tells how many there are, and whether their texts differ.
-
-    One counter of the store is all that a meeting costs so: with 20,000 ranks a digest still has 32 bits.
-    """
-    bits = num.bit_length()
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return 1 + (digest % (1 << 62 - 2 * bits) << bits)
-
-
-def _is_of_all(total: int, num: int) -> bool:
-    return total % (1 << num.bit_length()) == num
+    def _posts_of_all(self) -> dict[int, dict[str, Any]]:
+        """Return the posts once all ranks have one, or some time is gone: ranks that diverge find it at one time."""
+        if (hub := self._hub) is None:
+            return {}
+        poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), HEARD_S, pause=hub.pause)
+        return hub.posts(self._prefix)
 
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:
@@ -497,7 +423,3 @@ def monitor_of(context: ShardingContext) -> DivergenceMonitor:
 
 def _place(post: Mapping[str, Any]) -> tuple[Any, Any]:
     return post.get("ranks"), post.get("what")
-
-
-def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())

@@ -1,6 +1,7 @@
-"""What torch's DTensor gets wrong in silence on sharded parameters, or says obscurely: put right, or refused in a sentence.
+"""Operators of DTensor that go wrong in silence on sharded tensors, or fail obscurely: put right or refused for tensors of ours.
 
-From the first `shard` on torch asks here, for every DTensor of the process; where it was right, it still answers itself.
+DTensor has one table of operators for the process. The entries here act on parameters of sharded models and views of them, and
+on tensors on the mesh of a sharded model, such as gradients; every other tensor is passed on to torch.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
+from accordion.engine.observer import Observer
+from accordion.engine.params import Param
 from accordion.errors import UsageError
 from accordion.row_marks import refuse_rows_of_others
 
 log = logging.getLogger("accordion")
 aten = torch.ops.aten
 
-WAIT_S = 10.0  # so long may ranks be apart before one says what it waits for
+# How long a rank waits for the others in `.item()` before it says so.
+WAIT_S = 10.0
 
 DRAWS_INTO = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
 DRAWS_LIKE = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
@@ -32,14 +37,21 @@ WRITES = (
     *(aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default),
 )
 WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
-OWNER = "_accordion_owner"  # the attribute by which the storage of a shard leads to its parameter
+# The attribute that leads from the storage of a shard to its parameter; `p.data` and views of it have the same storage.
+OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
 
-def answer_for_dtensors(engine: Engine) -> None:
-    """Answer once a process, for every DTensor, and count writes through `.data` as writes to the parameters of `engine`."""
+# Meshes of sharded models. An operator's result may have an equal mesh in place of the same one, and these compare alike.
+_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def answer_for_shards(engine: Engine) -> None:
+    """Have writes into the parameters of `engine` counted, and the operators below answered for tensors on its meshes."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
+        if isinstance(param.sharded, DTensor):
+            _meshes.add(param.sharded.device_mesh)
     _torch.answer_operator(aten._local_scalar_dense.default, _number)
     for operator in (*DRAWS_INTO, *DRAWS_LIKE):
         _torch.answer_operator(operator, _draw)
@@ -53,49 +65,37 @@ def answer_for_dtensors(engine: Engine) -> None:
             _torch.answer_operator(operator, answer)
 
 
-# -- `.item()`, float(), bool(), int()
+def _is_ours(tensor: Any) -> bool:
+    """Return True for DTensors on the mesh of a sharded model."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
-def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number of the whole tensor, where torch gives that of this rank's part: `grad.norm().item()` is a sum still to come."""
-    tensor: DTensor = args[0]
-    local = _torch.local_of(tensor)
-    if all(p.is_replicate() for p in tensor.placements):
-        return operator(local, *args[1:], **kwargs)
-    if tensor.numel() != 1:
-        return operator(torch.empty(tensor.shape, device="meta"))  # torch's own words
-    part = local.int() if local.dtype is torch.bool else local  # gloo sums no bool
-    whole = DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    waits = threading.Timer(WAIT_S, _say_who_is_waited_for)
-    waits.daemon = True
-    waits.start()
-    try:
-        return operator(whole.full_tensor().to(local.dtype), *args[1:], **kwargs)
-    finally:
-        waits.cancel()
-
-
-def _say_who_is_waited_for() -> None:
-    log.warning(
-        "this rank was asked for the number in a DTensor, by .item(), float() or bool(), and waits for the other ranks' parts: "
-        "ask on every rank, or for this rank's part alone with .to_local()."
-    )
+def _param_of(tensor: Any) -> Param | None:
+    """Return the parameter of a sharded model that `tensor` is, or of which it is a view; None for all other tensors."""
+    for each in (tensor, _torch.base_of(tensor)):
+        if isinstance(each, DTensor):
+            owner = vars(_torch.local_of(each).untyped_storage()).get(OWNER)
+            param: Param | None = None if owner is None else owner()
+            if param is not None:
+                return param
+    return None
 
 
 # -- random numbers
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rows of this rank of what one device would draw; torch has every rank of a CPU draw the same for its own rows.
+    """Draw what one device would draw, and keep the rows of this rank; torch has every rank of a CPU draw the same numbers.
 
     Takes memory for the whole tensor meanwhile. On accelerators torch gives each rank numbers of its own.
     """
-    tensor: DTensor = args[0]
+    tensor = args[0]
+    param = _param_of(tensor)
+    if param is None:
+        return _torch.unanswered(operator, args, kwargs)
     local, to = _torch.local_of(tensor), kwargs.get("device")
     if operator in DRAWS_INTO:
-        _begin_write(tensor)
+        _begin_write(tensor, param)
     is_here = type(local) is Tensor and local.device.type == "cpu" and to in (None, torch.device("cpu"))
     if not is_here or any(p.is_partial() for p in tensor.placements):
         return _torch.unanswered(operator, args, kwargs)
@@ -117,49 +117,46 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _begin_write(args[0])
-    base = _torch.base_of(args[0])
-    if operator is aten.copy_.default:
-        refuse_rows_of_others([(args[1], args[0])], "a tensor")
-    if base is not None and operator is aten.copy_.default and not isinstance(args[1], DTensor):
-        raise _part_written(
-            base
-        )  # on some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words
+    param = _param_of(args[0])
+    if param is not None:
+        _begin_write(args[0], param)
+        if operator is aten.copy_.default:
+            refuse_rows_of_others([(args[1], args[0])], "a tensor")
+            # On some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words.
+            if _torch.base_of(args[0]) is not None and not isinstance(args[1], DTensor):
+                raise _part_written(args[0])
     return _torch.unanswered(operator, args, kwargs)
 
 
-def _begin_write(tensor: Tensor) -> None:
+def _begin_write(tensor: Tensor, param: Param) -> None:
     """Refuse `weight[0].zero_()` if the view is a copy that was gathered from all ranks, and count writes through `.data`."""
-    if not isinstance(tensor, DTensor):
-        return
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise _part_written(base)
-    owner = vars(storage).get(OWNER)
-    param = None if owner is None else owner()
-    if param is not None and param.sharded is not tensor:  # full copies that are kept are stale from now on
+    # Full copies that are kept are stale from now on.
+    if param.sharded is not tensor:
         torch.autograd.graph.increment_version(param.sharded)
+
+
+def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write `weight[rows] = 0`, with rows or a mask in a tensor, or say what to do if torch cannot."""
+    param = _param_of(args[0])
+    if param is not None:
+        _begin_write(args[0], param)
+    try:
+        return _torch.unanswered(operator, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if not _is_ours(args[0]):
+            raise
+        raise _part_written(args[0]) from error
 
 
 def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = _torch.base_of(args[0])
-    raise _part_written(args[0] if base is None else base)
-
-
-def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise UsageError(
-        "a sharded tensor was given a tangent, by torch.func.jvp or forward_ad.make_dual, which DTensor does not support; "
-        "take tangents by the inputs alone, or of the unsharded model."
-    )
-
-
-def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`weight[rows] = 0`, with rows or a mask in a tensor."""
-    _begin_write(args[0])
-    try:
-        return _torch.unanswered(operator, args, kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        raise _part_written(args[0]) from error
+    tensor = args[0] if base is None else base
+    if _is_ours(tensor):
+        raise _part_written(tensor)
+    return _torch.unanswered(operator, args, kwargs)
 
 
 def _part_written(tensor: Any) -> UsageError:
@@ -170,23 +167,98 @@ def _part_written(tensor: Any) -> UsageError:
     )
 
 
-# -- other shapes
+# -- tangents and other shapes
+
+
+def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(map(_is_ours, args)):
+        return _torch.unanswered(operator, args, kwargs)
+    raise UsageError(
+        "a sharded tensor was given a tangent, by torch.func.jvp or forward_ad.make_dual, which DTensor does not support; "
+        "take tangents by the inputs alone, or of the unsharded model."
+    )
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`weight.flatten()` or `weight.view(-1)`, which torch refuses if rows do not divide by the ranks."""
+    """View a tensor, or say what to do for `weight.flatten()` if rows do not divide by the ranks."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:
         tensor: DTensor = args[0]
         axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        if not any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes):
+        uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
+        if not uneven or not _is_ours(tensor):
             raise
-        operator(
-            torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs
-        )  # torch's own words for a shape that is none
+        # Raises torch's own error for a shape that is none.
+        operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
         raise UsageError(
             f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
             "flatten() and parameters_to_vector do, and its rows do not divide by the ranks; flatten its full_tensor(), or do "
             "this under full_params(model), with write=True for vector_to_parameters."
         ) from error
+
+
+# -- anomaly detection
+
+
+class AnomalyChecks(Observer):
+    """Lets `torch.autograd.set_detect_anomaly` look for NaN in sharded gradients, while a backward of the model runs.
+
+    After each node autograd asks `isnan(gradient)._is_any_true()`, for which DTensor has no rule (torch 2.11 to 2.13). It asks of
+    the node of this rank, so this rank's rows answer: a reduction would be a collective of the ranks that came this far only.
+    """
+
+    OPERATOR = aten._is_any_true.default
+
+    def __init__(self) -> None:
+        self._answers = False
+
+    def backward_begins(self) -> None:
+        if torch.is_anomaly_check_nan_enabled() and not _torch.has_rule(self.OPERATOR):
+            self._answers = _torch.answer_operator(self.OPERATOR, _of_these_rows)
+
+    def backward_ended(self, reduced: bool) -> None:
+        self.interrupted()
+
+    def interrupted(self) -> None:
+        if self._answers:
+            _torch.drop_answer(self.OPERATOR)
+            self._answers = False
+
+
+def _of_these_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    answer: Tensor = operator(_torch.local_of(args[0]))
+    return answer
+
+
+# -- `.item()`, float(), bool(), int()
+
+
+def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the number of the whole tensor; torch gives that of this rank's part, as in `grad.norm().item()`, a partial sum."""
+    tensor: DTensor = args[0]
+    if not _is_ours(tensor):
+        return _torch.unanswered(operator, args, kwargs)
+    local = _torch.local_of(tensor)
+    if all(p.is_replicate() for p in tensor.placements):
+        return operator(local, *args[1:], **kwargs)
+    if tensor.numel() != 1:
+        return operator(torch.empty(tensor.shape, device="meta"))  # raises torch's own error
+    part = local.int() if local.dtype is torch.bool else local  # gloo sums no bool
+    whole = DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    waits = threading.Timer(WAIT_S, _say_who_is_waited_for)
+    waits.daemon = True
+    waits.start()
+    try:
+        return operator(whole.full_tensor().to(local.dtype), *args[1:], **kwargs)
+    finally:
+        waits.cancel()
+
+
+def _say_who_is_waited_for() -> None:
+    log.warning(
+        "this rank was asked for the number in a DTensor, by .item(), float() or bool(), and waits for the other ranks' parts: "
+        "ask on every rank, or for this rank's part alone with .to_local()."
+    )

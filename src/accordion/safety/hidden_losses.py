@@ -47,7 +47,8 @@ class HiddenLosses(Observer):
         self._begins_at_reads: dict[int, bool] = {}  # by unit, once a backward has come
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._packs: list[Callable[[Tensor], Any]] = []  # of calls under way
-        self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int]]] = {}  # by unit
+        # By unit: each module, where its own attributes begin, and how many it has as long as none can hold a loss.
+        self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Let a backward begin this call when it reads a full parameter, if nothing else has begun it."""
@@ -111,12 +112,16 @@ class HiddenLosses(Observer):
         inside = self._inside.get(unit.index)
         if inside is None:
             root = unit.module()
-            inside = [(weakref.ref(m), _first_own(m)) for m in _modules_inside(root)] if root is not None else []
+            inside = (
+                [(weakref.ref(m), _first_own(m), _num_plain(m)) for m in _modules_inside(root)]
+                if root is not None
+                else []
+            )
             self._inside[unit.index] = inside
         found: list[Tensor] = []
-        for ref, start in inside:
+        for ref, start, num_plain in inside:
             module = ref()
-            if module is None:
+            if module is None or len(module.__dict__) == num_plain:
                 continue
             for value in islice(module.__dict__.values(), start, None):
                 kind = type(value)
@@ -141,6 +146,11 @@ def read(saved: Any) -> Tensor:
 def _first_own(module: nn.Module) -> int:
     """Where a module's own attributes begin: behind torch's, unless some were set before `super().__init__()`."""
     return len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
+
+
+def _num_plain(module: nn.Module) -> int:
+    """Return how many attributes a module of torch's own has, none of which its forward assigns; -1 for other modules."""
+    return len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:

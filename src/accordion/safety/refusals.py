@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn
 
-import safetensors.torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,27 +45,6 @@ class NotForDDP:
             "this model is sharded, and DistributedDataParallel, which something puts around it, keeps and sums whole ones; "
             "leave it out, gradients are summed already. For Trainer, Accelerator and Lightning see accordion.integrations."
         )
-
-
-def refuse_in_safetensors() -> None:
-    """Let safetensors say of a DTensor what to call; it fails obscurely. Once a process."""
-    library: Any = safetensors.torch
-    asked = getattr(library, "storage_ptr", None)
-    if asked is None or hasattr(asked, "refuses"):
-        return
-
-    @wraps(asked)
-    def storage_ptr(tensor: Tensor) -> int:
-        if isinstance(tensor, DTensor):
-            raise UsageError(
-                f"safetensors writes whole tensors, and was given a sharded one of shape {tuple(tensor.shape)}; call "
-                "accordion.save_pretrained(model, folder), or write what accordion.full_state_dict(model) gives the first rank; "
-                "both are called on every rank."
-            )
-        return asked(tensor)  # type: ignore[no-any-return]
-
-    storage_ptr.refuses = DTensor  # type: ignore[attr-defined]
-    library.storage_ptr = storage_ptr
 
 
 def guard(hooks: Hooks) -> None:

@@ -4,7 +4,7 @@ Each backward has a record: how many steps came before it, with which options an
 cleared and weights left alone since, at which norm gradients were clipped, and whether the forward was one of training, and in
 which autocast. A chain of the records' digests is the mark that the reduce of one unit
 sends in place of its plain tag: no byte more. Where no host compares tags (on a device, with what rests off it, where two bytes
-are reduced), the chain goes to the first rank over the party line now and then. Where chains differ, ranks lay their records
+are reduced), the chain goes to the first rank over the hub now and then. Where chains differ, ranks lay their records
 side by side.
 """
 
@@ -18,25 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
-from accordion.errors import UsageError
 from accordion.offload.tiers import Tiers
-from accordion.optim import LocalStep
-from accordion.row_marks import refuse_states_of_others
+from accordion.optim import LocalStep, step_hooks
 from accordion.safety.divergence import DivergenceMonitor
 
 KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
 STEPS = "steps before it"
 NO_OPTIONS = ("params", "param_names")
 OF_FORWARD = frozenset({"autocast", "model"})  # what of a record its own forward says
-CHECKED = "_accordion_checked"  # the attribute of an optimizer whose states were checked before its first step
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """What is compared of one backward, by the name that messages show."""
@@ -71,7 +66,7 @@ class StepWatch(Observer):
         self._chain, self._num = 0, 0
         self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # number, step, what
         monitor.history, monitor.compare = self.history, self.compare
-        hear_steps(self)
+        step_hooks().add(self)
 
     # -- what is seen
 
@@ -174,61 +169,7 @@ class StepWatch(Observer):
         )
 
 
-class StepHook:
-    """What torch calls before and after the step of any optimizer, once for all models and for good.
-
-    A hook of each model, taken out whenever the model is collected, would change what some step is walking through.
-    """
-
-    def __init__(self) -> None:
-        self._watches: list[weakref.ref[StepWatch]] = []
-
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse states of other rows that a plain optimizer has been given before its first step, and from then on at once."""
-        if CHECKED in optimizer.__dict__:
-            return
-        is_ours = any(watch.steps_of(optimizer) for watch in (each() for each in self._watches) if watch is not None)
-        if is_ours:
-            refuse_adafactor(optimizer)
-        optimizer.__dict__[CHECKED] = True
-        if is_ours and not isinstance(optimizer, LocalStep):  # which asks for itself in `load_state_dict`
-            optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
-            refuse_states_of_others(optimizer)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for reference in self._watches:
-            watch = reference()
-            if watch is not None:
-                watch.stepped(optimizer)
-
-    def add(self, watch: StepWatch) -> None:
-        """Tell it of steps as long as it lives. The list is made anew: a step on another thread may be walking through it."""
-        self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
-
-
-def hear_steps(watch: StepWatch) -> None:
-    """Have the hook that torch holds tell this watch, too; it is put there for the first model."""
-    hook = next((each for each in _torch.hooks_after_any_step() if isinstance(each, StepHook)), None)
-    if hook is None:
-        hook = StepHook()
-        register_optimizer_step_pre_hook(hook.before)
-        register_optimizer_step_post_hook(hook)
-    hook.add(watch)
-
-
 NONE = "none"
-
-
-def refuse_adafactor(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if Adafactor, of torch or transformers, is to step parameters of which a rank holds some rows."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
-        not placement.is_replicate() for p in params for placement in p.placements
-    ):
-        raise UsageError(
-            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded "
-            'parameter only; take AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
-        )
 
 
 def first_trained(engine: Engine) -> Unit | None:

@@ -17,7 +17,6 @@ from accordion import _torch
 from accordion.config import Place, Precision, Strategy, debug_modes
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.group import GroupPlan
 from accordion.engine.hooks import attached_to
 from accordion.engine.layout import Cut, cut
 from accordion.engine.params import Param
@@ -35,9 +34,8 @@ from accordion.same_on_ranks import (
     settings_of,
 )
 from accordion.shard.activations import checkpoint_forward
-from accordion.shard.build import UnitSpec, build_engine, groups_over, with_tiers
-from accordion.shard.checks import check_model
-from accordion.shard.entry_points import check_entry_point
+from accordion.shard.build import UnitSpec, build_engine, groups_over, with_secondary, with_tiers
+from accordion.shard.checks import check_entry_point, check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
 from accordion.shard.own_meshes import check_choice, meshes_or_refusal, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
@@ -47,7 +45,6 @@ from accordion.shard.topology import (
     beside,
     communicator_over,
     mesh_for,
-    secondary_communicator,
     wire,
 )
 from accordion.sharding import Sharding
@@ -141,8 +138,7 @@ def shard_over(
         ]
         check_activations(offloads, sharding.checkpoint_activations)
         context = with_tiers(context, offloads, planned, offload, make_arena)
-        if sharding.secondary is not None:
-            planned = [_with_secondary(groups, context, sharding.secondary, make) for groups in planned]
+        planned = [with_secondary(groups, context, sharding, make) for groups in planned]
         for o, c in [pair for mine in extended for pair in mine]:
             part = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
             o.original = replace_by_subclass(o, part, mesh, _placements(c, mesh, strategy))
@@ -216,13 +212,6 @@ class _Rows:
         param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
         if value is None:
             self.unfilled.append(param.sharded)
-
-
-def _with_secondary(
-    groups: Sequence[GroupPlan], context: ShardingContext, num_ranks: int, make: CommunicatorMaker
-) -> list[GroupPlan]:
-    """Groups of whose full parameters `num_ranks` ranks keep one copy from a forward to its backward."""
-    return [g._replace(secondary=secondary_communicator(g.context or context, num_ranks, make)) for g in groups]
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:

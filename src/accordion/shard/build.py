@@ -26,13 +26,14 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
-from accordion.optim import wrap_at_first_step
+from accordion.optim import mark_sharded
 from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
-from accordion.safety.dtensor_calls import answer_for_dtensors
-from accordion.safety.refusals import refuse_in_safetensors
+from accordion.safety.dtensor_calls import answer_for_shards
 from accordion.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
+from accordion.shard.topology import CommunicatorMaker, communicator_over, secondary_communicator
+from accordion.sharding import Sharding
 from accordion.units import Owned, gathered_dtype, other_units_read
 
 
@@ -78,11 +79,9 @@ def build_engine(
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
         unit.reads = reads
     attach_safety(engine, hooks, debug)
-    _torch.answer_anomaly_checks()
-    answer_for_dtensors(engine)
+    answer_for_shards(engine)
     mark_meshes(param.sharded for unit in engine.units for param in unit.params)
-    refuse_in_safetensors()
-    wrap_at_first_step(engine)
+    mark_sharded(engine)
     return engine
 
 
@@ -167,6 +166,25 @@ def groups_over(
     for pair, context in zip(mine, contexts, strict=True):
         by_context.setdefault(context, []).append(pair)
     return [g._replace(context=c) for c, pairs in by_context.items() for g in plan_groups(pairs, precision)]
+
+
+def with_secondary(
+    groups: Sequence[GroupPlan],
+    context: ShardingContext,
+    sharding: Sharding,
+    make: CommunicatorMaker = communicator_over,
+) -> list[GroupPlan]:
+    """Return the groups; of their full parameters `sharding.secondary` ranks keep one copy from a forward to its backward."""
+    num = sharding.secondary
+    if num is None:
+        return list(groups)
+    return [g._replace(secondary=secondary_communicator(g.context or context, num, make)) for g in groups]
+
+
+def keep_parts(group: Group, keeps: bool) -> None:
+    """Let a group with secondary shards make these from now on, or gather from all ranks again; others stay as they are."""
+    if isinstance(group, SecondaryGroup):
+        group.leaves(keeps)
 
 
 def _shape(group: GroupPlan, context: ShardingContext) -> Shape:

@@ -1,13 +1,12 @@
-"""Whether ranks mean the same mesh: asked through the job's store, before any group of a mesh is used."""
+"""Compare the meshes that ranks give to `shard`, through the job's store, before any group of a mesh is used."""
 
 from __future__ import annotations
 
 import json
 import logging
 import socket
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,18 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.errors import DivergenceError
+from accordion.safety.liveness.arrivals import Arrivals
+from accordion.safety.liveness.polling import once_after, poll
 
 log = logging.getLogger("accordion")
 PATIENCE_S = 10.0  # a wait beyond it is logged
 MARGIN_S = 1.0  # beyond the time-out of the job's process group
-LOOK_S = 1.0  # after it a rank looks for whom it waits; later for more than ten ranks, whose looks the store must bear
-POLL_S = 0.02
+LOOK_S = 1.0  # after it a rank looks which ranks it waits for; later with more than ten ranks, for the store's sake
 PREFIX = "accordion/meshes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Post:
-    """What a rank has told of the mesh that it gave last: the how manieth time it gave this one, and whether it waits now."""
+class MeshPost:
+    """The mesh that a rank gave last: `time` counts how often it gave this one, and `waits` tells if it waits now."""
 
     mesh: str
     ranks: list[int]
@@ -38,23 +38,18 @@ class Post:
 def same_mesh(mesh: DeviceMesh) -> None:
     """Wait until all ranks of `mesh` have given it too, as often as this one.
 
-    Raises `DivergenceError` on every rank where ranks that gave other meshes wait for each other: groups that do not fit would
+    Raises `DivergenceError` on every rank if ranks that gave other meshes wait for each other: groups that do not fit would
     wait for good, each for ranks that are in another one. A rank that does not come is named after the job's time-out.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated
         return
-    ranks, store, mine = _torch.ranks_of(mesh), _torch.default_store(), dist.get_rank()
+    store, mine = _torch.default_store(), dist.get_rank()
     if mesh.device_type != "cpu" and torch.accelerator.device_count() > 1:
         _claim_device(store, str(mine), mesh.device_type)
-    text = f"{tuple(mesh.shape)} of ranks {ranks}"
-    post = Post(mesh=text, ranks=ranks, time=store.add(_given(text, mine), 1), waits=True)
-    _tell(store, mine, post)
-    try:
-        _wait(store, mine, post)
-    finally:
-        _tell(store, mine, replace(post, waits=False))
+    ranks = _torch.ranks_of(mesh)
+    _MeshWait(store, mine, f"{tuple(mesh.shape)} of ranks {ranks}", ranks).wait()
 
 
 def _claim_device(store: Any, rank: str, device_type: str) -> None:
@@ -71,99 +66,106 @@ def _claim_device(store: Any, rank: str, device_type: str) -> None:
         )  # fmt: skip
 
 
-def _wait(store: Any, mine: int, post: Post) -> None:
-    """Until all have come: one key tells so. Now and then, ever more seldom, this rank looks for whom it waits."""
-    met, failed, everyone = _key("met", post), _key("failed", post), len(post.ranks)
-    look_s, lost_s, pause_s = LOOK_S * max(1.0, everyone / 10), _torch.timeout_s_of_job() + MARGIN_S, 1e-4
-    began, next_s, told, before = time.monotonic(), look_s, False, dict[int, Post]()
-    store.add(met, 1)
-    while store.add(met, 0) < everyone:
-        if store.check([failed]):
-            raise DivergenceError(store.get(failed).decode())
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, POLL_S)
-        waited = time.monotonic() - began
-        if waited < min(next_s, lost_s):
-            continue
-        next_s += (look_s := 2 * look_s)
-        before = _look(store, mine, post, before)
-        if waited > lost_s:
-            text = _absent(store, post)
-            store.add(met, -1)
-            store.add(_given(post.mesh, mine), -1)  # this time did not count
-            raise DivergenceError(f"{text}. None of them came in {waited:.0f} s.")
-        if waited > PATIENCE_S and not told:
-            told = True
-            log.warning("%s.", _absent(store, post))
-    if post.ranks[0] == mine and post.time > 1:  # all have left the time before
-        store.delete_key(_key("met", replace(post, time=post.time - 1)))
+class _MeshWait:
+    """One wait of this rank for all other ranks of its mesh. One counter tells the end; polls for the others become rare."""
 
+    def __init__(self, store: Any, mine: int, mesh: str, ranks: list[int]) -> None:
+        self._store, self._mine, self._mesh, self._ranks = store, mine, mesh, ranks
+        self._arrivals = Arrivals(store, _name(mesh), ranks)
+        self._waiting: dict[int, MeshPost] = {}  # ranks that waited at the last look
 
-def _look(store: Any, mine: int, post: Post, before: Mapping[int, Post]) -> dict[int, Post]:
-    """Who waits now, of those for whom this rank waits. Where it waits in a circle of ranks that were all there at the last
-    look too, whoever finds it first tells all who give one of these meshes this time, those that come later too."""
-    found = _waiting(store, mine, post)
-    stuck = sorted(_stuck({rank: _missing(store, p) for rank, p in found.items() if before.get(rank) == p}))
-    if mine not in stuck:
-        return found
-    if store.add(_key("found", found[stuck[0]]), 1) == 1:
-        each = ", ".join(f"rank {rank} gave {found[rank].mesh}" for rank in stuck)
+    def wait(self) -> None:
+        lost_s = _torch.timeout_s_of_job() + MARGIN_S
+        self._arrivals.come(self._mine)
+        self._post(waits=True)
+        look_s = next_s = LOOK_S * max(1.0, len(self._ranks) / 10)
+        warn = once_after(PATIENCE_S, lambda: log.warning("%s.", self._absent()))
+
+        def look(waited_s: float) -> None:
+            nonlocal look_s, next_s
+            if self._store.check([self._key("failed", self._own())]):
+                raise DivergenceError(self._store.get(self._key("failed", self._own())).decode())
+            if waited_s >= next_s:
+                look_s *= 2
+                next_s += look_s
+                self._look()
+            warn(waited_s)
+
+        try:
+            if not poll(self._arrivals.all_came, lost_s, look):
+                text = self._absent()
+                if self._arrivals.withdraw(self._mine):
+                    raise DivergenceError(f"{text}. None of them came in {lost_s:.0f} s.")
+        finally:
+            self._post(waits=False)
+        if self._ranks[0] == self._mine:
+            self._arrivals.forget_last()
+
+    def _look(self) -> None:
+        """Find the ranks that wait now, of those that this rank waits for.
+
+        If this rank is part of a wait cycle that already existed at the last look, the first rank to notice reports it to all
+        ranks that give one of these meshes this time, those that come later too.
+        """
+        before, self._waiting = self._waiting, self._chain()
+        stuck = sorted(_stuck({rank: self._missing(p) for rank, p in self._waiting.items() if before.get(rank) == p}))
+        if self._mine not in stuck or self._store.add(self._key("found", self._waiting[stuck[0]]), 1) != 1:
+            return
+        each = ", ".join(f"rank {rank} gave {self._waiting[rank].mesh}" for rank in stuck)
         text = (
             f"ranks gave other meshes and wait for each other: {each}; pass the same mesh on every rank that is in it."
         )
-        for given in {p.mesh: p for rank in stuck for p in (found[rank],)}.values():
-            for rank in set(_missing(store, given)).intersection(stuck):  # they will not come this time
-                store.add(_given(given.mesh, rank), 1)
-            store.set(_key("failed", given), text)
-    return found
+        for post in {self._waiting[rank].mesh: self._waiting[rank] for rank in stuck}.values():
+            for rank in set(self._missing(post)).intersection(stuck):  # they will not come this time
+                self._arrivals_of(post).count(rank, 1)
+            self._store.set(self._key("failed", post), text)
+
+    def _chain(self) -> dict[int, MeshPost]:
+        """Return the ranks that wait, of those for which this rank waits, and for which they do, and so on; with this one."""
+        waiting: dict[int, MeshPost] = {}
+        ask = [self._mine]
+        while ask:
+            rank = ask.pop()
+            post = self._own() if rank == self._mine else self._post_of(rank)
+            if rank not in waiting and post is not None and post.waits:
+                waiting[rank] = post
+                ask += self._missing(post)
+        return waiting
+
+    def _absent(self) -> str:
+        last = {rank: self._post_of(rank) for rank in self._arrivals.missing()}
+        each = ", ".join(f"rank {r} (gave {'none yet' if p is None else f'{p.mesh} last'})" for r, p in last.items())
+        return f"this rank gave a mesh of {self._mesh} and waits for {each}; pass the same mesh on every rank that is in it"
+
+    def _own(self, waits: bool = True) -> MeshPost:
+        return MeshPost(mesh=self._mesh, ranks=self._ranks, time=self._arrivals.time, waits=waits)
+
+    def _post(self, waits: bool) -> None:
+        self._store.set(f"{PREFIX}/at/{self._mine}", json.dumps(asdict(self._own(waits))))
+
+    def _post_of(self, rank: int) -> MeshPost | None:
+        key = f"{PREFIX}/at/{rank}"
+        return MeshPost(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _arrivals_of(self, post: MeshPost) -> Arrivals:
+        return Arrivals(self._store, _name(post.mesh), post.ranks, post.time)
+
+    def _missing(self, post: MeshPost) -> list[int]:
+        return self._arrivals_of(post).missing()
+
+    def _key(self, what: str, post: MeshPost) -> str:
+        return f"{_name(post.mesh)}/{what}/{post.time}"
 
 
-def _absent(store: Any, post: Post) -> str:
-    last = {rank: _post(store, rank) for rank in _missing(store, post)}
-    each = ", ".join(f"rank {r} (gave {'none yet' if p is None else f'{p.mesh} last'})" for r, p in last.items())
-    return f"this rank gave a mesh of {post.mesh} and waits for {each}; pass the same mesh on every rank that is in it"
-
-
-def _waiting(store: Any, mine: int, post: Post) -> dict[int, Post]:
-    """Who waits, of those for whom this rank waits, and for whom they do, and so on; with this one."""
-    found: dict[int, Post] = {}
-    ask = [mine]
-    while ask:
-        rank = ask.pop()
-        said = post if rank == mine else _post(store, rank)
-        if rank not in found and said is not None and said.waits:
-            found[rank] = said
-            ask += _missing(store, said)
-    return found
+def _name(mesh: str) -> str:
+    return f"{PREFIX}/{mesh}"
 
 
 def _stuck(waiting: Mapping[int, Iterable[int]]) -> set[int]:
-    """Who waits for a circle, or in one. All ranks that a mesh has must come, so who waits for one of them is stuck too."""
+    """Return the ranks that wait for a cycle, or in one. All ranks of a mesh must come, so waiting for one of them suffices."""
     free = set(waiting)
     while True:  # take away who waits for nobody of these; what is left waits in circles
         left = {rank for rank in free if any(other in free for other in waiting[rank])}
         if left == free:
             return left
         free = left
-
-
-def _missing(store: Any, post: Post) -> list[int]:
-    """The ranks of a mesh that have not given it as often."""
-    return [rank for rank in post.ranks if store.add(_given(post.mesh, rank), 0) < post.time]
-
-
-def _post(store: Any, rank: int) -> Post | None:
-    key = f"{PREFIX}/at/{rank}"
-    return Post(**json.loads(store.get(key))) if store.check([key]) else None
-
-
-def _tell(store: Any, rank: int, post: Post) -> None:
-    store.set(f"{PREFIX}/at/{rank}", json.dumps(asdict(post)))
-
-
-def _given(mesh: str, rank: int) -> str:
-    return f"{PREFIX}/given/{mesh}/{rank}"
-
-
-def _key(what: str, post: Post) -> str:
-    return f"{PREFIX}/{what}/{post.mesh}/{post.time}"

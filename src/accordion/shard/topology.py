@@ -29,8 +29,7 @@ from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
 from accordion.safety.divergence import DivergenceMonitor
-from accordion.safety.party_line import together
-from accordion.shard.keep_freed_memory import keep_what_is_freed
+from accordion.safety.liveness.hub import together
 from accordion.shard.same_mesh import same_mesh
 
 
@@ -96,8 +95,6 @@ def wire(
     Raises `DivergenceError` on every rank where ranks give meshes that do not fit each other.
     """
     device = device_of(mesh)
-    if device.type == "cpu":
-        keep_what_is_freed()
     axes = _axes(mesh, strategy, device, make)
     monitor = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
     return ShardingContext(

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from accordion.config import COMPUTE_DTYPES, DEVICE, HOST, Offload, Precision, folder_of, strategy_named
+from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.devices import name_of
 from accordion.errors import UsageError
 from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice, Search
@@ -23,7 +23,7 @@ from accordion.plan.search.space import Space
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
 from accordion.plan.workload import subject_of
-from accordion.sharding import Sharding, unit_words
+from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
 from accordion.train.adapters import trained_model
@@ -31,7 +31,6 @@ from accordion.train.config import Config, Job, JobConfig, ShardConfig
 from accordion.train.instructions import answer_losses
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
-from accordion.units import AUTO, units_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +100,6 @@ def space_of(
 
 def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device: str) -> Search:
     """What is looked through beside what keys name. On CPU ranks the host is the device: there is nowhere to offload to."""
-    fixed = {field.name for field in fields(Sharding) if f"shard.{field.name}" in named}
-    if has_places(named):
-        fixed.add("offload")
     # A disk takes a folder, which nobody named.
     search = Search(
         micro_batches=[config.train.micro_batch],
@@ -112,26 +108,17 @@ def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device
         offloads=[NO_OFFLOAD] if device == "cpu" else [o for o in OFFLOADS if not folder_of(o.optimizer)],
         activations=[DEVICE] if device == "cpu" else [DEVICE, HOST],
     )
-    return search.narrowed(base, fixed)
+    return search.narrowed(base, {field.name for field in fields(Sharding) if f"shard.{field.name}" in named})
 
 
 def sharding_of(shard: ShardConfig, device: str) -> Sharding:
     """What keys say of the sharding, as far as a plan knows it: of places on a disk it knows those of states and inputs."""
-    offload = shard.offload()
-    params = HOST if offload.params != DEVICE and offload.optimizer != DEVICE else DEVICE
-    return Sharding(
-        strategy=strategy_named(shard.strategy),
-        precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
-        offload=Offload(params=params, optimizer=offload.optimizer, activations=offload.activations),
-        units=units_named(shard.units, "shard.units"),
-        checkpoint_activations=shard.checkpoint_activations,
-        secondary=shard.secondary or None,
-    )
-
-
-def has_places(named: AbstractSet[str]) -> bool:
-    """Whether places of an offload are named: all of them are taken then."""
-    return any(key.startswith("shard.offload_") for key in named)
+    own, inputs = shard.offload, Offload(activations=shard.offload.activations)
+    params = HOST if own.params != DEVICE and own.optimizer != DEVICE else DEVICE
+    offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=own.optimizer)
+    precision = shard.precision or Precision(params=None if device == "cpu" else torch.bfloat16)
+    values = {f.name: getattr(shard, f.name) for f in fields(Sharding)}
+    return Sharding(**{**values, "precision": precision, "offload": offload})
 
 
 def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Space | None:
@@ -146,17 +133,12 @@ def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Spac
 
 def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
     """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
-    sharding, units = choice.sharding, AUTO if choice.units is None else unit_words(choice.units)
+    kept = {"precision", "offload"}
     shard = replace(
-        config.shard,
-        strategy=choice.strategy.name,
-        secondary=sharding.secondary or 0,
-        checkpoint_activations=choice.checkpointing,
-        units=config.shard.units if "shard.units" in named else units,
+        config.shard, **{f.name: getattr(choice.sharding, f.name) for f in fields(Sharding) if f.name not in kept}
     )
-    if not has_places(named):
-        places = {name: getattr(choice.offload, name) for name in ("params", "optimizer", "activations")}
-        shard = replace(shard, **{f"offload_{name}": place for name, place in places.items()})
+    if "shard.offload" not in named:
+        shard = replace(shard, offload=choice.offload)
     train = replace(config.train, micro_batch=choice.micro_batch, accumulate=choice.accumulate)
     return replace(config, shard=shard, train=train)
 
@@ -191,10 +173,6 @@ def _subject_of_task(task: LoadedTask, model: nn.Module, micro_batch: int) -> Su
     with of_the_task("dataset('train')"):
         batch = example_of(task, micro_batch)
     return subject_of(model, partial(mean_loss, task), batch)
-
-
-def _precision(name: str, device: str) -> str:
-    return name if name != "auto" else "fp32" if device == "cpu" else "bf16"
 
 
 def _expected(best: Candidate) -> Expected:

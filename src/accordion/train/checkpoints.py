@@ -232,10 +232,7 @@ def keep_as_best(folder: Path, step: int) -> None:
             for name in source.sizes():
                 if name != MANIFEST:
                     os.link(source.path / name, begun.path / name)
-            text = memoryview(source.read(MANIFEST))
-            with begun.create(MANIFEST, len(text)) as file:  # not linked: by its time checkpoints are told apart
-                file.write(text)
-            target.commit(begun)
+            target.commit(begun, source.read(MANIFEST))  # not linked: by its time checkpoints are told apart
         except BaseException:
             with suppress(OSError):  # the first failure is what counts
                 begun.discard()

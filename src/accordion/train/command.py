@@ -20,14 +20,13 @@ from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning, spread
-from accordion.train.deepspeed import translated
+from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
+from accordion.train.deepspeed import settled
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.owner import check_free
 from accordion.train.prepare import prepare, prepare_on_host
-from accordion.train.run_files import content_of, flattened, split, values_of_file
+from accordion.train.run_files import check_removed, content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
-from accordion.train.store_watchdog import watched_store
 
 ABOUT = (
     "Train a causal language model, sharded over ranks, on text. Without arguments: a Llama of 10 M parameters on the Python "
@@ -98,6 +97,8 @@ def _values(words: list[str]) -> dict[str, Any]:
     files, flags = split([_whole(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     kind = _kind_of(class_paths(files, flags))
+    for word in flags:
+        check_removed(word.partition("=")[0].removeprefix("--"))
     found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)
@@ -140,7 +141,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     place = launch.place_of(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
     if place is not None:
-        launch.guarded(_watched_rank, config, named, cache, began_s)
+        launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
     try:
         with launch.Forwarding() as signals:
@@ -153,7 +154,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
     """Prepare, and start the ranks; the exit code. Raises `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
-    config = translated(spread(config, named, world), named, world)
+    config = settled(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
@@ -165,19 +166,14 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     return launch.start(loop.train, (prepared, device), world, signals)
 
 
-def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
-    """One rank that another launcher started, which ends if the job's store is gone."""
-    with watched_store(store, place.rank, config.launch.timeout_s):
-        return _started_rank(place, store, config, *rest)
-
-
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
     """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
+    launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, world = launch.choose(config.launch, place, devices_here())
-    config = translated(spread(config, named, world), named, world)
+    config = settled(config, named, world)
     if config.train.plan != "none":
         raise UsageError(
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "

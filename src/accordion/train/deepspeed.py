@@ -12,7 +12,8 @@ from accordion.compat import deepspeed
 from accordion.compat.deepspeed import Settings
 from accordion.errors import UsageError
 from accordion.optim import ELEMENTWISE
-from accordion.train.config import Job, JobConfig, check, flat
+from accordion.sharding import offload_words, precision_words
+from accordion.train.config import Job, JobConfig, check, flat, spread
 
 MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -36,6 +37,11 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
     return deepspeed.read(config.train.deepspeed, auto=auto)
 
 
+def settled(config: Job, named: Collection[str], num_ranks: int) -> Job:
+    """Return `config` for so many ranks, with what a DeepSpeed configuration says; `named`: the keys that were given."""
+    return translated(spread(config, named, num_ranks), named, num_ranks)
+
+
 def digest_of(config: JobConfig) -> str:
     """Equal on ranks that read the same file."""
     if config.train.deepspeed is None:
@@ -57,7 +63,7 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
     Raises `UsageError` where the file and a flag or run file say different things.
     """
-    settings = settings_of(config, config.shard.precision)
+    settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:
         return config
     if settings.optimizer is not None and not issubclass(settings.optimizer.cls, ELEMENTWISE):
@@ -102,10 +108,14 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
         yield Translation("shard.replicas", settings.replicas(num_ranks), groups)
     yield Translation("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
     z = "zero_optimization."
-    optimizer = (f"{z}offload_optimizer.device", f"{z}cpu_offload")
-    yield Translation("shard.offload_optimizer", settings.sharding.offload.optimizer, optimizer)
-    params = tuple(z + name for name in ("offload_param.device", "cpu_offload_params", "cpu_offload_param"))
-    yield Translation("shard.offload_params", settings.sharding.offload.params, params)
+    names = (
+        "offload_optimizer.device",
+        "cpu_offload",
+        "offload_param.device",
+        "cpu_offload_params",
+        "cpu_offload_param",
+    )
+    yield Translation("shard.offload", offload_words(settings.sharding.offload), tuple(z + name for name in names))
     said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=said).batch(num_ranks)
     yield Translation("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))
@@ -125,4 +135,8 @@ def _precision(config: JobConfig, settings: Settings) -> str:
     for name in ("bf16", "fp16"):
         if settings.said.get(f"{name}.enabled"):
             return name
-    return config.shard.precision if {"bf16.enabled", "fp16.enabled"} & set(settings.autos) else "fp32"
+    return (
+        str(precision_words(config.shard.precision))
+        if {"bf16.enabled", "fp16.enabled"} & set(settings.autos)
+        else "fp32"
+    )

@@ -86,13 +86,17 @@ class Ending:
 
 
 class Best:
-    """Owns which validation was the best, and how many have come since that were not better; what checkpoints keep of it."""
+    """Owns which validation was the best, and how many have come since that were not better; what checkpoints keep of it.
+
+    `is_owed`: the validation after the last step was not made yet. `last`: step after which there was one.
+    """
 
     def __init__(self, patience: int, min_delta: float) -> None:
         """`patience`: validations in a row that may be no better, 0: any number. `min_delta`: by how much less loss is better."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
+        self.is_owed, self.last = False, -1
         self._mark = math.inf  # the loss that patience asks the next ones to be below
 
     def look(self, step: int, loss: float) -> bool:

@@ -17,21 +17,20 @@ from torch.distributed.distributed_c10d import Store
 from accordion.devices import devices_here
 from accordion.errors import UsageError, nearest
 from accordion.options import made, options_of
-from accordion.safety.party_line import explain, lines_of_job
+from accordion.safety.liveness.hub import hubs_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import JobConfig, check, spread
-from accordion.train.deepspeed import translated
+from accordion.train.config import JobConfig, check
+from accordion.train.deepspeed import settled
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
 from accordion.train.prepare import prepare_on_host
-from accordion.train.run_files import values_of_file
+from accordion.train.run_files import check_removed, values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
 from accordion.train.screen import Screen
-from accordion.train.store_watchdog import watched_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def fitted(
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
     named = frozenset(values)
-    job = translated(spread(job, named, world), named, world)
+    job = settled(job, named, world)
     store: Store
     say = Screen(speaks=place is None or place.rank == 0).note
     if place is None:
@@ -82,7 +81,8 @@ def fitted(
         store, expected = launch.joined(place, environ), None
     prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
     prepared = replace(prepared, expected=expected)
-    with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
+    launch.give_up_store(store, job.launch.timeout_s)
+    with Signals() as signals:
         with ExitStack() as held, _told_to_others():
             code = loop.train(place, store, prepared, device, signals, held)
         if code:
@@ -105,9 +105,9 @@ def _told_to_others() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for line in lines_of_job():
+        for hub in hubs_of_job():
             with suppress(Exception):  # it is a help, and never in the way of the error itself
-                explain(line, error)
+                hub.explain(error)
         raise
 
 
@@ -115,6 +115,7 @@ def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.key: option for option in options_of(JobConfig)}
     values = {} if config is None else values_of_file(config, list(known.values()))
     for key, value in options.items():
+        check_removed(key, "options: ")
         if key not in known:
             raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
         values[key] = known[key].converted(value, key)

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
+from stat import S_ISSOCK
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -36,8 +37,13 @@ from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
+from accordion.safety.liveness import wording
+from accordion.safety.liveness.hub import hubs_of_job
+from accordion.safety.liveness.links import give_up
+from accordion.safety.liveness.polling import poll
+from accordion.safety.liveness.wording import is_echo
 from accordion.safety.mixed_tensors import advise
-from accordion.safety.party_line import is_echo, lines_of_job, told
+from accordion.safety.own_process import take_process
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.ending import PREEMPTED, SIGNALS
@@ -299,6 +305,7 @@ def _guarded(entry: Entry, *args: Any) -> None:
         # those of torchrun, which lose the store and print frames of C++.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
+    take_process()
     end_with_one_collection()
     place = place_of(os.environ)
     assert place is not None, "ranks are started by a launcher"
@@ -352,8 +359,8 @@ def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
 
 def _say_ended(error: BaseException) -> None:
     """Let the ranks that share a model with this one know why it ends: it does so without what Python does at the end."""
-    for line in lines_of_job():
-        line.say_ended(told(error, line.phase), echo=is_echo(error))
+    for hub in hubs_of_job():
+        hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
 
 def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
@@ -399,17 +406,37 @@ def of_this_start(store: Store, rank: int, world: int, came: set[str]) -> Store:
         token = store.get(f"accordion/start/{token}").decode()
         store.add(f"accordion/start/{token}/heard", 1)
         return PrefixStore(token, store)
-    deadline = time.monotonic() + START_S
-    while store.add(f"accordion/start/{token}/heard", 0) < world - 1:
+
+    def all_heard() -> bool:
         for key in [f"accordion/start/{r}" for r in range(1, world)]:
             word = store.get(key).decode() if store.check([key]) else ""
             if word and word not in came:
                 came.add(word)
                 store.set(f"accordion/start/{word}", token)
-        if time.monotonic() > deadline:
-            raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")
-        time.sleep(0.01)
+        return int(store.add(f"accordion/start/{token}/heard", 0)) >= world - 1
+
+    if not poll(all_heard, START_S):
+        raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")
     return PrefixStore(token, store)
+
+
+def give_up_store(store: Store, timeout_s: float) -> None:
+    """Have a question to the job's store fail if its machine is gone, as collectives do after `timeout_s`.
+
+    torch's client would wait until the system gives the connection up, on Linux after a quarter of an hour. torch shows no
+    socket of its client, so its connections are found among the descriptors of this process, which is ours.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    descriptors = Path("/proc/self/fd")
+    if not isinstance(store, TCPStore) or not descriptors.is_dir():
+        return
+    for name in os.listdir(descriptors):
+        with suppress(OSError):  # closed since, or no socket
+            if S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family != socket.AF_UNIX and connection.getpeername()[1] == store.port:
+                        give_up(connection, timeout_s)
 
 
 def _tell(error: Exception, rank: int, store: Store) -> int:

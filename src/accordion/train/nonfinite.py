@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,9 @@ FLEETING = (
 class Skips:
     """Owns how many steps of a run were left out: in all, and the last ones in a row that no gradient scale explains."""
 
-    def __init__(self, on_nonfinite: Literal["stop", "skip"], most: int) -> None:
-        self._stops, self._most = on_nonfinite == "stop", most
+    def __init__(self, most: int) -> None:
+        """`most`: steps in a row that may be left out; 0: the first one that is not finite ends the run."""
+        self._most = most
         self.total, self._in_row = 0, 0
 
     def passed(self) -> None:
@@ -39,11 +39,11 @@ class Skips:
         """A step was not finite in itself. What to say of it; raises `NonFiniteError` where the run ends."""
         self._in_row += 1
         self.total += 1
-        if self._stops:
+        if not self._most:
             raise NonFiniteError(f"step {step}: {where} train.on_nonfinite skip leaves such steps out.")
         if self._in_row > self._most:
             raise NonFiniteError(
-                f"step {step} is not finite, as the {self._most} before it, which is what train.max_skips allows: {where}"
+                f"step {step} is not finite, as the {self._most} before it, which is what train.on_nonfinite allows: {where}"
             )
         return f"step {step} is left out ({self._in_row} in a row, at most {self._most}): {where}"
 

@@ -13,11 +13,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
 from accordion.models.stored import computing, end_of_turn, ends_of
-from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
@@ -49,7 +47,7 @@ from accordion.train.tokens import (
 )
 from accordion.train.trackers import check_trackers
 from accordion.train.work import Work
-from accordion.units import UnitChoice, choose_units, units_named
+from accordion.units import UnitChoice, choose_units
 
 Folders = dict[str, Path]
 """Those that one job writes to at a time, under the settings that name them."""
@@ -150,9 +148,7 @@ class _Place:
 
 
 def _check_shards(config: JobConfig, place: _Place) -> None:
-    shard = config.shard
-    sharding = Sharding(strategy=strategy_named(shard.strategy), secondary=shard.secondary or None)
-    sharding.check_secondary(place.world // place.replicas, "shard.secondary")
+    config.shard.check_secondary(place.world // place.replicas, "shard.")
     for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if url and "://" in url:
             raise UsageError(
@@ -200,8 +196,7 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
     options = config.train
     with of_the_task("model()"):
         model = work.model(options.seed)
-    units = units_named(config.shard.units, "shard.units")
-    choose_units(model, work.units() if units is None else units)
+    choose_units(model, work.units() if config.shard.units is None else config.shard.units)
     if resume is not None:
         checkpoints.check_run(resume, options.steps)
         checkpoints.check_task(resume)
@@ -217,7 +212,7 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     model_vocab = _vocab_of_model(config)
     source, say = find(config.data), place.say
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
-    units = units_named(config.shard.units, "shard.units")
+    units = config.shard.units
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
         _describe_model(_check_model(config, units, resume), config, say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
@@ -252,7 +247,7 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     model_vocab = _vocab_of_model(config)
     source = find(data)
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
-    model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
+    model = _check_model(config, config.shard.units, resume)
     inner = computing(model)
     _describe_model(model, config, say)
     if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
@@ -334,7 +329,7 @@ def _check_rows(size: int, model_vocab: int, config: Config) -> None:
 
 
 def _replicas(config: JobConfig, world: int, local_world: int) -> int:
-    if not strategy_named(config.shard.strategy).hybrid:
+    if not config.shard.strategy.hybrid:
         return 1
     replicas = config.shard.replicas or max(1, world // local_world)
     if world % replicas:

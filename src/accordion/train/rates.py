@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -14,93 +15,54 @@ from accordion.compat.deepspeed import Schedule, Settings
 from accordion.train.config import TrainConfig
 
 
-class LearningRates(Protocol):
-    """Sets the rates of an optimizer. A step that was left out is no step of it."""
+class LearningRates:
+    """The learning rates of an optimizer: of a schedule, of a scheduler, or those that the optimizer was made with.
 
-    def before(self, step: int) -> float:
-        """Set the rate of step 1, 2, ... that is not left out, and return it."""
-        ...
+    A step that was left out is no step of these. `prescribed`: the rate of step 1, 2, ... of a group from its first rate.
+    """
 
-    def after(self) -> None:
-        """A step was made."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        ...
-
-    def resume(self, num_steps: int, *, changed: bool) -> None:
-        """Give a loaded optimizer the options of this run's configuration again, after `num_steps` steps.
-
-        `changed`: the configuration of the optimizer or scheduler differs from that of the run that saved the checkpoint.
-        """
-        ...
-
-
-class _OfRun:
-    """The options of an optimizer as this run's configuration makes them."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._options_made = [
+    def __init__(
+        self, optimizer: Optimizer, prescribed: Callable[[int, float], float] | None = None, scheduler: Any = None
+    ) -> None:
+        self._optimizer, self._prescribed, self._scheduler = optimizer, prescribed, scheduler
+        self._first = None if scheduler is None else deepcopy(scheduler.state_dict())
+        self._options = [
             {key: deepcopy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
 
-    def resume(self, num_steps: int, *, changed: bool) -> None:
-        # Optimizers also keep state in their groups (a count of steps, say): what a constructor takes is an option.
-        kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
-        takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
-        for group, options in zip(self._optimizer.param_groups, self._options_made, strict=True):
-            group.update({key: value for key, value in options.items() if key in takes})
-
-
-class Prescribed(_OfRun):
-    """Rates that the number of the step alone decides, of each group in proportion to the rate that it was made with."""
-
-    def __init__(self, optimizer: Optimizer, options: TrainConfig, schedule: Schedule | None) -> None:
-        super().__init__(optimizer)
-        self._options, self._schedule = options, schedule
-        self._peaks = [float(group["lr"]) for group in self._options_made]
-
     def before(self, step: int) -> float:
-        share = share_at(step, self._options) if self._schedule is None else None
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * share if share is not None else lr_at(step, self._options, self._schedule)
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def after(self) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-
-class OfOptimizer(_OfRun):
-    """The rates that an optimizer of the user's has, and its scheduler where there is one."""
-
-    def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
-        super().__init__(optimizer)
-        self._scheduler = scheduler
-        self._first = None if scheduler is None else deepcopy(scheduler.state_dict())
-
-    def before(self, step: int) -> float:
+        """Set the rates of step 1, 2, ... that is not left out. Returns that of the first group."""
+        if self._prescribed is not None:
+            for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+                group["lr"] = self._prescribed(step, float(options["lr"]))
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def after(self) -> None:
+        """Call after each step that was made."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
+        """Return the objects that a checkpoint keeps."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self, num_steps: int, *, changed: bool) -> None:
-        """A scheduler whose configuration changed is stepped again from its beginning; else it goes on with its state."""
+        """Give a loaded optimizer the options of this run's configuration again, after `num_steps` steps.
+
+        `changed`: the configuration of the optimizer or scheduler differs from that of the run that saved the checkpoint. A
+        scheduler is stepped again from its beginning then; else it goes on with its state.
+        """
+        groups = list(zip(self._optimizer.param_groups, self._options, strict=True))
         if self._scheduler is None:
-            super().resume(num_steps, changed=changed)
+            # Optimizers also keep state in their groups (a count of steps, say): what a constructor takes is an option.
+            kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
+            takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
+            for group, options in groups:
+                group.update({key: value for key, value in options.items() if key in takes})
         elif changed:
             self._scheduler.load_state_dict(self._first)
-            for group, options in zip(self._optimizer.param_groups, self._options_made, strict=True):
+            for group, options in groups:
                 group.update(options)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns of a scheduler that is stepped before its optimizer
@@ -113,8 +75,11 @@ def rates_of(
 ) -> LearningRates:
     """`is_own`: the optimizer is the user's: its rate stays as it was made unless `scheduler` or `train.schedule` changes it."""
     if scheduler is not None or (is_own and options.schedule == "auto"):
-        return OfOptimizer(optimizer, scheduler)
-    return Prescribed(optimizer, options, theirs.scheduler if theirs else None)
+        return LearningRates(optimizer, scheduler=scheduler)
+    if theirs is not None and theirs.scheduler is not None:
+        schedule = theirs.scheduler
+        return LearningRates(optimizer, lambda step, first: lr_at(step, options, schedule))
+    return LearningRates(optimizer, lambda step, first: first * share_at(step, options))
 
 
 def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
@@ -141,7 +106,7 @@ def share_at(step: int, options: TrainConfig) -> float:
         case "linear":
             return 1 - (1 - final) * through
         case "step":
-            every = options.decay_every or max(1, left // 3)
+            every = options.decay_steps or max(1, left // 3)
             return float(options.decay_factor ** ((done - 1) // every))
         case "wsd":
             last = min(options.decay_steps or max(1, options.steps // 5), left)

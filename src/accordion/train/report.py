@@ -46,12 +46,10 @@ def page_of(
         loss["validation"] = {str(step): value for step, value in validations}
     speed = next((key for key in SPEEDS if any(key in line for line in lines)), SPEEDS[0])
     charts = [
-        Chart(title="loss", unit="", kind="curves", series=loss),
-        Chart(title="speed", unit=speed.replace("_per_s", "/s"), kind="curves", series={"all ranks": curve(speed)}),
-        Chart(
-            title="memory", unit="GiB", kind="curves", series={"largest peak of a rank": curve("peak_bytes", 2**-30)}
-        ),
-        Chart(title="gradient norm", unit="", kind="curves", series={"before clipping": curve("grad_norm")}),
+        Chart(title="loss", unit="", series=loss),
+        Chart(title="speed", unit=speed.replace("_per_s", "/s"), series={"all ranks": curve(speed)}),
+        Chart(title="memory", unit="GiB", series={"largest peak of a rank": curve("peak_bytes", 2**-30)}),
+        Chart(title="gradient norm", unit="", series={"before clipping": curve("grad_norm")}),
     ]
     here = machine(device)
     defaults = flat(Config())

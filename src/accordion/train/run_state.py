@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion.errors import AccordionError
-from accordion.safety.party_line import is_echo
+from accordion.safety.liveness.wording import is_echo
 from accordion.train.tokens import write_whole
 
 FILE = "state.json"

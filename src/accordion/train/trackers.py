@@ -83,12 +83,9 @@ class _Wandb:
             project=config.log.wandb,
             name=run_dir.name,
             dir=str(run_dir),
-            mode=config.log.wandb_mode,
             config=flat(config),
             id=before,
-            resume="allow"
-            if before is not None and config.log.wandb_mode == "online"
-            else None,  # files have no other choice
+            resume="allow" if before is not None else None,
         )
         # Their own steps only grow; a run that goes on takes back what was not saved.
         self._run.define_metric("*", step_metric="step")
@@ -174,7 +171,7 @@ class _Mlflow:
 
     def _opened(self) -> tuple[Any, str]:
         """The client, and the run's name with it."""
-        client = self._client(tracking_uri=self._config.log.mlflow_uri)
+        client = self._client()
         run = self._before
         if run is None:
             experiment = client.get_experiment_by_name(self._config.log.mlflow)

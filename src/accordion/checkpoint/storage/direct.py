@@ -128,8 +128,5 @@ class LocalReader:
                 raise OSError(f"it ends at byte {at}")
             into, at = into[count:], at + count
 
-    def expect(self, at: int, length: int) -> None:
-        """The system reads ahead by itself; told to, it does so in small pages, and a load took 1.5 times as long."""
-
     def close(self) -> None:
         self._file.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
-from bisect import bisect_right, insort
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -16,8 +16,10 @@ from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.storage.direct import LocalReader, created
 from accordion.errors import CheckpointError, UsageError
 
-LOOKS, LOOK_S = 20, 0.002  # for what has two names one after the other, in a folder in which names change
-QUIET_NS = 50_000_000  # since the last change: several ticks of the clock by which a file system writes times
+LOOKS = 3  # at a name that a save is giving to another folder: between its two renames none has it
+SAVING = "saving.json"  # in a folder of remote storage while a job saves there: which job, and which save
+BLOCK_BYTES = 4 * 2**20  # that are fetched at once
+STALE_S = 900.0  # without which a job of another machine is taken for dead
 
 
 class Writer(Protocol):
@@ -33,9 +35,6 @@ class Reader(Protocol):
 
     def read_into(self, into: memoryview, at: int) -> None:
         """Fill `into` with the bytes from `at` on. Raises `OSError` where the file is shorter."""
-
-    def expect(self, at: int, length: int) -> None:
-        """These bytes are asked for next, in parts. Raises `OSError` where the file is shorter."""
 
     def close(self) -> None: ...
 
@@ -66,11 +65,13 @@ class Folder(Protocol):
         """Another one once another checkpoint has taken this name; None where there is none at the moment."""
 
     def begin(self, save: str) -> Folder:
-        """An empty folder for a new checkpoint of this name; what a killed save left there is removed.
+        """Return an empty folder for a new checkpoint of this name, after removing what a killed save left there.
 
-        `save`: a word that no other save has, 8 hexadecimal digits, so that two jobs that save under one name never write
-        into one folder. Raises `CheckpointError` where this name belongs to something else, `UsageError` where nothing can
-        have it.
+        Raises `CheckpointError` if this name belongs to something else or another job is saving under it, `UsageError` if
+        nothing can have it.
+
+        Args:
+            save: 8 hexadecimal digits that no other save has, so that no two of them ever write into one folder.
         """
 
     def begun(self, save: str) -> Folder:
@@ -79,14 +80,14 @@ class Folder(Protocol):
     def create(self, name: str, num_bytes: int) -> AbstractContextManager[Writer]:
         """A context that gives a `Writer`, to which `num_bytes` are written; at its end the file is on the disk."""
 
-    def commit(self, begun: Folder) -> None:
-        """Make what `begin` gave, its manifest written, the checkpoint of this name. On the rank that called `begin`."""
+    def commit(self, begun: Folder, manifest: bytes) -> None:
+        """Write the manifest into what `begin` gave on this rank, and make that the checkpoint of this name."""
 
-    def discard(self, mark: object = None) -> None:
-        """Remove it and all in it, so that no half of it is ever seen under its name. Raises `OSError`.
+    def discard(self) -> None:
+        """Remove what `begin` gave. Raises `OSError`."""
 
-        With a `mark`, only if it has that one still: what another job has saved under this name since then stays.
-        """
+    def remove(self, mark: object) -> None:
+        """Remove this checkpoint, unless a job is saving under its name or has done so since it had `mark`. Raises `OSError`."""
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
@@ -117,32 +118,19 @@ def readable(folder: Folder) -> Folder:
     """`folder`, or while a save replaces a checkpoint of this name, or was killed then, the one that was there."""
     for _ in range(LOOKS if isinstance(folder, Local) else 0):
         assert isinstance(folder, Local)
-        is_changing = changes_now(folder.path.parent)
         if os.path.lexists(folder.path):
             break
-        old = [(mark[-1], path) for path in claims.beside(folder.path, "old") if (mark := Local(path).mark())]
-        if old:
-            return Local(max(old)[1])
-        if not is_changing:
-            break
-        time.sleep(LOOK_S)
+        if (old := folder.replaced()) is not None:
+            return old
     return folder
 
 
-def changes_now(folder: Path) -> bool:
-    """Whether names in a folder change at this time, so that one may be missed; no where it cannot be asked."""
-    try:
-        return time.time_ns() - os.stat(folder).st_mtime_ns < QUIET_NS
-    except OSError:
-        return False
-
-
 class Local:
-    """A folder of a file system. What `begin` gave owns a lock, which tells other jobs that its save lives."""
+    """A folder of a file system. What `begin` gave owns the lock of its checkpoint's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._lock: claims.NameLock | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -157,14 +145,10 @@ class Local:
         return found
 
     def folders(self) -> list[str]:
-        found: dict[str, None] = {}
         with suppress(FileNotFoundError):
-            for _ in range(LOOKS):  # one that gets another name while we look may be seen under neither
-                is_changing = changes_now(self.path)
-                found.update(dict.fromkeys([*self._folders(), *self._folders()]))
-                if not is_changing and not changes_now(self.path):
-                    break
-        return list(found)
+            # Twice, because a folder that is renamed meanwhile may be missing in one listing.
+            return list(dict.fromkeys([*self._folders(), *self._folders()]))
+        return []
 
     def _folders(self) -> Iterator[str]:
         with os.scandir(self.path) as entries:
@@ -192,37 +176,32 @@ class Local:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
+    def replaced(self) -> Local | None:
+        """The checkpoint that a save of this name was replacing when it was killed, or is replacing now; None without one."""
+        old = [(mark, path) for path in claims.beside(self.path, "old") if (mark := Local(path).mark())]
+        return Local(max(old, key=lambda one: one[0][-1])[1]) if old else None
+
     def begin(self, save: str) -> Local:
         path = self.path
         claims.check_name(path)
         claims.check_free(path)
-        for left in claims.beside(path, "tmp"):
-            claims.remove_rest(left)
-        for left in claims.beside(path, "gone"):
-            claims.remove_quietly(left)
-        made = [above for above in path.parents if not above.exists()]
-        if made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        for above in made:
-            _sync(above.parent)
-        begun = self.begun(save)
-        for _ in range(LOOKS):  # another save that begins may take it for a rest until it is locked
-            begun.path.mkdir(exist_ok=True)
-            try:
-                begun._lock = claims.lock(begun.path)
-            except OSError:
-                with suppress(OSError):
-                    begun.path.rmdir()
-                raise
-            if begun._lock is not None:
-                return begun
-            time.sleep(LOOK_S)
-        raise CheckpointError(
-            f"{begun.path}, made for a save, is removed again and again by another job; no other job may save under this name."
-        )
+        _make(path.parent)
+        lock = claims.NameLock.take(path, claims.LOCK_TIMEOUT_S)
+        try:
+            if not os.path.lexists(path) and (old := self.replaced()) is not None:
+                old.path.rename(path)
+            for left in claims.beside(path, "old", *claims.LEFT):
+                claims.remove_quietly(left)
+            begun = self.begun(save)
+            begun.path.mkdir()
+        except BaseException:
+            lock.release()
+            raise
+        begun._lock = lock
+        return begun
 
     def begun(self, save: str) -> Local:
-        return Local(claims.hidden(self.path, save, "tmp"))
+        return Local(claims.hidden(self.path, f"{save}.tmp"))
 
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
@@ -237,68 +216,57 @@ class Local:
         except OSError as error:
             raise _with_path(error, self.path / name) from None
 
-    def commit(self, begun: Folder) -> None:
-        """Give `begun` this name, in steps that leave one of the two whatever other saves do between them.
-
-        What is replaced is renamed to a name of its own, and removed when this one is in its place. What killed saves had
-        renamed before is older than this one, so it goes too; what another save renames from now on may be this one.
-        """
+    def commit(self, begun: Folder, manifest: bytes) -> None:
         assert isinstance(begun, Local)
-        held = begun.sizes()
+        _write(begun, manifest)
         now = time.time_ns()
         with suppress(OSError):  # a time of its own: file systems write the last tick's, which two saves may share
             os.utime(begun.path / MANIFEST, ns=(now, now))
         _sync(begun.path)
-        left = claims.beside(self.path, "old")
-        replaced = claims.hidden(self.path, begun.path.name.split(".")[-2], "old")
         claims.check_free(self.path)
+        old = claims.hidden(self.path, "old")
         try:
             if os.path.lexists(self.path):
-                self.path.rename(replaced)
+                self.path.rename(old)
             begun.path.rename(self.path)
         except OSError as error:
-            with suppress(OSError):  # not there, or another save was faster
-                replaced.rename(self.path)
+            with suppress(OSError):  # it was not replaced
+                old.rename(self.path)
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-            raise CheckpointError(
+            raise CheckpointError(  # on a file system without locks
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
-        if not self._holds(held):  # its lock too: until it has its name it is not to be taken for a rest
-            raise CheckpointError(
-                f"{self.path} is not what was written there, another job saved or removed files; the one before is {replaced}."
-            )
-        begun._release(self.path)
         _sync(self.path.parent)
-        for one in [*left, *([replaced] if os.path.lexists(replaced) else [])]:
-            claims.remove_quietly(one)
+        if os.path.lexists(old):
+            claims.remove_quietly(old)
+        begun._release()
 
-    def _holds(self, sizes: dict[str, int]) -> bool:
-        """Whether these files lie there; one that has renamed it in error gives it its name again."""
-        for _ in range(LOOKS):
-            with suppress(FileNotFoundError):
-                if self.sizes() == sizes:
-                    return True
-            time.sleep(LOOK_S)
-        return False
-
-    def _release(self, path: Path) -> None:
-        """Give back the lock, which lies in `path` now."""
+    def _release(self) -> None:
         if self._lock is not None:
-            handle, self._lock = self._lock, None
-            claims.unlock(path, handle)
+            self._lock.release()
+            self._lock = None
 
-    def discard(self, mark: object = None) -> None:
-        self._release(self.path)
-        if mark is None:
-            claims.remove(self.path)
-        elif self.mark() == mark and not claims.lives(self.path):  # a save that looks whether it is all there
-            doomed = claims.hide(self.path)
-            if Local(doomed).mark() != mark:
-                with suppress(OSError):  # the next one has the name already
-                    doomed.rename(self.path)
-                    return
-            claims.remove(doomed)
+    def discard(self) -> None:
+        try:
+            if self.path.exists():
+                claims.remove(self.path)
+        finally:
+            self._release()
+
+    def remove(self, mark: object) -> None:
+        try:
+            lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
+        except CheckpointError:
+            return
+        except OSError:  # a full disk, on which this makes room
+            lock = None
+        try:
+            if self.mark() == mark:
+                claims.remove(self.path)
+        finally:
+            if lock is not None:
+                lock.release()
 
 
 class Remote:
@@ -306,6 +274,7 @@ class Remote:
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
+        self._save = ""  # that `begin` began
 
     @classmethod
     def at(cls, url: str) -> Remote:
@@ -360,51 +329,74 @@ class Remote:
             held = {}
         if MANIFEST in held:
             raise CheckpointError(f"{self} is a checkpoint, and remote storage replaces none; pass another path.")
-        if any(not name.endswith(".safetensors") for name in held):
+        if any(not name.endswith(".safetensors") for name in held if name != SAVING):
             raise CheckpointError(f"{self} exists and is no checkpoint; pass another path or remove it.")
-        for name in held:
-            self._storage.rm_file(self._at(name))  # of a save that was killed
+        if SAVING in held:
+            self._refuse_if_saving()
         self._storage.makedirs(self._path, exist_ok=True)
+        owner = {"save": save, "host": os.uname().nodename, "pid": os.getpid()}
+        self._storage.pipe_file(self._at(SAVING), json.dumps(owner).encode())
+        for name in held.keys() - {SAVING}:
+            self._storage.rm_file(self._at(name))  # of a save that was killed
+        self._save = save
         return self
+
+    def _refuse_if_saving(self) -> None:
+        """Raise `CheckpointError` if the job that began a save here may be alive."""
+        owner = self._owner()
+        host, pid = owner.get("host"), owner.get("pid")
+        if type(pid) is not int or time.time() - self.written_at(SAVING) / 1e9 > STALE_S:
+            return
+        if host != os.uname().nodename or (pid != os.getpid() and _is_alive(pid)):
+            raise CheckpointError(
+                f"{self} is being saved by process {pid} on {host}; no other job may save under this name. If that job has "
+                f"ended, remove {self.inside(SAVING)}, or wait until it is {STALE_S / 60:.0f} minutes old."
+            )
+
+    def _owner(self) -> dict[str, Any]:
+        """The words of the job that saves here, empty if there is none."""
+        try:
+            owner = json.loads(self.read(SAVING))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return owner if isinstance(owner, dict) else {}
 
     def begun(self, save: str) -> Remote:
         return self
 
     def fetch(self, into: Path) -> Path:
-        """Copy it into a folder; returns where it lies there. Raises `UsageError` where it is neither a file nor a folder."""
-        here = into / _last(self._path)
-        if self._storage.isfile(self._path):
-            self._storage.get_file(self._path, str(here))
-            return here
-        if not self._storage.isdir(self._path):
+        """Copy it into a folder and return where it is there. Raises `UsageError` if it is neither a file nor a folder."""
+        if not self._storage.exists(self._path):
             raise UsageError(f"{self} is neither a file nor a folder.")
-        here.mkdir()
-        for name in self.sizes():
-            self._storage.get_file(self._at(name), str(here / name))
-        return here
+        self._storage.get(self._path, str(into / _last(self._path)), recursive=True)
+        return into / _last(self._path)
 
     def put(self, source: Path) -> list[str]:
-        """Make it a copy of a file or a folder of files; returns the URLs. Raises `UsageError` where it is there already."""
+        """Make it a copy of a file or a folder of files, and return the URLs. Raises `UsageError` if it exists."""
         if self._storage.exists(self._path):
             raise UsageError(f"{self} exists; pass another path or remove it.")
-        if source.is_file():
-            self._storage.put_file(str(source), self._path)
-            return [str(self)]
-        self._storage.makedirs(self._path, exist_ok=True)
-        names = sorted(Local(source).sizes())
-        for name in names:
-            self._storage.put_file(str(source / name), self._at(name))
-        return [str(self.inside(name)) for name in names]
+        self._storage.put(str(source), self._path, recursive=True)
+        return [str(self)] if source.is_file() else [str(self.inside(path.name)) for path in sorted(source.iterdir())]
 
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
         with self._storage.open(self._at(name), "wb") as file:
             yield file
 
-    def commit(self, begun: Folder) -> None:
-        """Its manifest is there: it is a checkpoint."""
+    def commit(self, begun: Folder, manifest: bytes) -> None:
+        if self._owner().get("save") != self._save:
+            raise CheckpointError(
+                f"{self} was saved by another job at the same time; no other job may save under this name."
+            )
+        _write(self, manifest)
+        with suppress(FileNotFoundError):
+            self._storage.rm_file(self._at(SAVING))
 
-    def discard(self, mark: object = None) -> None:  # all have one mark: nothing is replaced there
+    def discard(self) -> None:
+        if self._owner().get("save") == self._save:
+            self.remove(0)
+
+    def remove(self, mark: object) -> None:  # all have one mark: nothing is replaced there
         with suppress(FileNotFoundError):
             self._storage.rm_file(self._at(MANIFEST))
         with suppress(FileNotFoundError):
@@ -412,41 +404,24 @@ class Remote:
 
 
 class _RemoteReader:
-    """A file of remote storage. Owns what it has read: each part is asked for once, though it is checked and then used."""
+    """A file of remote storage. Each of its blocks is fetched once, and kept from its check to its use."""
 
     def __init__(self, storage: Any, path: str) -> None:
-        self._storage, self._path = storage, path
-        self._held: dict[int, memoryview] = {}
-        self._starts: list[int] = []
         self.num_bytes = int(storage.size(path))
+        cache = {"maxblocks": self.num_bytes // BLOCK_BYTES + 2}
+        self._file = storage.open(path, block_size=BLOCK_BYTES, cache_type="blockcache", cache_options=cache)
 
     def read_into(self, into: memoryview, at: int) -> None:
+        self._file.seek(at)
         while into:
-            part = self._part(at, at + len(into))[: len(into)]
-            into[: len(part)] = part
-            into, at = into[len(part) :], at + len(part)
-
-    def expect(self, at: int, length: int) -> None:
-        """In one request, however small the parts."""
-        while length:
-            count = len(self._part(at, at + length)[:length])
-            at, length = at + count, length - count
+            data = self._file.read(len(into))
+            if not data:
+                raise OSError(f"it ends at byte {self._file.tell()}")
+            into[: len(data)] = data
+            into = into[len(data) :]
 
     def close(self) -> None:
-        self._held, self._starts = {}, []
-
-    def _part(self, at: int, end: int) -> memoryview:
-        """Bytes from `at` on, at least one."""
-        i = bisect_right(self._starts, at)
-        if i and (held := self._held[self._starts[i - 1]][at - self._starts[i - 1] :]):
-            return held
-        end = min(end, self._starts[i]) if i < len(self._starts) else end
-        data = memoryview(self._storage.cat_file(self._path, start=at, end=end))
-        if len(data) != end - at:
-            raise OSError(f"it ends at byte {at + len(data)}")
-        self._held[at] = data
-        insort(self._starts, at)
-        return data
+        self._file.close()
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
@@ -463,6 +438,30 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError as error:
         return error.errno != errno.ELOOP
+
+
+def _write(folder: Folder, manifest: bytes) -> None:
+    with folder.create(MANIFEST, len(manifest)) as file:
+        file.write(memoryview(manifest))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, and wait until their names are on the disk."""
+    missing = [above for above in (folder, *folder.parents) if not above.exists()]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+    for above in missing:
+        _sync(above.parent)
 
 
 def _sync(folder: Path) -> None:

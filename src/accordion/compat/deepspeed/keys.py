@@ -22,16 +22,29 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row. `off`: further values of a refused key that ask for nothing; `section`: keys below it are not told apart."""
+    """One row of the table.
+
+    Args:
+        takes: the values of a used key: words, `bool`, `float` for 0 and more, or a whole number for it and more.
+        off: further values of a refused key that ask for nothing.
+        section: whether all keys below this one share the row.
+        asked: the key of `accordion train` that answers an `"auto"`, which otherwise the caller must.
+        auto: what `"auto"` becomes without an answer: the default of transformers' TrainingArguments.
+        follows: what `"auto"` follows from, if from other keys.
+    """
 
     use: Use
     why: str
+    takes: Any = None
     off: tuple[Any, ...] = ()
     section: bool = False
+    asked: str = ""
+    auto: Any = None
+    follows: str = ""
 
 
-def used(why: str) -> Key:
-    return Key(Use.USED, why)
+def used(why: str, takes: Any = None, **auto: Any) -> Key:
+    return Key(Use.USED, why, takes, **auto)
 
 
 def not_needed(why: str, section: bool = False) -> Key:
@@ -39,9 +52,11 @@ def not_needed(why: str, section: bool = False) -> Key:
 
 
 def refused(why: str, *off: Any, section: bool = False) -> Key:
-    return Key(Use.REFUSED, why, off, section)
+    return Key(Use.REFUSED, why, off=off, section=section)
 
 
+DTYPES = ("fp32", "bf16", "fp16")
+DEVICES = ("none", "cpu", "nvme")
 NO_TIERS = "changes which gradients a step sees"
 NO_QUANTIZED = "messages are not quantized; gradients travel in the dtype of the computation and are added in float32"
 WITH_OFFLOAD = "host memory is sized from the model, pinned, and copied to and from between events"
@@ -51,9 +66,17 @@ ONE_CYCLE = "of OneCycle, which changes `betas` at each step too; take torch.opt
 NO_MODEL_CHANGES = "changes the model or the data, which stay the caller's"
 
 BATCH: dict[str, Key] = {
-    "train_batch_size": used("sequences or samples in a step: micro batch x accumulation x ranks"),
-    "train_micro_batch_size_per_gpu": used("`batch(num_ranks).micro_batch`; `train.micro_batch`"),
-    "gradient_accumulation_steps": used("`batch(num_ranks).accumulation`; `train.accumulate`"),
+    "train_batch_size": used(
+        "sequences or samples in a step: micro batch x accumulation x ranks",
+        1,
+        follows="micro batch x accumulation x ranks",
+    ),
+    "train_micro_batch_size_per_gpu": used(
+        "`batch(num_ranks).micro_batch`; `train.micro_batch`", 1, asked="train.micro_batch"
+    ),
+    "gradient_accumulation_steps": used(
+        "`batch(num_ranks).accumulation`; `train.accumulate`", 1, asked="train.accumulate"
+    ),
     "managed_gradient_accumulation": not_needed("the loop says when it steps"),
     "dataloader_drop_last": not_needed("the loader is the caller's; that of `accordion train` keeps ranks even"),
     "elasticity": refused("batch sizes are given, not searched; checkpoints load on any number of ranks", section=True),
@@ -66,9 +89,13 @@ OPTIMIZER: dict[str, Key] = {
     "optimizer.params": used(
         "keyword arguments of that class; for Adam and AdamW weight_decay is 0 if it is not given, as in FusedAdam"
     ),
-    "optimizer.params.adam_w_mode": used("Adam is AdamW unless this is false"),
+    "optimizer.params.lr": used("the learning rate", float, asked="train.lr"),
+    "optimizer.params.betas": used("decay rates of the moments", auto=(0.9, 0.999)),
+    "optimizer.params.eps": used("what is added to the denominator", auto=1e-8),
+    "optimizer.params.weight_decay": used("the weight decay", asked="train.weight_decay", auto=0.0),
+    "optimizer.params.adam_w_mode": used("Adam is AdamW unless this is false", bool),
     "optimizer.params.torch_adam": used(
-        "takes torch's default for weight_decay in AdamW, 0.01; torch's Adam steps in any case"
+        "takes torch's default for weight_decay in AdamW, 0.01; torch's Adam steps in any case", bool
     ),
     "optimizer.params.bias_correction": refused("torch's Adam always corrects", True),
     "optimizer.params.max_grad_norm": refused("DeepSpeed does not support it either; give gradient_clipping", 0, 0.0),
@@ -81,11 +108,15 @@ SCHEDULER: dict[str, Key] = {
         "`scheduler`: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, step for step. OneCycle is refused: it changes "
         "`betas` too"
     ),
-    "scheduler.params.warmup_min_lr": used("of the first step; a list gives one for each parameter group"),
-    "scheduler.params.warmup_max_lr": used("after the warmup; a list gives one for each parameter group"),
-    "scheduler.params.warmup_num_steps": used("steps of the warmup; fewer than 2 count as 2"),
+    "scheduler.params.warmup_min_lr": used("of the first step; a list gives one for each parameter group", auto=0.0),
+    "scheduler.params.warmup_max_lr": used(
+        "after the warmup; a list gives one for each parameter group", follows="the learning rate of the optimizer"
+    ),
+    "scheduler.params.warmup_num_steps": used("steps of the warmup; fewer than 2 count as 2", asked="train.warmup"),
     "scheduler.params.warmup_type": used('"log" (DeepSpeed\'s default) or "linear"'),
-    "scheduler.params.total_num_steps": used("where WarmupDecayLR reaches 0 and WarmupCosineLR its floor"),
+    "scheduler.params.total_num_steps": used(
+        "where WarmupDecayLR reaches 0 and WarmupCosineLR its floor", asked="train.steps"
+    ),
     "scheduler.params.warmup_min_ratio": used("WarmupCosineLR: share of the rate at which the warmup begins"),
     "scheduler.params.cos_min_ratio": used("WarmupCosineLR: share of the rate at its end"),
     "scheduler.params.lr_range_test_min_lr": used("LRRangeTest: the first rate"),
@@ -103,11 +134,12 @@ SCHEDULER: dict[str, Key] = {
     },
 }
 PRECISION: dict[str, Key] = {
-    "bf16.enabled": used("`Precision(params=torch.bfloat16)` over float32 masters"),
+    "bf16.enabled": used("`Precision(params=torch.bfloat16)` over float32 masters", bool, asked="shard.precision"),
     "bf16.bf16_master_weights_and_grads": used(
-        "`Precision(master=torch.bfloat16)`; only together with bf16_optimizer_states, since states have the dtype of masters"
+        "`Precision(master=torch.bfloat16)`; only together with bf16_optimizer_states, since states have the dtype of masters",
+        bool,
     ),
-    "bf16.bf16_optimizer_states": used("see bf16_master_weights_and_grads"),
+    "bf16.bf16_optimizer_states": used("see bf16_master_weights_and_grads", bool),
     "bf16.immediate_grad_update": not_needed("gradients are reduced as they come"),
     "bf16.check_grad_overflow": refused(
         'steps are not skipped in bf16; `shard(debug="finite")` names where NaN or inf begin'
@@ -115,15 +147,17 @@ PRECISION: dict[str, Key] = {
     "bfloat16": used("the older name of bf16, with the same keys"),
     "fp16.enabled": used(
         "`Precision(params=torch.float16)` and `scaler()`. `accordion train` counts a step that overflows in the schedule; "
-        "DeepSpeed does not"
+        "DeepSpeed does not",
+        bool,
+        asked="shard.precision",
     ),
     "fp16.auto_cast": not_needed("floating inputs of each unit are cast in any case"),
-    "fp16.loss_scale": used("a fixed scale; 0: dynamic"),
-    "fp16.initial_scale_power": used("`init_scale` is 2 to this power"),
-    "fp16.loss_scale_window": used("`growth_interval`"),
-    "fp16.hysteresis": used("overflows before the scale is halved; `scaler()` counts them, torch's does not"),
-    "fp16.consecutive_hysteresis": used("whether a good step resets that count"),
-    "fp16.min_loss_scale": used("if it would go below, `update` raises, as in DeepSpeed"),
+    "fp16.loss_scale": used("a fixed scale; 0: dynamic", float),
+    "fp16.initial_scale_power": used("`init_scale` is 2 to this power", 0),
+    "fp16.loss_scale_window": used("`growth_interval`", 1),
+    "fp16.hysteresis": used("overflows before the scale is halved; `scaler()` counts them, torch's does not", 1),
+    "fp16.consecutive_hysteresis": used("whether a good step resets that count", bool),
+    "fp16.min_loss_scale": used("if it would go below, `update` raises, as in DeepSpeed", float),
     "fp16.fp16_master_weights_and_grads": refused("fp16 masters need DeepSpeed's CPU Adam; masters are float32"),
     "fp16.fused_mode": not_needed("there is one implementation of a step"),
     "amp": refused("Apex is not used; take bf16 or fp16", section=True),
@@ -132,103 +166,106 @@ PRECISION: dict[str, Key] = {
         section=True,
     ),
     "communication_data_type": used(
-        "`Precision.reduce`, the dtype in which gradients are summed; float32 if not given"
+        "`Precision.reduce`, the dtype in which gradients are summed; float32 if not given", DTYPES
     ),
     "seq_parallel_comm_data_type": not_needed("there is no sequence parallelism"),
     "data_types.grad_accum_dtype": not_needed("gradients add up in the dtype of masters"),
-    "data_types.buffer_dtype": used("`Precision.buffers`; not given, buffers stay as they are; DeepSpeed casts them"),
+    "data_types.buffer_dtype": used(
+        "`Precision.buffers`; not given, buffers stay as they are; DeepSpeed casts them", DTYPES
+    ),
     "data_types.param_dtype": refused("parameters keep their dtype; bf16 and fp16 choose that of the computation"),
-    "gradient_clipping": used("`clip` for `acc.clip_grad_norm_`; 0 or not given: none"),
-    "gradient_allreduce_op": used('`reduce_op`: "mean" or "sum"; here "sum" works in stage 3 too'),
+    "gradient_clipping": used("`clip` for `acc.clip_grad_norm_`; 0 or not given: none", float, asked="train.clip"),
+    "gradient_allreduce_op": used('`reduce_op`: "mean" or "sum"; here "sum" works in stage 3 too', ("mean", "sum")),
     "prescale_gradients": not_needed("sums are taken in float32 and divided once: nothing overflows on the way"),
     "gradient_predivide_factor": not_needed("see prescale_gradients"),
     "sparse_gradients": refused("gradients of embeddings are dense"),
 }
-_Z = "zero_optimization."
-ZERO: dict[str, Key] = {
-    _Z + "stage": used("0 NO_SHARD, 1 SHARD_OPTIM, 2 SHARD_GRAD_OP (which keeps shards between steps), 3 FULL_SHARD"),
-    _Z + "zero_hpz_partition_size": used(
+_ZERO: dict[str, Key] = {
+    "stage": used("0 NO_SHARD, 1 SHARD_OPTIM, 2 SHARD_GRAD_OP (which keeps shards between steps), 3 FULL_SHARD", 0),
+    "zero_hpz_partition_size": used(
         "stage 3: HYBRID_SHARD_OPTIM on a mesh whose inner axis has so many ranks: parameters are gathered inside it, the "
-        "optimizer is cut over all"
+        "optimizer is cut over all",
+        0,
     ),
-    _Z + "mics_shard_size": used("stage 3: HYBRID_SHARD on a mesh whose inner axis has so many ranks"),
-    _Z + "mics_hierarchical_params_gather": not_needed("parameters are gathered inside the inner axis only"),
-    _Z + "offload_param.device": used(
+    "mics_shard_size": used("stage 3: HYBRID_SHARD on a mesh whose inner axis has so many ranks", -1),
+    "mics_hierarchical_params_gather": not_needed("parameters are gathered inside the inner axis only"),
+    "offload_param.device": used(
         'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is `"disk:nvme_path"`, rows and '
-        "masters in a file there, read ahead"
+        "masters in a file there, read ahead",
+        DEVICES,
     ),
-    _Z + "offload_param.nvme_path": used('the folder, if the device is "nvme"'),
-    _Z + "offload_optimizer.device": used(
+    "offload_param.nvme_path": used('the folder, if the device is "nvme"'),
+    "offload_optimizer.device": used(
         'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is `"disk:nvme_path"`, the '
-        "states in a file there"
+        "states in a file there",
+        DEVICES,
     ),
-    _Z + "offload_optimizer.nvme_path": used('the folder, if the device is "nvme"'),
-    _Z + "cpu_offload": used("an older name of offload_optimizer to cpu"),
-    _Z + "cpu_offload_params": used("an older name of offload_param to cpu"),
-    _Z + "cpu_offload_param": used("an older name of offload_param to cpu"),
+    "offload_optimizer.nvme_path": used('the folder, if the device is "nvme"'),
+    "cpu_offload": used("an older name of offload_optimizer to cpu", bool),
+    **dict.fromkeys(("cpu_offload_params", "cpu_offload_param"), used("an older name of offload_param to cpu", bool)),
     **{
-        _Z + f"offload_param.{name}": not_needed(WITH_OFFLOAD)
+        f"offload_param.{name}": not_needed(WITH_OFFLOAD)
         for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
     },
     **{
-        _Z + f"offload_optimizer.{name}": not_needed(WITH_OFFLOAD)
+        f"offload_optimizer.{name}": not_needed(WITH_OFFLOAD)
         for name in (
             *("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "pipeline"),
             *("ratio", "super_offload", "convert_grad_on_cpu", "cpuadam_cores_perc"),
         )
     },
-    _Z + "cpu_offload_use_pin_memory": not_needed(WITH_OFFLOAD),
-    _Z + "zenflow": refused(NO_TIERS, section=True),
-    **{
-        _Z + name: not_needed(BUCKETS)
-        for name in ("allgather_partitions", "allgather_bucket_size", "reduce_bucket_size", "contiguous_gradients")
-    },
-    _Z + "reduce_scatter": not_needed("chosen for each message; `Strategy(reduce=)` forces it"),
-    _Z + "use_multi_rank_bucket_allreduce": not_needed(BUCKETS),
-    _Z + "overlap_comm": not_needed("communication always overlaps"),
-    _Z + "round_robin_gradients": not_needed(BUCKETS),
-    _Z + "parameter_alignment": not_needed("parameters start at multiples of 256 bytes"),
-    _Z + "compute_grad_norm": not_needed("the norm is computed if the loop clips"),
-    _Z + "sub_group_size": not_needed("a step is made on the shards as they lie"),
-    _Z + "stage3_max_live_parameters": not_needed("what lives is the units in use and the one gathered ahead"),
-    _Z + "stage3_max_reuse_distance": not_needed(
-        "the last unit and the root stay gathered for the backward, others do not"
+    "cpu_offload_use_pin_memory": not_needed(WITH_OFFLOAD),
+    "zenflow": refused(NO_TIERS, section=True),
+    **dict.fromkeys(
+        (
+            *("allgather_partitions", "allgather_bucket_size", "reduce_bucket_size", "contiguous_gradients"),
+            *("use_multi_rank_bucket_allreduce", "round_robin_gradients"),
+        ),
+        not_needed(BUCKETS),
     ),
-    _Z + "stage3_prefetch_bucket_size": not_needed("one unit is gathered ahead; `Prefetch(budget_bytes=)` for more"),
-    _Z + "stage3_param_persistence_threshold": not_needed(
-        "small parameters travel packed in one message of their unit"
+    "reduce_scatter": not_needed("chosen for each message; `Strategy(reduce=)` forces it"),
+    "overlap_comm": not_needed("communication always overlaps"),
+    "parameter_alignment": not_needed("parameters start at multiples of 256 bytes"),
+    "compute_grad_norm": not_needed("the norm is computed if the loop clips"),
+    "sub_group_size": not_needed("a step is made on the shards as they lie"),
+    "stage3_max_live_parameters": not_needed("what lives is the units in use and the one gathered ahead"),
+    "stage3_max_reuse_distance": not_needed("the last unit and the root stay gathered for the backward, others do not"),
+    "stage3_prefetch_bucket_size": not_needed("one unit is gathered ahead; `Prefetch(budget_bytes=)` for more"),
+    "stage3_param_persistence_threshold": not_needed("small parameters travel packed in one message of their unit"),
+    "stage3_model_persistence_threshold": not_needed("see stage3_param_persistence_threshold"),
+    **dict.fromkeys(
+        ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        not_needed("`acc.full_state_dict` gathers when it is asked for"),
     ),
-    _Z + "stage3_model_persistence_threshold": not_needed("see stage3_param_persistence_threshold"),
-    _Z + "stage3_gather_16bit_weights_on_model_save": not_needed("`acc.full_state_dict` gathers when it is asked for"),
-    _Z + "stage3_gather_fp16_weights_on_model_save": not_needed("`acc.full_state_dict` gathers when it is asked for"),
-    _Z + "stage3_module_granularity_threshold": not_needed("`shard(units=)` says what is gathered together"),
-    _Z + "stage3_use_all_reduce_for_fetch_params": not_needed("parameters are gathered straight into place"),
-    _Z + "stage3_allgather_sequential": not_needed(
+    "stage3_module_granularity_threshold": not_needed("`shard(units=)` says what is gathered together"),
+    "stage3_use_all_reduce_for_fetch_params": not_needed("parameters are gathered straight into place"),
+    "stage3_allgather_sequential": not_needed(
         "parameters are gathered straight into place, without a bucket to copy to"
     ),
-    _Z + "stage3_partition_stream_chunk_size": not_needed(
+    "stage3_partition_stream_chunk_size": not_needed(
         "`acc.initialise` and `acc.load_pretrained` hold one tensor at a time"
     ),
-    _Z + "leaf_module": not_needed("`shard(units=)` says what is gathered together", section=True),
-    _Z + "load_from_fp32_weights": not_needed("masters are what checkpoints hold"),
-    _Z + "elastic_checkpoint": not_needed("every checkpoint loads on any number of ranks"),
-    _Z + "pipeline_loading_checkpoint": not_needed("each rank reads its own rows"),
-    _Z + "ignore_unused_parameters": refused("parameters without a gradient are not looked for; only true is", True),
-    _Z + "legacy_stage1": not_needed("there is one implementation"),
+    "leaf_module": not_needed("`shard(units=)` says what is gathered together", section=True),
+    "load_from_fp32_weights": not_needed("masters are what checkpoints hold"),
+    "elastic_checkpoint": not_needed("every checkpoint loads on any number of ranks"),
+    "pipeline_loading_checkpoint": not_needed("each rank reads its own rows"),
+    "ignore_unused_parameters": refused("parameters without a gradient are not looked for; only true is", True),
+    "legacy_stage1": not_needed("there is one implementation"),
     **{
-        _Z + name: refused(NO_QUANTIZED)
+        name: refused(NO_QUANTIZED)
         for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     },
-    _Z + "zeropp_loco_param": refused(NO_QUANTIZED, section=True),
-    _Z + "memory_efficient_linear": not_needed("no operator of torch is replaced"),
-    _Z + "override_module_apply": not_needed("no method of torch's classes is replaced"),
-    _Z + "log_trace_cache_warnings": not_needed("there is no trace to invalidate: each unit predicts its successor"),
-    _Z + "enable_sanity_checks": not_needed("ranks always agree before anything new"),
-    _Z + "save_muon_momentum_buffer_in_memory": not_needed("of Muon, which is not there"),
+    "zeropp_loco_param": refused(NO_QUANTIZED, section=True),
+    "memory_efficient_linear": not_needed("no operator of torch is replaced"),
+    "override_module_apply": not_needed("no method of torch's classes is replaced"),
+    "log_trace_cache_warnings": not_needed("there is no trace to invalidate: each unit predicts its successor"),
+    "enable_sanity_checks": not_needed("ranks always agree before anything new"),
+    "save_muon_momentum_buffer_in_memory": not_needed("of Muon, which is not there"),
+}
+ZERO = {f"zero_optimization.{name}": key for name, key in _ZERO.items()}
+OTHERS: dict[str, Key] = {
     "allgather_size": not_needed(BUCKETS),
     "disable_allgather": not_needed("old; has no effect in DeepSpeed either"),
-}
-OTHERS: dict[str, Key] = {
     "vocabulary_size": not_needed("the model knows its own"),
     "activation_checkpointing.partition_activations": refused("recomputed activations stay whole"),
     "activation_checkpointing.cpu_checkpointing": refused(
@@ -282,31 +319,6 @@ PARTS: dict[str, dict[str, Key]] = {
 }
 KEYS: Mapping[str, Key] = {name: key for part in PARTS.values() for name, key in part.items()}
 
-AUTO: Mapping[str, Any] = {
-    "optimizer.params.betas": (0.9, 0.999),
-    "optimizer.params.eps": 1e-8,
-    "optimizer.params.weight_decay": 0.0,
-    "scheduler.params.warmup_min_lr": 0.0,
-}
-"""What `"auto"` becomes where nothing else is given: the defaults of transformers' TrainingArguments."""
-FOLLOWS: Mapping[str, str] = {
-    "train_batch_size": "micro batch x accumulation x ranks",
-    "scheduler.params.warmup_max_lr": "the learning rate of the optimizer",
-}
-"""What `"auto"` becomes that follows from other keys."""
-ASKED: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "gradient_accumulation_steps": "train.accumulate",
-    "gradient_clipping": "train.clip",
-    "optimizer.params.lr": "train.lr",
-    "optimizer.params.weight_decay": "train.weight_decay",
-    "scheduler.params.total_num_steps": "train.steps",
-    "scheduler.params.warmup_num_steps": "train.warmup",
-    "bf16.enabled": "shard.precision",
-    "fp16.enabled": "shard.precision",
-}
-"""What `"auto"` asks of the caller, and the key of `accordion train` that answers there."""
-
 
 def render() -> str:
     """The table as Markdown."""
@@ -327,19 +339,14 @@ def render() -> str:
             why = key.why.replace("|", "\\|")
             lines.append(f"| `{name}{' {...}' if key.section else ''}` | {key.use.value}{off} | {why} |")
     lines += ["", '## `"auto"`', "", "| key | becomes |", "|---|---|"]
-    for name in dict.fromkeys([*ASKED, *AUTO, *FOLLOWS]):
-        given = [f"`{ASKED[name]}` in `accordion train`, else what `read(auto=)` gives"] if name in ASKED else []
-        default = (
-            [f"{'else ' if given else ''}`{AUTO[name]}`"]
-            if name in AUTO
-            else [FOLLOWS[name]]
-            if name in FOLLOWS
-            else []
-        )
-        lines.append(f"| `{name}` | {', '.join(given + default)} |")
+    for name, key in KEYS.items():
+        becomes = [f"`{key.asked}` in `accordion train`, else what `read(auto=)` gives"] if key.asked else []
+        becomes += [f"{'else ' if key.asked else ''}`{key.auto}`"] if key.auto is not None else []
+        becomes += [key.follows] if key.follows else []
+        lines += [f"| `{name}` | {', '.join(becomes)} |"] if becomes else []
     lines += ["", 'Keys that are not needed may be `"auto"` too. Any other `"auto"` is refused.', ""]
     return "\n".join(lines)
 
 
 def _json(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

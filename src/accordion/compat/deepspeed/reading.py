@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from accordion.compat.deepspeed.keys import ASKED, AUTO, FOLLOWS, KEYS, Use
+from accordion.compat.deepspeed.keys import KEYS, Key, Use
 from accordion.compat.deepspeed.optimizers import optimizer_of
 from accordion.compat.deepspeed.scaling import LossScale
 from accordion.compat.deepspeed.schedules import Schedule
 from accordion.compat.deepspeed.settings import Settings
 from accordion.config import (
+    COMPUTE_DTYPES,
     DEVICE,
     DISK,
     FULL_SHARD,
@@ -37,24 +38,6 @@ from accordion.sharding import Sharding
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
 PLACES = {"none": DEVICE, "cpu": HOST}  # and "nvme", a folder
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INTEGERS = {  # key -> the least it may be
-    "train_batch_size": 1,
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "fp16.initial_scale_power": 0,
-    "fp16.loss_scale_window": 1,
-    "fp16.hysteresis": 1,
-    "zero_optimization.stage": 0,
-    "zero_optimization.zero_hpz_partition_size": 0,
-    "zero_optimization.mics_shard_size": -1,
-}
-SWITCHES = (
-    *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    *(f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_params", "cpu_offload_param")),
-    *("fp16.enabled", "fp16.consecutive_hysteresis", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam"),
-)
-NUMBERS = ("gradient_clipping", "fp16.loss_scale", "fp16.min_loss_scale", "optimizer.params.lr")
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
@@ -67,11 +50,10 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     said = dict(_flat(_content(source)))
     for name, value in [*said.items(), *((name, None) for name in auto or {})]:
         _check_key(name, value)
-    given = {**AUTO, **(auto or {})}
     autos = tuple(name for name, value in said.items() if value == "auto")
-    said = {name: _resolved(name, value, given) for name, value in said.items()}
-    ignored = tuple(name for name in said if _use(name) is Use.NOT_NEEDED)
-    said = {n: _checked(n, value) for n, value in said.items() if value is not None and _use(n) is Use.USED}
+    said = {name: _resolved(name, value, auto or {}) for name, value in said.items()}
+    ignored = tuple(name for name in said if _key(name).use is Use.NOT_NEEDED)
+    said = {n: _checked(n, value) for n, value in said.items() if value is not None and _key(n).use is Use.USED}
     strategy, group_ranks = _strategy(said)
     if ignored:
         log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
@@ -144,7 +126,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """The row of the table for a key, which may be that of its section."""
+    """Return the row of the table for a key, which may be that of its section; None for a key that does not exist."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -153,10 +135,10 @@ def _row(name: str) -> str | None:
     return row or None
 
 
-def _use(name: str) -> Use:
+def _key(name: str) -> Key:
     row = _row(name)
     assert row is not None, "unknown keys were refused"
-    return KEYS[row].use
+    return KEYS[row]
 
 
 def _check_key(name: str, value: Any) -> None:
@@ -175,7 +157,7 @@ def _check_key(name: str, value: Any) -> None:
 
 
 def _near(name: str) -> str:
-    """A hint at what an unknown key may have meant: the same name elsewhere, else the nearest beside it."""
+    """Return a hint at what an unknown key may have meant: the same name elsewhere, else the nearest next to it."""
     section, _, leaf = name.rpartition(".")
     elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
     if elsewhere:
@@ -186,16 +168,17 @@ def _near(name: str) -> str:
     return hint.strip() or f"valid: {names}"
 
 
-def _resolved(name: str, value: Any, given: Mapping[str, Any]) -> Any:
+def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
     if value != "auto":
         return value
-    if name in given:
-        return given[name]
+    key = _key(name)
+    if name in auto or key.auto is not None:
+        return auto.get(name, key.auto)
     if name == "train_batch_size":
         return None
-    if name in FOLLOWS or _use(name) is Use.NOT_NEEDED:
+    if key.follows or key.use is Use.NOT_NEEDED:
         return value
-    if name in ASKED:
+    if key.asked:
         raise UsageError(
             f"DeepSpeed key {name!r} is 'auto', which the Hugging Face Trainer fills from its arguments; write a value, or pass "
             f"read(..., auto={{{name!r}: ...}})."
@@ -203,29 +186,21 @@ def _resolved(name: str, value: Any, given: Mapping[str, Any]) -> Any:
     raise UsageError(f"DeepSpeed key {name!r} is 'auto', which has no meaning there; write a value.")
 
 
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "communication_data_type": tuple(DTYPES),
-    "data_types.buffer_dtype": tuple(DTYPES),
-    "gradient_allreduce_op": ("mean", "sum"),
-    "zero_optimization.offload_param.device": ("none", "cpu", "nvme"),
-    "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
-}
-
-
 def _checked(name: str, value: Any) -> Any:
-    """The value, a whole number as an int. Raises `UsageError` for one that the key cannot have."""
+    """Return the value, a whole number as an int. Raises `UsageError` for one that the key cannot have."""
+    takes = _key(name).takes
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if name in INTEGERS:
-        if not number or value != int(value) or value < INTEGERS[name]:
-            raise UsageError(f"{name} is {value!r}; it takes a whole number of at least {INTEGERS[name]}.")
-        return int(value)
-    if name in NUMBERS and (not number or value < 0):
-        raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
-    if name in SWITCHES and not isinstance(value, bool):
+    if takes is bool and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")
-    if name in CHOICES and value not in CHOICES[name]:
-        raise UsageError(f"{name} is {value!r}; valid: {', '.join(CHOICES[name])}.")
-    return value
+    if takes is float and (not number or value < 0):
+        raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
+    if isinstance(takes, tuple) and value not in takes:
+        raise UsageError(f"{name} is {value!r}; valid: {', '.join(takes)}.")
+    if not isinstance(takes, int):
+        return value
+    if not number or value != int(value) or value < takes:
+        raise UsageError(f"{name} is {value!r}; it takes a whole number of at least {takes}.")
+    return int(value)
 
 
 def _section(said: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -236,24 +211,26 @@ def _section(said: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
+    """Return the strategy and, for a hybrid, the number of ranks that hold one sharded copy."""
     stage = said.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")
-    secondary = said.get("zero_optimization.zero_hpz_partition_size", 1)
-    mics = said.get("zero_optimization.mics_shard_size", -1)
-    if secondary > 1 and mics > 0:
+    hpz, mics = (
+        said.get("zero_optimization.zero_hpz_partition_size", 1),
+        said.get("zero_optimization.mics_shard_size", -1),
+    )
+    if hpz > 1 and mics > 0:
         raise UsageError(
             "zero_hpz_partition_size and mics_shard_size are both given; they say the same thing twice, keep one."
         )
-    for name, size, strategy in (
-        ("zero_hpz_partition_size", secondary if secondary > 1 else 0, HYBRID_SHARD_OPTIM),
-        ("mics_shard_size", mics, HYBRID_SHARD),
-    ):
-        if size > 0:
-            if stage != 3:
-                raise UsageError(f"zero_optimization.{name} is {size}, which is of stage 3, and the stage is {stage}.")
-            return strategy, size
-    return STAGES[stage], None
+    if hpz <= 1 and mics <= 0:
+        return STAGES[stage], None
+    name, size, strategy = (
+        ("zero_hpz_partition_size", hpz, HYBRID_SHARD_OPTIM) if hpz > 1 else ("mics_shard_size", mics, HYBRID_SHARD)
+    )
+    if stage != 3:
+        raise UsageError(f"zero_optimization.{name} is {size}, which is of stage 3, and the stage is {stage}.")
+    return strategy, size
 
 
 def _offload(said: Mapping[str, Any]) -> Offload:
@@ -298,9 +275,11 @@ def _precision(said: Mapping[str, Any]) -> Precision:
         )
     return Precision(
         params=torch.bfloat16 if bf16 else torch.float16 if fp16 else None,
-        reduce=DTYPES[said.get("communication_data_type", "fp32")],
+        reduce=COMPUTE_DTYPES[said.get("communication_data_type", "fp32")] or torch.float32,
         master=torch.bfloat16 if masters else torch.float32,
-        buffers=DTYPES[said["data_types.buffer_dtype"]] if "data_types.buffer_dtype" in said else None,
+        buffers=(COMPUTE_DTYPES[said["data_types.buffer_dtype"]] or torch.float32)
+        if "data_types.buffer_dtype" in said
+        else None,
     )
 
 

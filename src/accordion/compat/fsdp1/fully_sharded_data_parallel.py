@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion import _torch, optim, state
+from accordion import optim, state
 from accordion.compat.fsdp1 import api, states
 from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
@@ -19,7 +19,6 @@ from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_c
 from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
-from accordion.engine.context import own_rows
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
@@ -241,16 +240,12 @@ def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> 
     entries = states.params_of([engine])
     with state.full_params(top, write=writeback):
         full = dict(nn.Module.named_parameters(top))
-        pairs = [(full[n], p, *entries[id(p)]) for n, p in sharded.items() if with_grads and id(p) in entries]
-        for shown, p, param, _ in pairs:
+        pairs = [(full[n], p, entries[id(p)]) for n, p in sharded.items() if with_grads and id(p) in entries]
+        for shown, p, param in pairs:
             if p.grad is not None:
-                shown.grad = states.full_rows(p.grad, param, engine)
+                shown.grad = states.full_rows(p.grad, param)
         try:
             yield
         finally:
-            for shown, p, param, _ in pairs if writeback else ():
-                if shown.grad is None:
-                    p.grad = None
-                else:
-                    rows = own_rows(shown.grad, param.cut, param.context).to(_torch.local_of(p).device)
-                    p.grad = _torch.as_dtensor(rows.contiguous(), p)
+            for shown, p, param in pairs if writeback else ():
+                p.grad = None if shown.grad is None else states.own_dtensor(shown.grad, param)

@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 
 from accordion import state
 from accordion.compat.fsdp1 import states
-from accordion.compat.fsdp1.nesting import Wrapper, clean, engines_of, some_wrappers
+from accordion.compat.fsdp1.nesting import Wrapper, clean, some_wrappers
 from accordion.errors import UsageError
-
-OPTIM = "an optimizer's state dict"
 
 
 class StateDicts(Wrapper):
@@ -116,7 +114,7 @@ class StateDicts(Wrapper):
         """The optimizer's state by qualified name, full or sharded as `state_dict_type` says; a full one is collective."""
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
-        return states.named_state(model, optim, given, engines_of(model, OPTIM), settings)
+        return states.named_state(model, optim, given, settings)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -133,10 +131,9 @@ class StateDicts(Wrapper):
                 "is_named_optimizer=True is not supported: an optimizer of torch.optim has numbered parameters."
             )
         settings = StateDicts.get_state_dict_type(model)
-        engines = engines_of(model, OPTIM)
-        from_first = engines[0] if getattr(settings.optim_state_dict_config, "rank0_only", False) else None
+        first = bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        result = states.state_by_id(model, optim, optim_state_dict, engines, full=full, from_first=from_first)
+        result = states.state_by_id(model, optim, optim_state_dict, full=full, from_first_rank=first)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -149,27 +146,27 @@ class StateDicts(Wrapper):
         settings = states.settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
-        return states.named_state(model, optim, optim.state_dict(), engines_of(model, OPTIM), settings)
+        return states.named_state(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """The older name of a sharded `optim_state_dict`."""
         settings = states.settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
-        return states.named_state(model, optim, optim.state_dict(), engines_of(model, OPTIM), settings)
+        return states.named_state(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that every rank has."""
-        return states.state_by_id(model, _given(optim), full_optim_state_dict, engines_of(model, OPTIM), full=True)
+        return states.state_by_id(model, _given(optim), full_optim_state_dict, full=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a sharded one."""
-        return states.state_by_id(model, optim, sharded_optim_state_dict, engines_of(model, OPTIM), full=False)
+        return states.state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -180,10 +177,8 @@ class StateDicts(Wrapper):
         group: Any = None,
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that the first rank has."""
-        engines = engines_of(model, OPTIM)
-        return states.state_by_id(
-            model, _given(optim), full_optim_state_dict or {}, engines, full=True, from_first=engines[0]
-        )
+        given = full_optim_state_dict or {}
+        return states.state_by_id(model, _given(optim), given, full=True, from_first_rank=True)
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.compat.fsdp1.nesting import engines_of
 from accordion.engine.context import gathered, own_rows
 from accordion.engine.engine import Engine
 from accordion.engine.params import Param
@@ -30,6 +31,7 @@ from accordion.safety.divergence import monitor_of
 from accordion.same_on_ranks import same_given
 from accordion.state import is_first_rank, settle
 
+OPTIM = "an optimizer's state dict"
 CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
@@ -55,17 +57,23 @@ def settings_for(
     return StateDictSettings(kind, *made)  # type: ignore[arg-type]
 
 
-def params_of(engines: Iterable[Engine]) -> dict[int, tuple[Param, Engine]]:
+def params_of(engines: Iterable[Engine]) -> dict[int, Param]:
     """The engine's entry of each sharded parameter, by the id of the parameter."""
-    return {id(p.sharded): (p, engine) for engine in engines for unit in engine.units for p in unit.params}
+    return {id(p.sharded): p for engine in engines for unit in engine.units for p in unit.params}
 
 
-def full_rows(value: Tensor, param: Param, engine: Engine) -> Tensor:
+def full_rows(value: Tensor, param: Param) -> Tensor:
     """The whole of which `value`, a DTensor as its parameter is one, holds rows. Collective."""
     return gathered(_torch.local_of(value), param.cut, param.context)
 
 
-def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
+def own_dtensor(full: Tensor, param: Param) -> Any:
+    """This rank's rows of a full tensor, as a DTensor beside its parameter."""
+    rows = own_rows(full, param.cut, param.context).to(_torch.local_of(param.sharded).device)
+    return _torch.as_dtensor(rows.contiguous(), param.sharded)
+
+
+def cut_like(value: Tensor, param: Param) -> Tensor:
     """This rank's rows of a full tensor of the parameter's shape, as a DTensor beside it; other tensors as they are."""
     like = param.sharded
     if isinstance(value, DTensor):
@@ -74,8 +82,7 @@ def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
         value = value.full_tensor()
     if value.dim() == 0 or value.shape != like.shape:
         return value
-    rows = own_rows(value, param.cut, param.context).to(_torch.local_of(like).device)
-    return _torch.as_dtensor(rows.contiguous(), like)
+    return own_dtensor(value, param)  # type: ignore[no-any-return]
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
@@ -94,9 +101,10 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 
 
 def named_state(
-    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], settings: StateDictSettings
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """The optimizer's state dict by qualified name; full or sharded. Collective where it is full."""
+    """The optimizer's state dict by qualified name; full or sharded. Collective if it is full."""
+    engines = engines_of(model, OPTIM)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
     params = params_of(engines)
@@ -109,7 +117,7 @@ def named_state(
             entry = {}
             for word, value in state["state"][key].items():
                 if full and isinstance(value, DTensor):
-                    value = full_rows(value, *params[id(p)])
+                    value = full_rows(value, params[id(p)])
                 elif full and isinstance(value, Tensor):
                     value = value.clone()  # the step count, which two optimizers must not share
                 entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
@@ -127,16 +135,17 @@ def state_by_id(
     model: nn.Module,
     optim: Optimizer,
     state: Mapping[str, Any],
-    engines: list[Engine],
     *,
     full: bool,
-    from_first: Engine | None = None,
+    from_first_rank: bool = False,
 ) -> dict[str, Any]:
     """What `optim.load_state_dict` takes, from a state dict by qualified name, full or sharded.
 
-    `full`: collective then; raises `DivergenceError` on every rank where ranks were given other states. `from_first`: the
-    engine whose first rank alone has it; collective then. Raises `UsageError` where parameter groups differ.
+    `full`: collective then; raises `DivergenceError` on every rank if ranks were given other states. `from_first_rank`: it
+    alone has the state; collective then. Raises `UsageError` if parameter groups differ.
     """
+    engines = engines_of(model, OPTIM)
+    from_first = engines[0] if from_first_rank else None
     if full and from_first is None:
         _agree_on(state, engines[0])
     params = params_of(engines)
@@ -161,7 +170,7 @@ def state_by_id(
             entry = _shared(state["state"].get(name) if state else None, from_first)
             if entry is not None:
                 entries[i] = {
-                    k: cut_like(v, *params[id(p)]) if isinstance(v, Tensor) and id(p) in params else v
+                    k: cut_like(v, params[id(p)]) if isinstance(v, Tensor) and id(p) in params else v
                     for k, v in entry.items()
                 }
         numbered.append({**{k: v for k, v in saved.items() if k != "params"}, "params": ids})

@@ -14,16 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import (
-    PlacementRule,
-    check_policies,
-    keep_of,
-    mesh_of,
-    modules_of,
-    offload_of,
-    placed_by,
-    spmd_of,
-)
+from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of, placed_by
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.installing import Installed, put
 from accordion.compat.fsdp2.lazy import Part, part_of
@@ -35,7 +26,6 @@ from accordion.compat.fsdp2.module import (
     fsdp_part,
     sharded_class,
 )
-from accordion.config import Precision
 from accordion.errors import UsageError
 
 DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
@@ -87,30 +77,16 @@ def fully_shard(
     Raises `UsageError` (a ValueError) for what cannot be done.
     """
     modules = modules_of(module)
-    spmd = spmd_of(mesh, dp_mesh_dims)
-    mesh = mesh_of(mesh, spmd)
-    check_policies(mp_policy, offload_policy, ignored_params)
-    policy = mp_policy or MixedPrecisionPolicy()
-    precision = Precision(
-        params=policy.param_dtype,
-        reduce=policy.reduce_dtype,
-        output=policy.output_dtype,
-        master=None,
-        cast_inputs=policy.cast_forward_inputs,
-    )
-    keep, secondary = keep_of(reshard_after_forward, mesh)
-    part = Part(modules, mesh, precision)
-    part.spmd, part.policy, part.offload = spmd, policy, offload_of(offload_policy)
-    part.ignored = set(ignored_params or ())
-    part.unit_policy.keep, part.secondary = keep, secondary
-    cut_parameters(part, partial(placed_by, shard_placement_fn, mesh))
+    asked = asked_of(mesh, dp_mesh_dims, reshard_after_forward, mp_policy, offload_policy, ignored_params)
+    part = Part(modules, asked)
+    cut_parameters(part, partial(placed_by, shard_placement_fn, asked.mesh))
     for m in modules:
         kind: Any = type(m)
         m.__class__ = sharded_class(kind)
         _torch.mark_fully_sharded(m)
         m.register_state_dict_pre_hook(before_state_dict)
         m.register_load_state_dict_pre_hook(before_load)
-        if mesh.device_type != "cpu":
+        if asked.mesh.device_type != "cpu":
             m.register_forward_pre_hook(inputs_to_device, with_kwargs=True)
     return module
 

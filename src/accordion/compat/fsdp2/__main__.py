@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
+from accordion.safety import report_crashes
 from accordion.safety.mixed_tensors import advise
+from accordion.safety.own_process import take_process
 
 
 def main(words: list[str]) -> None:
@@ -17,6 +19,8 @@ def main(words: list[str]) -> None:
     if not words:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
+    take_process()
+    report_crashes()
     try:
         with install():
             if as_module:

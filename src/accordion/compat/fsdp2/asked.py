@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,15 +16,61 @@ from torch.distributed.tensor import Shard
 
 from accordion import _torch
 from accordion.compat.fsdp2.layouts import Spmd
-from accordion.compat.fsdp2.lazy import part_of
-from accordion.config import HOST, Offload
+from accordion.config import FULL_SHARD, HOST, HYBRID_SHARD, Offload, Precision
 from accordion.engine.hooks import attached_to
 from accordion.errors import AssertedUsageError, UsageError
 from accordion.shard.topology import default_mesh, device_of
+from accordion.sharding import Sharding
 
 log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
+PART = "_accordion_part"  # where a module keeps its part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one call of `fully_shard` asks for, checked.
+
+    Args:
+        mesh: over which data parallelism shards and sums.
+        sharding: strategy, precision, offload, and over how many ranks full parameters stay sharded until the backward.
+        keep: as `UnitPolicy` has it.
+        spmd: the mesh of all axes, if `mesh` has some of them.
+        policy: the caller's own on precision, for tensor subclasses.
+        ignored: parameters that are left as they are.
+    """
+
+    mesh: DeviceMesh
+    sharding: Sharding
+    keep: bool | None
+    spmd: Spmd | None
+    policy: MixedPrecisionPolicy
+    ignored: frozenset[nn.Parameter]
+
+    @property
+    def precision(self) -> Precision:
+        assert self.sharding.precision is not None, "asked_of gives one"
+        return self.sharding.precision
+
+
+def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
+    """Check the arguments of one call. Raises `UsageError`."""
+    spmd = _spmd_of(mesh, dims)
+    mesh = _mesh_of(mesh, spmd)
+    _check_policies(mp_policy, offload, ignored)
+    policy = mp_policy or MixedPrecisionPolicy()
+    precision = Precision(
+        params=policy.param_dtype,
+        reduce=policy.reduce_dtype,
+        output=policy.output_dtype,
+        master=None,
+        cast_inputs=policy.cast_forward_inputs,
+    )
+    keep, near = _keep_of(reshard, mesh)
+    strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
+    sharding = Sharding(strategy=strategy, precision=precision, offload=_offload_of(offload), secondary=near)
+    return Asked(mesh=mesh, sharding=sharding, keep=keep, spmd=spmd, policy=policy, ignored=frozenset(ignored or ()))
 
 
 @cache
@@ -43,7 +90,7 @@ def modules_of(given: Any) -> list[nn.Module]:
                 f"fully_shard does not support containers that do not implement forward: it was given a {type(module).__name__}, "
                 "which nobody calls; shard each module in it, or pass fully_shard([...]) a list of them."
             )
-        if part_of(module) is not None:
+        if PART in module.__dict__:
             raise AssertedUsageError(
                 "Each distinct composable distributed API can only be applied to a module once: fully_shard was applied to this "
                 f"{type(module).__name__} before; leave out the second call."
@@ -54,7 +101,7 @@ def modules_of(given: Any) -> list[nn.Module]:
     return [module for module in modules if id(module) not in below]  # a list names a module below another one too
 
 
-def spmd_of(mesh: Any, dims: Any) -> Spmd | None:
+def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
     """The mesh of all axes that `dp_mesh_dims` speaks of."""
     if dims is None:
         return None
@@ -73,7 +120,7 @@ def spmd_of(mesh: Any, dims: Any) -> Spmd | None:
     return Spmd(mesh, dims.shard_names, dims.replicate_names)
 
 
-def mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
+def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
     """The mesh over which data parallelism shards and sums."""
     if spmd is not None:
         return spmd.data_parallel()
@@ -94,7 +141,7 @@ def mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
     return mesh
 
 
-def check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
+def _check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
     if offload is not None and not isinstance(offload, OffloadPolicy):
@@ -103,7 +150,7 @@ def check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
         raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
 
 
-def offload_of(policy: OffloadPolicy | None) -> Offload:
+def _offload_of(policy: OffloadPolicy | None) -> Offload:
     """Where shards rest: `CPUOffloadPolicy` takes parameters, gradients and the optimizer's states to the host."""
     if not isinstance(policy, CPUOffloadPolicy):
         return Offload()
@@ -112,7 +159,7 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
     return Offload(params=HOST, optimizer=HOST)
 
 
-def keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
+def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
     """What `UnitPolicy.keep` becomes, and over how many ranks full parameters stay sharded until the backward, if over any."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
@@ -162,4 +209,4 @@ def _mesh_of_result(info: Any) -> DeviceMesh:
             f"shard_placement_fn returned a mesh_info of the mesh {mesh} that shards over axis {shards}; pass FSDPMeshInfo of "
             "one axis, or HSDPMeshInfo with ('replicate', 'shard') in this order, and without dp_mesh_dims."
         )
-    return mesh_of(mesh, None)
+    return _mesh_of(mesh, None)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import keeps_dtype
+from accordion.compat.fsdp2.asked import PART, keeps_dtype
 from accordion.compat.fsdp2.layouts import layout_beside
-from accordion.compat.fsdp2.lazy import PART, Part, parts_below
+from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
 from accordion.shard.layouts import Layout, local_part
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
@@ -35,7 +35,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
     others += [m for m in root.modules() if "replicate" in _torch.composed_with(m)]
     below = {id(m) for top in others for m in top.modules()}
-    device = device_of(part.mesh)
+    device = device_of(part.asked.mesh)
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
@@ -45,7 +45,13 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
             raise
         for o, layout in zip(owned, layouts, strict=True):
             given = local_part(o.original)
-            place = given.device if given.is_meta else torch.device("cpu") if part.offload.offloads else device
+            place = (
+                given.device
+                if given.is_meta
+                else torch.device("cpu")
+                if part.asked.sharding.offload.offloads
+                else device
+            )
             if not _torch.is_plain(given):
                 own = extended_rows(given, layout.cut, layout.rank, place)
                 replace_by_subclass(o, own, layout.mesh, layout.placements)
@@ -68,7 +74,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
         o.places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
-        if not o.places or o.original in part.ignored:
+        if not o.places or o.original in part.asked.ignored:
             continue
         moved_to = vars(o.original).get("moved_to")
         if moved_to is not None:
@@ -86,12 +92,12 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     tensor, (dim, mesh) = local_part(o.original), cut_dim(o.original)
-    check_tensor(o.names[0], tensor, offloads=part.offload.offloads, may_follow=True)
-    if part.spmd is not None and not part.spmd.shard:
+    check_tensor(o.names[0], tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
+    if part.asked.spmd is not None and not part.asked.spmd.shard:
         dim = None
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
-    layout = layout_beside(o.names[0], o.original, c, mesh, part.spmd)
-    return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.policy) else layout
+    layout = layout_beside(o.names[0], o.original, c, mesh, part.asked.spmd)
+    return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.asked.policy) else layout
 
 
 def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:

@@ -13,8 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
-from accordion.shard.layouts import Layout, cut_on, layout_of
-from accordion.shard.tensor_parallel import TensorParallelView
+from accordion.shard.layouts import Layout, TensorParallelView, cut_on, layout_of
 from accordion.shard.topology import device_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.compat.fsdp2.layouts import Spmd
+from accordion.compat.fsdp2.asked import PART, Asked
 from accordion.compat.fsdp2.lease import Lease, UnshardLeases
-from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.calls import transform_error
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
@@ -26,18 +25,36 @@ from accordion.engine.hooks import Hooks, attached_to
 from accordion.engine.layout import Cut
 from accordion.engine.order import Phase
 from accordion.engine.params import Param
-from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
 from accordion.same_on_ranks import same_structure
-from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
+from accordion.shard.build import UnitSpec, build_engine, keep_parts, plan_groups, with_secondary, with_tiers
 from accordion.shard.layouts import Layout
 from accordion.shard.subclasses import check_tensor, is_extended, rows_mesh
-from accordion.shard.topology import beside, secondary_communicator, wire
+from accordion.shard.topology import beside, wire
 from accordion.units import Owned, owned_parameters
 
-PART = "_accordion_part"  # where a module keeps its part
+
+@dataclass(slots=True)
+class PartSettings:
+    """What the setters of `FSDPModule` have set on a part.
+
+    Args:
+        stays: the memory of full parameters stays when they are resharded.
+        keeps_parts: full parameters stay sharded over the near ranks until the backward, if the call asked for it.
+        finalizes: the caller says when backwards have ended.
+        sync, all_reduce: of backwards; `UnitPolicy.reduces` follows from both.
+        scale: of gradient sums, in place of one over the number of ranks.
+    """
+
+    stays: bool = False
+    keeps_parts: bool = True
+    finalizes: bool = False
+    sync: bool = True
+    all_reduce: bool = True
+    scale: float | None = None
+    after_reduce: Callable[[Tensor], None] | None = None
 
 
 class Part:
@@ -46,25 +63,14 @@ class Part:
     Owns the registration with its modules, the lease that `unshard` takes, and what its unit may do unlike others.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
+    def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
-        self.mesh, self.precision = mesh, precision
-        self.spmd: Spmd | None = None  # a mesh of all axes, of which `mesh` are some
-        self.strategy: Strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
-        self.offload = Offload()
-        self.secondary: int | None = None  # over how many ranks full parameters stay sharded from forward to backward
-        self.ignored: set[nn.Parameter] = set()
+        self.asked, self.settings = asked, PartSettings()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
-        self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
-        self.unit_policy = UnitPolicy(on_convert=partial(_dissolve, weakref.ref(self)))
+        self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=partial(_dissolve, weakref.ref(self)))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
-        self.stays = False  # the memory of full parameters, whatever is let go
         self.handle: object = None  # of a `finalize_backward` that nobody has waited for
-        self.finalizes = False  # the caller says when backwards have ended
-        self.sync = self.all_reduce = True  # what the caller said of backwards; `policy.reduces` follows from both
-        self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
-        self.after_reduce: Callable[[Tensor], None] | None = None
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
@@ -112,10 +118,11 @@ class Part:
     def wired(self) -> ShardingContext:
         """Streams and communicators, made once and kept from engine to engine. Collective the first time."""
         source = None if self.shares is None else self.shares()
-        if source is not None and source.mesh == self.mesh:
+        mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
+        if source is not None and source.asked.mesh == mesh:
             return source.wired()
         if self.context is None:
-            self.context = wire(self.mesh, self.strategy, 1.0 / self.mesh.size(), late=False)
+            self.context = wire(mesh, strategy, 1.0 / mesh.size(), late=False)
         return self.context
 
     # -- the first use
@@ -134,9 +141,9 @@ class Part:
         self.tree, self.unit = tree, unit
         self.disarm()
         for group in unit.groups:
-            group.after_reduce = self.after_reduce
-            if self.scale is not None:
-                group.rescale(self.scale)
+            group.after_reduce = self.settings.after_reduce
+            if self.settings.scale is not None:
+                group.rescale(self.settings.scale)
 
     def detach(self) -> None:
         self.lease.end()
@@ -147,13 +154,13 @@ class Part:
         """Tell the unit what was asked of the part since it was made."""
         if self.unit is None:
             return
+        settings = self.settings
         for group in self.unit.groups:
-            group.after_reduce = self.after_reduce
+            group.after_reduce = settings.after_reduce
             if isinstance(group.full_buffer, FullBuffer):
-                group.full_buffer.stay(self.stays)
-            if isinstance(group, SecondaryGroup):
-                group.leaves(self.secondary is not None)
-            group.rescale(group.context.scale if self.scale is None else self.scale)
+                group.full_buffer.stay(settings.stays)
+            keep_parts(group, settings.keeps_parts)
+            group.rescale(group.context.scale if settings.scale is None else settings.scale)
         here = self.tree
         for phase, parts in self.ahead.items():
             others = [part for part in (ref() for ref in parts) if part is not None]
@@ -205,18 +212,21 @@ class Tree:
             layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
             owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
             for o, _ in owned:  # torch looks for the hooks of a local tensor here too, and not in `fully_shard`
-                check_tensor(o.names[0], _torch.local_of(o.original), offloads=parts[o.owner].offload.offloads)
+                check_tensor(
+                    o.names[0], _torch.local_of(o.original), offloads=parts[o.owner].asked.sharding.offload.offloads
+                )
             names = {id(m): name for name, m in root.named_modules()}
             chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
             context = top.wired()
-            same_structure([o for o, _ in owned], chosen, top.strategy, context)
+            strategy = top.asked.sharding.strategy
+            same_structure([o for o, _ in owned], chosen, strategy, context)
             by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
             own = {
                 mesh: replace(beside(context, mesh), scale=1.0 / mesh.size())  # as torch's
                 for mesh in _other_meshes(top, [layout for _, layout in owned])
             }
             planned = [_planned(mine, part, context, own) for mine, part in zip(by_unit, parts, strict=True)]
-            context = with_tiers(context, [part.offload for part in parts], planned)
+            context = with_tiers(context, [part.asked.sharding.offload for part in parts], planned)
             by_name = {o.names[0]: (o, layout) for o, layout in owned}
 
             def fill(i: int, param: Param, local: Tensor) -> None:
@@ -229,18 +239,19 @@ class Tree:
                 UnitSpec(
                     name=name,
                     modules=part.alive(),
-                    precision=part.precision,
+                    precision=part.asked.precision,
                     planned=planned[i],
                     extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
-                    mesh=rows_mesh(part.mesh),
-                    context=own.get(part.mesh),
-                    extension_policy=part.policy,
+                    mesh=rows_mesh(part.asked.mesh),
+                    context=own.get(part.asked.mesh),
+                    extension_policy=part.asked.policy,
                     unit_policy=part.unit_policy,
                 )
                 for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True))
             ]
             every = [o for o, _ in owned]
-            self.engine = build_engine(context, top.strategy, top.precision, Prefetch(), specs, every, fill)
+            prefetch = top.asked.sharding.prefetch
+            self.engine = build_engine(context, strategy, top.asked.precision, prefetch, specs, every, fill)
             for unit, part in zip(self.engine.units, parts, strict=True):
                 for param in unit.params:
                     param.around = by_name[param.name][1].around
@@ -314,14 +325,14 @@ def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
 
 def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
     """Those of parameters that do not lie over the ranks of the model, in the order of these."""
-    found = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.mesh]
-    everybody = set(_torch.ranks_of(top.mesh))
+    found = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.asked.mesh]
+    everybody = set(_torch.ranks_of(top.asked.mesh))
     for mesh in found:
         beyond = sorted(set(_torch.ranks_of(mesh)) - everybody)
-        if beyond or mesh.device_type != top.mesh.device_type:
+        if beyond or mesh.device_type != top.asked.mesh.device_type:
             raise UsageError(
-                f"a parameter inside of {_kind(top)} is sharded on the mesh {mesh}, and {_kind(top)} on {top.mesh}; a mesh of "
-                "its own has ranks and devices of that around it: shard the outermost module on all of them."
+                f"a parameter inside of {_kind(top)} is sharded on the mesh {mesh}, and {_kind(top)} on {top.asked.mesh}; a mesh "
+                "of its own has ranks and devices of that around it: shard the outermost module on all of them."
             )
     return found
 
@@ -339,9 +350,9 @@ def _planned(
             alike.setdefault((own.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
     for (over, keeps_dtype), pairs in alike.items():
-        near = None if part.secondary is None else secondary_communicator(over or context, part.secondary)
-        precision = replace(part.precision, params=None) if keeps_dtype else part.precision
-        groups = [group._replace(context=over, secondary=near) for group in plan_groups(pairs, precision)]
+        precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
+        groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
+        groups = with_secondary(groups, context, part.asked.sharding)
         if precision.reduce is None and _torch.reduces_in_own_dtype():
             groups = [group._replace(reduce_dtype=_own_dtype(group)) for group in groups]
         planned += groups
@@ -365,7 +376,7 @@ def _sharded(
     root: nn.Module, index: dict[int, int], parts: list[Part], layouts: Mapping[tuple[int, str], Layout]
 ) -> Iterator[Owned]:
     """The parameters that were cut. Others are left to the caller; a cut one must not have become an ordinary one."""
-    ignored = {id(p) for part in parts for p in part.ignored}
+    ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):
         if isinstance(o.original, DTensor) and id(o.original) not in ignored:
             yield o

@@ -25,7 +25,7 @@ def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
     part = fsdp_part(module)
     if part.outermost() is not part:
         return None
-    device = device_of(part.mesh)
+    device = device_of(part.asked.mesh)
     return map_tensors(lambda t: t.to(device), args), {
         key: map_tensors(lambda t: t.to(device), value) for key, value in kwargs.items()
     }

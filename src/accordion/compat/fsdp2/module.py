@@ -110,13 +110,13 @@ class FSDPModule(_Base):  # type: ignore[misc]
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
-            part.unit_policy.keep, part.secondary = not reshard_after_forward, None
+            part.unit_policy.keep, part.settings.keeps_parts = not reshard_after_forward, False
             part.push()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """True keeps the memory of full parameters when they are let go, at one address, as graphs of a device want it."""
         for part in _parts(self, recurse):
-            part.stays = bool(keep)
+            part.settings.stays = bool(keep)
             part.push()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -147,13 +147,13 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False lets backwards add up full gradients on each rank; the next one with True reduces the sum."""
         for part in _parts(self, recurse):
-            part.sync = part.all_reduce = requires_gradient_sync
+            part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a 2-D mesh False lets backwards add up full gradients without any communication, on a 1-D one nothing changes."""
         for part in _parts(self, recurse):
-            part.all_reduce = requires_all_reduce
+            part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -165,9 +165,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part = fsdp_part(self)
         if part.outermost() is not part:
             raise RuntimeError(_not_root("set_manual_backward_finalization", self))
-        if part.finalizes != enabled and _torch.is_in_backward():
+        if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
-        part.finalizes = enabled
+        part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Root only: reduce what the backwards since the last one have added up, and let full parameters go as the settings say.
@@ -203,7 +203,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
-        part.scale = 1.0 / factor
+        part.settings.scale = 1.0 / factor
         part.push()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -216,13 +216,13 @@ class FSDPModule(_Base):  # type: ignore[misc]
         It may write into the buffer, which holds this rank's rows, and a few elements beside them that mean nothing.
         """
         part = fsdp_part(self)
-        if stream is not None and part.strategy.hybrid:
+        if stream is not None and part.asked.sharding.strategy.hybrid:
             raise UsageError(
                 "a stream for the all-reduce hook was passed on a 2-D mesh, which all-reduces by itself; leave it out."
             )
         if stream is not None:
             say_once("set_all_reduce_hook(stream=...): the hook runs on the stream of the reduce.")
-        part.after_reduce = hook
+        part.settings.after_reduce = hook
         part.push()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -271,7 +271,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward of this module wait for `event`, recorded after the optimizer's step on a stream of its own."""
         part = fsdp_part(self)
-        if part.mesh.device_type == "cpu":
+        if part.asked.mesh.device_type == "cpu":
             return
         handles: list[Any] = []
 
@@ -304,8 +304,10 @@ def _parts(module: Any, recurse: bool) -> Sequence[Part]:
 
 
 def _settle_sync(part: Part) -> None:
-    part.unit_policy.reduces = part.sync and (part.all_reduce or not part.strategy.hybrid)
-    if part.sync and not part.unit_policy.reduces:
+    part.unit_policy.reduces = part.settings.sync and (
+        part.settings.all_reduce or not part.asked.sharding.strategy.hybrid
+    )
+    if part.settings.sync and not part.unit_policy.reduces:
         say_once(
             "set_requires_all_reduce(False): gradients add up whole on each rank until the all-reduce, and are not "
             "reduce-scattered before; the sums are the same, and take the memory of full gradients."

@@ -17,7 +17,7 @@ from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of,
 from accordion.offload.swap_file import FileRange, SwapFile
 
 CHUNK_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
-LEAST_NUMEL = 2**16  # and at least: with four requests in transfer disks still reach their speed with 256 KiB each
+LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
 NUM_CHUNKS = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
 
 

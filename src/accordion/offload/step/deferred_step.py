@@ -60,12 +60,13 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
         for param in unit.params:
             if param.extension is None:
                 vars(param.sharded)[OWNER] = Owner(engine, unit)
-    if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
-        _torch.before_any_step(refuse_unwrapped)
 
 
-def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any step of torch's: what is stepped chunk by chunk would be stepped as it lies, with states in memory."""
+def refuse_unwrapped(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if an optimizer that is not wrapped is about to step parameters that are stepped chunk by chunk.
+
+    It would keep their states in memory.
+    """
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"]):
             offload = tiers_of(engine).offloads[unit.index]

@@ -20,7 +20,7 @@ from accordion.plan.trace.operators import (
     unknown_workspace_of,
     workspace_of,
 )
-from accordion.storage_watch import StorageWatch
+from accordion.plan.trace.storage_watch import StorageWatch
 
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
     "_allgather_base_": ("gather", 0),

@@ -1,0 +1,238 @@
+"""`accordion bench gpu`: check the order of streams on one accelerator. It needs torch, numpy and safetensors alone.
+
+Ranks that share the device train under `debug="streams"`, which makes a missing wait change the losses, beside
+DistributedDataParallel. Then torch's profiler shows on which stream each collective runs.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import record_function
+
+import accordion as acc
+from accordion import _torch
+from accordion import options as flags
+from accordion.bench.contenders import WRAPPERS
+from accordion.bench.model import GPT, batch_of, loss_of
+from accordion.config import STRATEGIES, strategy_named
+from accordion.devices import devices_here, devices_named
+from accordion.engine.communicator import Communicator
+from accordion.engine.streams import SideStream
+from accordion.errors import UsageError
+from accordion.pages.machine import describe
+from accordion.pages.page import FOLDER, Page, Table, as_text, check_folder, write
+from accordion.pages.stats import compare_losses
+from accordion.safety.divergence import DivergenceMonitor
+from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World
+
+SIZES = {"vocab": 512, "width": 256, "blocks": 4, "heads": 4}  # of the GPT that is trained
+STEPS = 4
+TOLERANCE = 1e-3  # of losses, relative
+TIMEOUT_S = 110.0  # for one answer of a rank
+ON_SIDE_STREAM = {True: "yes", False: "NO", None: "not shown"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Check the order of streams on one accelerator.
+
+    Args:
+        device: auto takes the accelerators of this machine; cpu checks the benchmark itself
+    """
+
+    device: str = "auto"
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the subcommand. Returns the exit code: 1 if a strategy failed or a wait is missing."""
+    options = flags.read(GpuOptions, words, "accordion bench gpu", __doc__ or "")
+    if options is None:
+        return 0
+    devices = devices_named(options.device, "--device", devices_here())
+    if devices.is_cpu and options.device != "cpu":
+        raise UsageError("no accelerator is found; check the driver, or check the benchmark with --device cpu.")
+    check_folder(FOLDER)
+    page, failures = checked(devices.type)
+    print("\n\n".join([*map(as_text, page.tables), *page.notes]))
+    print(f"written: {write(page, FOLDER)}")
+    return 1 if failures else 0
+
+
+def checked(device: str) -> tuple[Page, list[str]]:
+    """Run both checks on a type of device; return the page and, in words, each failure."""
+    rows, data, failures = list[list[str]](), dict[str, Any](), list[str]()
+    for num_ranks in (2, 4):
+        if not can_share(device) and num_ranks > torch.accelerator.device_count():
+            rows.append(
+                ["left out", str(num_ranks), f"gloo takes no tensors of {device!r}; it takes a device a rank", ""]
+            )
+            continue
+        losses, failed = losses_of(num_ranks, device)
+        wrong = compare_losses(losses, TOLERANCE).wrong if losses else []
+        data[f"{num_ranks} ranks"] = {"losses": losses, "wrong": wrong, "failed": failed}
+        rows += [[name, str(num_ranks), f"{v[-1]:.5f}", "NO" if name in wrong else "yes"] for name, v in losses.items()]
+        rows += [[name, str(num_ranks), f"does not run: {said}", "NO"] for name, said in failed.items()]
+        failures += [f"{name} on {num_ranks} ranks: {failed.get(name, 'wrong losses')}" for name in (*wrong, *failed)]
+    streams: dict[str, dict[str, Any]] = {}
+    try:
+        with WorkerTeam("collectives", world_of(device, 1), Collectives) as team:
+            streams = team.ask("streams")[0]
+    except BenchError as error:
+        failures.append(str(error))
+    failures += [f"{name} is on another stream" for name, s in streams.items() if s["on_side_stream"] is False]
+    notes = [f"failed: {failure}" for failure in failures]
+    if all(s["on_side_stream"] is None for s in streams.values()):
+        notes.append("not told here: on which stream a collective runs; torch.profiler tells it of CUDA")
+    work = [[n, ", ".join(s["work"])[:90] or "none", ON_SIDE_STREAM[s["on_side_stream"]]] for n, s in streams.items()]
+    page = Page(
+        name="gpu",
+        notes=notes,
+        tables=[
+            Table(title='debug="streams", ranks share the device', columns=["", "ranks", "loss", "agrees"], rows=rows),
+            Table(title="work of each collective, one rank", columns=["", "work", "on our stream"], rows=work),
+        ],
+        data={"machine": describe(device), **data, "streams": streams, "failures": failures},
+    )
+    return page, failures
+
+
+def world_of(device: str, num_ranks: int, backend: str = "") -> World:
+    return World(num_ranks=num_ranks, device_type=device, threads=1, backend=backend, patience_s=TIMEOUT_S)
+
+
+def can_share(device: str) -> bool:
+    """Return if several ranks may use one such device: gloo does, libraries of devices want a device for each rank."""
+    return device in dist.Backend.backend_capability["gloo"]
+
+
+def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the losses under each strategy (the mean over ranks), and the error of each strategy that failed."""
+    losses, failed = dict[str, list[float]](), dict[str, str]()
+    world = world_of(device, num_ranks, "gloo" if can_share(device) else "")
+    todo = ["ddp", *(name for name, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4)]
+    while todo:  # in new ranks after each failure
+        try:
+            with WorkerTeam(f"{num_ranks} ranks", world, SharedDevice, (SIZES,)) as team:
+                while todo:
+                    losses[todo[0]] = [mean(step) for step in zip(*team.ask("losses", todo[0]), strict=True)]
+                    todo.pop(0)
+        except BenchError as error:
+            failed[todo.pop(0)] = str(error)[:300]
+    return losses, failed
+
+
+class SharedDevice:
+    """One of the ranks that share a device."""
+
+    def __init__(self, seat: Seat, sizes: dict[str, int]) -> None:
+        self._seat, self._sizes = seat, sizes
+
+    def losses(self, strategy: str) -> list[float]:
+        """Return this rank's losses under a strategy, or under DistributedDataParallel (`ddp`)."""
+        torch.manual_seed(0)
+        seat = self._seat
+        model: nn.Module = GPT(**self._sizes).to(seat.device)
+        if strategy == "ddp":
+            model = WRAPPERS["ddp"](model, seat, False)
+        else:
+            policy, ranks = strategy_named(strategy), seat.num_ranks
+            sizes, names = ((ranks // 2, 2), ("replicate", "shard")) if policy.hybrid else ((ranks,), ("shard",))
+            mesh = init_device_mesh(seat.device.type, sizes, mesh_dim_names=names)
+            model = acc.shard(model, mesh, strategy=policy, debug="streams")
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(STEPS):
+            tokens, targets = (t.to(seat.device) for t in batch_of(step, seat.rank, (2, 32), self._sizes["vocab"]))
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+
+class Collectives:
+    """One rank with the backend of its device, which finds the stream of each collective."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._device = seat.device
+        self._link = Communicator(dist.group.WORLD, seat.device)
+
+    def streams(self) -> dict[str, dict[str, Any]]:
+        """Return, for each collective, its device work, and if all of it ran on the side stream.
+
+        A sleep on the side stream shows under which number the profiler knows that stream. `on_side_stream` is None on
+        the CPU, and on a device on which nothing sleeps or which the profiler does not see.
+        """
+        side_stream = SideStream(self._device, DivergenceMonitor([], [0]))
+        calls = self._calls()
+        for call in calls.values():  # the first call of each creates its communicator
+            wait(call())
+        if self._device.type == "cpu":
+            return {name: {"work": [], "on_side_stream": None} for name in calls}
+        torch.accelerator.synchronize()
+        with torch.profiler.profile() as profile:
+            with record_function("accordion::sleep"), side_stream.entered():
+                _torch.sleep_on_device()
+            for name, call in calls.items():
+                side_stream.stream.wait_event(side_stream.compute().record_event())
+                with record_function(f"accordion::{name}"), side_stream.entered():
+                    wait(call())
+            torch.accelerator.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(path))
+            work = device_work(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        ours = {stream for _, stream in work["sleep"]}
+        return {
+            name: {
+                "work": sorted({kernel for kernel, _ in work[name]}),
+                "on_side_stream": (bool(work[name]) and {stream for _, stream in work[name]} == ours) if ours else None,
+            }
+            for name in calls
+        }
+
+    def _calls(self) -> dict[str, Callable[[], Any]]:
+        whole, own, other = (torch.ones(4096, device=self._device) for _ in range(3))
+        link = self._link
+        return {
+            "gather": lambda: link.gather([whole, other], [own, own]),
+            "exchange": lambda: link.exchange([(whole, own, [], []), (other, own, [], [])]),
+            "reduce_scatter": lambda: link.scatter_sum([whole, other], [own, own]),
+        }
+
+
+def wait(pending: Any) -> None:
+    for work in pending.works:
+        work.wait()
+
+
+def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, int]]]:
+    """Return (kernel or copy, stream) of each range `accordion::<name>` in a trace of the profiler, by name.
+
+    Work belongs to the range in which the host launched it: launch and work have one correlation id.
+    """
+    complete = [e for e in events if e.get("ph") == "X" and "ts" in e]
+    prefix = "accordion::"
+    ranges = [e for e in complete if str(e.get("name", "")).startswith(prefix) and e.get("cat") == "user_annotation"]
+    launches = (e for e in complete if e.get("cat") in ("cuda_runtime", "cuda_driver"))
+    launched = {e["args"]["correlation"]: e["ts"] for e in launches if "correlation" in e.get("args", {})}
+    work: dict[str, list[tuple[str, int]]] = {e["name"].removeprefix(prefix): [] for e in ranges}
+    for e in complete:
+        if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        at = launched.get(e["args"].get("correlation"))
+        for r in ranges:
+            if at is not None and r["ts"] <= at <= r["ts"] + r["dur"]:
+                work[r["name"].removeprefix(prefix)].append((e["name"], e["args"]["stream"]))
+    return work

@@ -1,0 +1,445 @@
+"""The hub of some ranks: each one reports over it how it fails or ends and where it is, and they meet on it.
+
+Nobody uses it in the common case: a thread of each rank sleeps until a message comes or a connection closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accordion import _torch
+from accordion.errors import DivergenceError
+from accordion.safety.liveness import wording
+from accordion.safety.liveness.links import HubLinks
+from accordion.safety.liveness.messages import (
+    Arrival,
+    HasEnded,
+    HubMessage,
+    InputDigest,
+    MeetingCalled,
+    MeetingOver,
+    PositionAnswer,
+    PositionQuestion,
+    Post,
+    StepDigest,
+    StepsDiffer,
+)
+from accordion.safety.liveness.polling import poll
+
+log = logging.getLogger("accordion")
+KEPT = "accordion/hub/"  # prefix of the names under which hubs are kept with the job
+ANSWER_S = 1.0  # in which a thread that listens has answered
+ECHO_S = 2.0  # in which the cause of an echo is heard, if its rank reports anything
+NAMED_S = 3.0  # after which a rank that may wait on its device for a rank that failed says so
+KEPT_STEPS = 64  # digests of steps that the first rank keeps
+NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, and say how at one of them
+WARNED = -1  # in place of a digest of inputs, after the warning
+
+
+class Position:
+    """Where this rank is: what it is `doing` with others, if anything, and the `phase` of its step, both as words."""
+
+    def __init__(self) -> None:
+        self.doing: str | None = None
+        self.phase = ""
+        self.may_wait_on_device = False  # no wait there ends by itself, so the hub's thread logs who will not come
+        self._main = threading.main_thread().ident or 0
+
+    def __str__(self) -> str:
+        doing = self.doing or ("is in the model" if self.phase.startswith("in ") else "is outside of the model")
+        frame = sys._current_frames().get(self._main)
+        place = "" if frame is None or " at " in doing else wording.place_of(traceback.walk_stack(frame))
+        handled = wording.while_handling(_exception_of(self._main))
+        return " ".join(part for part in (doing, self.phase, place) if part) + handled
+
+
+class Hub:
+    """This rank's end of the hub over `links.ranks`, and all that it has heard.
+
+    `ended`: how the programs of other ranks have ended, by rank. `lost`: the same for ranks whose connection is closed.
+    """
+
+    def __init__(self, links: HubLinks) -> None:
+        self._links, self.ranks, self.rank = links, links.ranks, links.rank
+        self.position = Position()
+        self.ended: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
+        self._changed = threading.Condition()
+        # In the order in which they came: rank, model or "" for the whole program, and text.
+        self._causes: list[tuple[int, str, str]] = []
+        self._echoes: list[tuple[int, str, str]] = []
+        self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
+        self._answers: dict[int, dict[int, str]] = {}  # by number of the question
+        self._num_questions = 0
+        self._called: set[str] = set()  # names of meetings to which some rank has come
+        self._over: dict[str, MeetingOver] = {}
+        self._differ_at: dict[str, int] = {}  # by model
+        self._first = _FirstRank(self)
+        self._has_said_end = self._is_explained = False
+        self.lease: Callable[[], Any] = lambda: None  # the object with which this hub ends
+
+    @classmethod
+    def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
+        """Return the hub of these ranks, made at the first call; it ends with the job's process groups. A collective.
+
+        `store`, `name`: where ranks find each other.
+        """
+        ranks = sorted(ranks)
+        hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
+        if hubs:
+            return hubs[0]
+        hub = cls(HubLinks(ranks, rank))
+        hub._links.connect(store, f"{name}/hub")
+        hub._links.start(hub.receive, hub._look)
+        lease = _Lease(hub)
+        hub.lease = weakref.ref(lease)
+        _torch.keep_with_job(f"{KEPT}{ranks}", lease)
+        return hub
+
+    @property
+    def is_closed(self) -> bool:
+        """Return True after the end, and in a forked child."""
+        return self._links.closed
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the first rank, through which all messages go."""
+        return self._links.leads
+
+    def pause(self, seconds: float) -> None:
+        """Wait until something is heard, for so long at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    # -- what this rank reports
+
+    def post(self, model: str, said: dict[str, Any] | None) -> None:
+        """Tell what this rank does with a model, or why it has `failed`; None: no longer."""
+        message = Post(rank=self.rank, model=model, said=said)
+        self._note(message)
+        self._links.send(message)
+
+    def say_ended(self, text: str, *, echo: bool = False) -> None:
+        """Tell that this rank's program ends, and why; the first call counts. `echo`: because of another rank."""
+        if not self._has_said_end:
+            self._has_said_end = True
+            self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
+
+    def explain(self, error: BaseException) -> str:
+        """Tell that this rank ends with `error`. If that is an echo, print its cause; return the printed text."""
+        text, failure = "", wording.failure(error, self.position.phase)
+        if self._is_explained:
+            return text
+        self._is_explained = True
+        if wording.is_backends_echo(error) and not wording.was_interrupted(error):
+            self.position.doing = wording.failure(error)
+            cause = self.cause(0.0 if wording.is_out_of_time(error) else ECHO_S)
+            text = wording.in_vain(failure, cause, self.where(self.ranks) if cause is None else {})
+            print(f"accordion: {text}", file=sys.stderr, flush=True)
+        self._say_failed(error)
+        return text
+
+    def _say_failed(self, error: BaseException) -> None:
+        is_echo = wording.is_echo(error) and not wording.was_interrupted(error)
+        self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
+
+    def end(self) -> None:
+        """Tell that this rank leaves, if nothing was said, and close."""
+        if self.is_closed:
+            return
+        is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
+        error = _last_error() if is_exit else sys.exception()
+        if is_exit and error is not None:
+            self.explain(error)
+        text = wording.PROGRAM_END if is_exit else wording.LEFT_END.format(wording.while_handling(error))
+        self.say_ended(text, echo=error is not None and wording.is_echo(error))
+        self._links.close()
+
+    def _look(self) -> None:
+        """Tell the end of a program some of whose threads go on, as those of a save do."""
+        if self.is_closed or self._has_said_end or threading.main_thread().is_alive():
+            return
+        if (error := _last_error()) is not None:
+            self._say_failed(error)
+        else:
+            self.say_ended(wording.PROGRAM_END)
+
+    # -- meetings
+
+    def arrive(
+        self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, *, wakes: bool = False
+    ) -> None:
+        """Come to a meeting of `num` ranks. Ask `over` for its end."""
+        arrival = Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes)
+        if self.leads:
+            self.receive(arrival)
+        else:
+            self._links.send(arrival, to=self.ranks[0])
+
+    def is_called(self, name: str) -> bool:
+        """Return True if another rank has come to a meeting."""
+        return name in self._called
+
+    def has_over(self, name: str) -> bool:
+        """Return True if `over` would return something."""
+        return name in self._over
+
+    def over(self, name: str) -> MeetingOver | None:
+        """Return what ranks said at a meeting, once, when all have come; None until then."""
+        return self._over.pop(name, None)
+
+    # -- what it has heard
+
+    def posts(self, model: str) -> dict[int, dict[str, Any]]:
+        """Return what ranks do with a model, by rank; ranks without a post are left out."""
+        with self._changed:
+            return dict(sorted(self._posts.get(model, {}).items()))
+
+    def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """Return the first of `ranks` that has ended, and how; None while all are there."""
+        return next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
+
+    def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
+        """Return the rank that first failed or ended by itself, and what it reported, waiting for it up to `wait_s`.
+
+        Echoes count if there is nothing else. `model`: failed steps of other models do not count.
+        """
+
+        def heard() -> list[tuple[int, str, str]]:
+            with self._changed:
+                return [each for each in self._causes if model is None or each[1] in ("", model)]
+
+        causes = poll(heard, wait_s, pause=self.pause) or self._echoes
+        return next(((rank, text) for rank, _, text in causes), None)
+
+    def where(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Ask where `ranks` are; return the answers, as words, of those whose thread answers in time."""
+        wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
+        with self._changed:
+            self._num_questions += 1
+            number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
+        self._links.send(PositionQuestion(rank=self.rank, number=number))
+        if self._links.is_connected:
+            poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
+        with self._changed:
+            return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
+
+    def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
+        """Say where `ranks` are or how they have ended. `silent_too`: name those that do not answer."""
+        where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
+        silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
+        if not self.leads and self.ranks[0] in silent:
+            silent = self.ranks[:1]  # all answers come through it, so nothing is known of the others
+        return wording.others_are(where, silent)
+
+    # -- steps and inputs
+
+    def steps_differ_at(self, model: str) -> int | None:
+        """Return the backward at which all ranks say how they have stepped a model; None while none differ."""
+        return self._differ_at.get(model)
+
+    def compare_steps(self, model: str, num: int, chain: int) -> None:
+        """Have the first rank compare the digest of all steps of a model up to its backward `num` with its own."""
+        self._for_first(StepDigest(rank=self.rank, model=model, num=num, chain=chain))
+
+    def compare_inputs(self, model: str, digest: int) -> None:
+        """Have the first rank warn if two ranks had the same first inputs of a model."""
+        self._for_first(InputDigest(rank=self.rank, model=model, digest=digest))
+
+    def _for_first(self, message: HubMessage) -> None:
+        if self.leads:
+            self.receive(message)
+        else:
+            self._links.send(message, to=self.ranks[0])
+
+    # -- receiving
+
+    def receive(self, message: HubMessage) -> None:
+        """Note a message; the first rank passes it on before, since what it notes may end its process."""
+        with self._changed:
+            if self.leads:
+                self._first.pass_on(message)
+            if type(message) in HANDLERS:
+                self._note(message)
+
+    def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
+        """Send a message of the first rank to some ranks, which this one may be among."""
+        for rank in to:
+            if rank != self.rank:
+                self._links.send(message, to=rank)
+        if self.rank in to:
+            self._note(message)
+
+    def _note(self, message: HubMessage) -> None:
+        with self._changed:
+            HANDLERS[type(message)](self, message)
+            self._changed.notify_all()
+        if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
+            args = (message.rank, self._why_not(message.rank), str(self.position))
+            timer = threading.Timer(NAMED_S, self._log_wait, args)
+            timer.daemon = True
+            timer.start()
+
+    def _why_not(self, rank: int) -> str:
+        """Return why it is of no use to wait for a rank on a device; empty if nothing is known."""
+        posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
+        return next((text for r, _, text in self._causes if r == rank), posts[0] if posts else "")
+
+    def _log_wait(self, rank: int, text: str, place: str) -> None:
+        if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
+            log.error(wording.waits_on_device(rank, text, place))
+
+    def _on_end(self, message: HasEnded) -> None:
+        if message.rank not in self.ended:
+            self.ended[message.rank] = message.text
+            (self._echoes if message.echo else self._causes).append((message.rank, "", message.text))
+        if message.closed:
+            self.lost[message.rank] = self.ended[message.rank]
+
+    def _on_post(self, message: Post) -> None:
+        posts = self._posts.setdefault(message.model, {})
+        posts.pop(message.rank, None)
+        if message.said is not None:
+            posts[message.rank] = message.said
+        if message.rank != self.rank:
+            self._causes = [each for each in self._causes if each[:2] != (message.rank, message.model)]
+            if message.said is not None and "failed" in message.said:
+                self._causes.append((message.rank, message.model, message.said["failed"]))
+
+    def _on_question(self, message: PositionQuestion) -> None:
+        self._links.send(
+            PositionAnswer(rank=self.rank, number=message.number, to=message.rank, where=str(self.position)),
+            to=message.rank if self.leads else None,
+        )
+
+    def _on_answer(self, message: PositionAnswer) -> None:
+        if message.to == self.rank and message.number in self._answers:
+            self._answers[message.number][message.rank] = message.where
+
+    def _on_call(self, message: MeetingCalled) -> None:
+        self._called.add(message.name)
+
+    def _on_over(self, message: MeetingOver) -> None:
+        self._called.discard(message.name)
+        self._over[message.name] = message
+
+    def _on_difference(self, message: StepsDiffer) -> None:
+        self._differ_at.setdefault(message.model, message.at)
+
+
+HANDLERS: Mapping[type[HubMessage], Callable[[Hub, Any], None]] = {
+    HasEnded: Hub._on_end,
+    Post: Hub._on_post,
+    PositionQuestion: Hub._on_question,
+    PositionAnswer: Hub._on_answer,
+    MeetingCalled: Hub._on_call,
+    MeetingOver: Hub._on_over,
+    StepsDiffer: Hub._on_difference,
+}
+
+
+class _FirstRank:
+    """What the first rank does for all: it passes messages on, counts arrivals, and compares digests."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._arrivals: dict[str, dict[int, Arrival]] = {}
+        self._steps: dict[str, dict[int, int]] = {}  # by model and backward, this rank's own digest
+        self._others: dict[str, dict[int, set[int]]] = {}  # digests of backwards to which this rank has not come
+        self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
+
+    def pass_on(self, message: HubMessage) -> None:
+        """Act on a message that is for the first rank, and send any other one to those that it is for."""
+        own = {Arrival: self._on_arrival, StepDigest: self._on_steps, InputDigest: self._on_inputs}.get(type(message))
+        if own is not None:
+            own(message)  # type: ignore[operator]
+        elif isinstance(message, PositionAnswer):
+            self._hub._links.send(message, to=message.to)
+        else:
+            self._hub._links.send(message, but=message.rank)
+
+    def _on_arrival(self, message: Arrival) -> None:
+        hub, name = self._hub, message.name
+        arrivals = self._arrivals.setdefault(name, {})
+        arrivals[message.rank] = message
+        if len(arrivals) == message.num:
+            del self._arrivals[name]
+            each = [(rank, one.text, one.facts) for rank, one in sorted(arrivals.items())]
+            is_same = len({text for _, text, _ in each}) == 1
+            over = MeetingOver(rank=hub.rank, name=name, said=None if is_same else each)
+            hub.send_and_note(over, list(arrivals))
+        elif len(arrivals) == 1 and message.wakes:
+            others = [rank for rank in hub.ranks if rank != message.rank]
+            hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
+
+    def _on_steps(self, message: StepDigest) -> None:
+        """Compare a digest with this rank's own of the same backward, or its own with those that came before."""
+        hub, model, num = self._hub, message.model, message.num
+        steps, others = self._steps.setdefault(model, {}), self._others.setdefault(model, {})
+        if message.rank == hub.rank:
+            steps[num] = message.chain
+            while len(steps) > KEPT_STEPS:
+                del steps[next(iter(steps))]
+            differs = bool(others.pop(num, set()) - {message.chain})
+        else:
+            differs = num in steps and steps[num] != message.chain
+            if num not in steps and num > max(steps, default=0):
+                others.setdefault(num, set()).add(message.chain)
+        if differs and hub.steps_differ_at(model) is None:
+            hub.send_and_note(StepsDiffer(rank=hub.rank, model=model, at=max(steps) + NOTICED_STEPS), hub.ranks)
+
+    def _on_inputs(self, message: InputDigest) -> None:
+        ranks = self._inputs.setdefault(message.model, {})
+        other = ranks.setdefault(message.digest, message.rank)
+        if other != message.rank and WARNED not in ranks:
+            ranks[WARNED] = other
+            log.warning(wording.same_inputs(sorted((other, message.rank))))
+
+
+class _Lease:
+    """Keeps a hub open: its last owner is the job, whose process groups end, or a save that is under way then."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        weakref.finalize(self, hub.end)
+
+
+def hubs_of_job() -> list[Hub]:
+    """Return all hubs of this process that are open."""
+    return [lease.hub for lease in _torch.kept_with_job(KEPT) if not lease.hub.is_closed]
+
+
+def _last_error() -> BaseException | None:
+    """Return the error that ended the program: Python keeps it until its exit."""
+    error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    # An interactive session keeps the last error of any statement. torch has a warning that became an error printed as one
+    # that ends a program, which goes on.
+    return None if isinstance(error, Warning) or hasattr(sys, "ps1") else error
+
+
+def _exception_of(thread: int) -> BaseException | None:
+    """Return what `sys.exception()` gives in that thread."""
+    current: Any = sys._current_exceptions().get(thread)
+    error: BaseException | None = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
+    return error
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Around what ranks do together before there is a hub: turn a backend's error into what this rank did."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not wording.is_echo(error):
+            raise
+        raise DivergenceError(
+            f"this rank {what}, and another rank has ended, cannot be reached, or does something else, as its own words tell; "
+            "all ranks must do it together."
+        ) from error

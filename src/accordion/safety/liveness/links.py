@@ -1,0 +1,247 @@
+"""The connections of a hub: all ranks with the first one, and the thread that reads them."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from accordion import _torch
+from accordion.errors import DivergenceError
+from accordion.safety.liveness.crash_reports import reports_crashes
+from accordion.safety.liveness.messages import HasEnded, HubMessage, decoded, encoded
+from accordion.safety.liveness.wording import LOST_END, end_of, numbers
+
+CONNECT_S = 5.0  # for one greeting, and for sending a few hundred bytes
+MEETING_S = 60.0  # for all ranks to connect; the listening socket is open for so long at most
+GREETING_BYTES = 40  # 32 letters that only ranks of this hub know, and the rank in 8 digits
+READ_BYTES = 1 << 16
+LOOK_S = 1.0  # between two looks whether the main thread runs
+CRASH_LINES = 200
+BEFORE_S = 8.0  # before the job's timeout: ranks that wait hear which one is gone before their backend's time is over
+PROBES = 20
+LONGEST_PROBE_S = 32_000  # Linux takes no more
+LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def limit_s_of(timeout_s: float) -> float:
+    """Return the seconds without an answer after which a connection is given up, if collectives fail after `timeout_s`."""
+    return max(timeout_s / 2, timeout_s - BEFORE_S)
+
+
+def give_up(connection: socket.socket, timeout_s: float) -> None:
+    """Have reads and writes of a TCP connection fail once its other end has answered nothing for `limit_s_of(timeout_s)`.
+
+    A machine that is gone closes nothing, and Linux tries again for a quarter of an hour. Other systems lack the option.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    limit_s = limit_s_of(timeout_s)
+    pause_s = min(max(1, round(limit_s / PROBES)), LONGEST_PROBE_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, pause_s)
+    # RFC 5482; with it Linux counts time, and no probes (tcp(7)).
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
+
+
+class HubLinks:
+    """Connections of one rank: the first rank's to all others, another one's to the first. Owns the sockets.
+
+    They need no collective, no device and not the job's store, which ends with the rank that keeps it. However a process
+    ends, the system closes its connection.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
+        self.closed = False
+        self.timeout_s = _torch.timeout_s_of_job()
+        self._peers: dict[int, socket.socket] = {}
+        self._unfinished: dict[int, bytes] = {}  # by rank, the beginning of a line
+        self._crashes: dict[int, list[str]] = {}  # by rank, lines that are no messages: `faulthandler`'s
+        self._to_crash: int | None = None  # the descriptor into which Python writes if this process crashes
+        self._selector = selectors.DefaultSelector()
+        self._sending = threading.Lock()
+
+    # -- connecting
+
+    def connect(self, store: Any, key: str) -> None:
+        """Connect all ranks with the first, whose address is in `store` under `key`. A collective.
+
+        Raises `DivergenceError` on the first rank if another one does not come, and on one that cannot reach the first.
+        """
+        if self.leads:
+            with _server(len(self.ranks)) as server:
+                nonce = secrets.token_hex(16)
+                host, port = server.getsockname()[:2]
+                store.set(key, f"{nonce} {port} {host}")
+                self._accept_all(server, nonce.encode())
+            return
+        nonce, port, host = store.get(key).decode().split(" ", 2)
+        try:
+            first = socket.create_connection((host, int(port)), CONNECT_S)
+            first.sendall(f"{nonce}{self.rank:08d}".encode())
+        except OSError as error:
+            raise DivergenceError(
+                f"rank {self.rank} cannot connect to rank {self.ranks[0]} at {host} port {port} ({error}); ranks tell each other "
+                "over such connections how they end: let the machines of a job connect to each other on all ports, as gloo and "
+                "NCCL need it too."
+            ) from error
+        self._add(self.ranks[0], first)
+
+    def _accept_all(self, server: socket.socket, nonce: bytes) -> None:
+        limit_s = min(MEETING_S, self.timeout_s)
+        deadline = time.monotonic() + limit_s
+        while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                peer = server.accept()[0]
+            except TimeoutError:
+                raise DivergenceError(
+                    f"rank {numbers(missing)} did not connect to rank {self.rank} within {limit_s:g} s; all ranks must shard "
+                    "the model together."
+                ) from None
+            greeting = _greeting(peer)
+            if greeting[:-8] == nonce:
+                self._add(int(greeting[-8:]), peer)
+            else:  # a stranger
+                peer.close()
+
+    def _add(self, rank: int, peer: socket.socket) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.settimeout(CONNECT_S)
+        give_up(peer, self.timeout_s)
+        self._peers[rank], self._unfinished[rank] = peer, b""
+        self._selector.register(peer, selectors.EVENT_READ, rank)
+        if reports_crashes() and not faulthandler.is_enabled():
+            self._to_crash = os.dup(peer.fileno())
+            faulthandler.enable(self._to_crash)
+
+    def start(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
+        """Begin to read. The thread calls `hear` with each message, and `look` at least once a second."""
+        os.register_at_fork(after_in_child=_weakly(weakref.WeakMethod(self._forked)))
+        threading.Thread(target=self._listen, args=(hear, look), name="accordion-hub", daemon=True).start()
+
+    # -- sending
+
+    @property
+    def is_connected(self) -> bool:
+        """Return True while some other rank may hear what is sent."""
+        return bool(self._peers)
+
+    def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
+        """Send a message to rank `to`, or to all connected ranks `but` one."""
+        line = encoded(message)
+        for rank, peer in list(self._peers.items()):
+            if rank != but and to in (None, rank) and not self.closed:
+                with self._sending, suppress(OSError):
+                    peer.sendall(line)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Send no more. The thread ends once the others have closed too, so that what was sent arrives."""
+        self.closed = True
+        self._aim_crash()
+        for peer in list(self._peers.values()):
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_WR)
+
+    def _forked(self) -> None:
+        """Close the sockets in a forked child: as long as one process holds them the others take the rank for alive."""
+        self.closed = True
+        self._aim_crash()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _aim_crash(self) -> None:
+        """Point `faulthandler`'s descriptor to a rank that still listens, or to nowhere."""
+        if self._to_crash is None:
+            return
+        peer = None if self.closed else next(iter(self._peers.values()), None)
+        target = os.open(os.devnull, os.O_WRONLY) if peer is None else os.dup(peer.fileno())
+        os.dup2(target, self._to_crash, inheritable=False)
+        os.close(target)
+
+    # -- the thread
+
+    def _listen(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
+        while self._peers:
+            events = self._selector.select(CONNECT_S if self.closed else LOOK_S)
+            if self.closed and not events:
+                break
+            look()
+            for key, _ in events:
+                self._read(key.data, key.fileobj, hear)
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._selector.close()
+
+    def _read(self, rank: int, peer: Any, hear: Callable[[HubMessage], None]) -> None:
+        is_lost = False
+        try:
+            data = peer.recv(READ_BYTES)
+        except OSError as error:
+            if error.errno is None:  # a timeout: nothing is there after all
+                return
+            data, is_lost = b"", error.errno in LOST
+        if not data:
+            self._selector.unregister(peer)
+            del self._peers[rank]
+            self._aim_crash()
+            peer.close()
+            if not self.closed:
+                text = LOST_END.format(limit_s_of(self.timeout_s)) if is_lost else end_of(self._crashes.get(rank, []))
+                hear(HasEnded(rank=rank, text=text, closed=True))
+            return
+        *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
+        for line in lines:
+            if (message := decoded(line)) is not None:
+                hear(message)
+            elif len(crash := self._crashes.setdefault(rank, [])) < CRASH_LINES:
+                crash.append(line.decode(errors="replace"))
+
+
+def _server(num_ranks: int) -> socket.socket:
+    """Listen at the address under which the others reach this machine: the one from which it speaks to the job's store."""
+    store = _torch.default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 1)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # which sends nothing
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError:  # a machine without a network, whose ranks all run on it
+        family, own = socket.AF_INET, "127.0.0.1"
+    return socket.create_server((own, 0), family=family, backlog=num_ranks)
+
+
+def _greeting(peer: socket.socket) -> bytes:
+    greeting = b""
+    with suppress(OSError):
+        peer.settimeout(CONNECT_S)
+        while len(greeting) < GREETING_BYTES and (part := peer.recv(GREETING_BYTES - len(greeting))):
+            greeting += part
+    return greeting
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        bound = method()
+        if bound is not None:
+            bound()
+
+    return call

@@ -1,0 +1,121 @@
+"""What ranks send each other over a hub: frozen dataclasses, one JSON line each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubMessage:
+    """Base of all messages. `rank`: the rank that a message is about, by its number in the job."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasEnded(HubMessage):
+    """The program of `rank` ends. `text` follows its number in a sentence.
+
+    `echo`: because of another rank. `closed`: its connection is closed, and `text` counts if it has said nothing before.
+    """
+
+    text: str
+    echo: bool = False
+    closed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post(HubMessage):
+    """What `rank` does with a model: `what`, the `ranks` it waits for, or why it has `failed`; None if that holds no longer."""
+
+    model: str
+    said: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionQuestion(HubMessage):
+    """`rank` asks all others where they are."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionAnswer(HubMessage):
+    """Where `rank` is, for the rank `to` that asked."""
+
+    number: int
+    to: int
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival(HubMessage):
+    """`rank` has come to a meeting of `num` ranks. `text` is compared; `facts` are passed on if texts differ.
+
+    `wakes`: ranks that wait in a collective come to the meeting too.
+    """
+
+    name: str
+    num: int
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    wakes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingCalled(HubMessage):
+    """`rank` was the first to come to a meeting."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingOver(HubMessage):
+    """All ranks have come to a meeting; `said`: (rank, text, facts) of each, or None if all texts are equal."""
+
+    name: str
+    said: list[tuple[int, str, dict[str, Any]]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDigest(HubMessage):
+    """The digest of all optimizer steps of a model on `rank` up to backward `num`, for the first rank."""
+
+    model: str
+    num: int
+    chain: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsDiffer(HubMessage):
+    """Ranks step a model differently, and all compare their records at backward `at`."""
+
+    model: str
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputDigest(HubMessage):
+    """The digest of a model's first inputs on `rank`, for the first rank."""
+
+    model: str
+    digest: int
+
+
+TYPES = {kind.__name__: kind for kind in HubMessage.__subclasses__()}
+
+
+def encoded(message: HubMessage) -> bytes:
+    """Return a message as one line."""
+    return json.dumps({"type": type(message).__name__, **vars(message)}).encode() + b"\n"
+
+
+def decoded(line: bytes) -> HubMessage | None:
+    """Return the message of one line; None if it holds none."""
+    if not line.startswith(b'{"type"') or not line.endswith(b"}"):
+        return None
+    fields = json.loads(line)
+    message: HubMessage = TYPES[fields.pop("type")](**fields)
+    return message

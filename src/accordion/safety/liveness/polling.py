@@ -1,0 +1,47 @@
+"""The one loop for waits in which a rank asks again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+FIRST_S, LONGEST_S = 5e-5, 0.02
+
+
+def poll(
+    ready: Callable[[], T | None],
+    timeout_s: float,
+    while_waiting: Callable[[float], object] = lambda waited_s: None,
+    pause: Callable[[float], object] = time.sleep,
+    first_s: float = FIRST_S,
+    longest_s: float = LONGEST_S,
+) -> T | None:
+    """Call `ready` until its result is true, and return that; return None after `timeout_s`.
+
+    Args:
+        while_waiting: called between two polls with the seconds since the first; it may raise to end the wait.
+        pause: sleeps for so many seconds, or returns earlier if something has changed.
+        first_s, longest_s: the first pause, and the longest; each one is twice as long as the one before.
+    """
+    begun, pause_s = time.monotonic(), first_s
+    while not (answer := ready()):
+        waited_s = time.monotonic() - begun
+        if waited_s >= timeout_s:
+            return None
+        while_waiting(waited_s)
+        pause(min(pause_s, timeout_s - waited_s))
+        pause_s = min(2 * pause_s, longest_s)
+    return answer
+
+
+def once_after(seconds: float, call: Callable[[], object]) -> Callable[[float], None]:
+    """Return a `while_waiting` that calls `call` once, after so many seconds."""
+    calls = [call]
+
+    def look(waited_s: float) -> None:
+        if waited_s > seconds and calls:
+            calls.pop()()
+
+    return look

@@ -1,0 +1,186 @@
+"""What a rank trains with: its device, the group of all ranks, and the model with its optimizer and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from accordion import _torch
+from accordion.compat.deepspeed import Settings
+from accordion.config import Place, Precision
+from accordion.describe import describe
+from accordion.devices import backend_of
+from accordion.errors import DivergenceError
+from accordion.offload.step.deferred_step import engines_of
+from accordion.optim import ELEMENTWISE, wrap_optimizer
+from accordion.shard.api import shard as shard_model
+from accordion.sharding import Sharding, precision_named, precision_words
+from accordion.train.batches import Batches
+from accordion.train.config import JobConfig, max_skips_of
+from accordion.train.data import Share
+from accordion.train.deepspeed import digest_of, settings_of
+from accordion.train.ending import Best, Ending, Signals
+from accordion.train.launch import RankPlace
+from accordion.train.nonfinite import Skips
+from accordion.train.prepare import Prepared
+from accordion.train.rates import LearningRates, rates_of
+from accordion.train.screen import Screen
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A rank of a run: what it was given, and what was made of that.
+
+    `sums_locally`: gradients of micro-batches are summed before they are reduced. `decides_on_device`: the device decides if a
+    step is left out, since the optimizer is a fused one with its states on an accelerator.
+    """
+
+    prepared: Prepared
+    place: RankPlace
+    device: torch.device
+    screen: Screen
+    share: Share
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    rates: LearningRates
+    batches: Batches
+    sums_locally: bool
+    decides_on_device: bool
+    ending: Ending
+    best: Best
+    skips: Skips
+
+    @property
+    def config(self) -> JobConfig:
+        return self.prepared.config
+
+
+def join(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
+    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout_s`."""
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
+    if kind != "cpu":
+        torch.accelerator.set_device_index(place.local_rank)
+    dist.init_process_group(
+        backend_of(kind),
+        store=PrefixStore("accordion/group", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=None if kind == "cpu" else device,
+    )
+    return device
+
+
+def agree(prepared: Prepared, place: RankPlace) -> None:
+    """Raise `DivergenceError` on every rank if ranks have different data or another checkpoint."""
+    mine = {
+        **prepared.work.agreed(),
+        "a checkpoint to go on from": str(prepared.resume),
+        "what train.deepspeed says": digest_of(prepared.config),
+    }
+    facts: list[dict[str, str]] = [{}] * place.world
+    dist.all_gather_object(facts, mine)
+    for what, value in facts[0].items():
+        other = next((rank for rank, theirs in enumerate(facts) if theirs[what] != value), None)
+        if other is not None:
+            raise DivergenceError(
+                f"ranks differ in {what}: rank 0 has {value}, rank {other} has {facts[other][what]}; give every machine the same "
+                "data.path and checkpoint.dir, on storage that they share."
+            )
+
+
+def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
+    """Return on every rank what `ask` returns on the first one."""
+    answers: list[Any] = [ask() if place.rank == 0 else None]
+    dist.broadcast_object_list(answers)
+    answer: T = answers[0]
+    return answer
+
+
+def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
+    """Build and shard the model, and connect it with what a run needs."""
+    config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
+    options, precision = config.train, config.shard.precision or own_precision(device)
+    name = str(precision_words(precision))
+    theirs = settings_of(config, name)
+    built = work.model(options.seed)
+    on_meta = any(p.is_meta for p in built.parameters())
+    sharding = _sharding(prepared, precision, theirs)
+    model = shard_model(built, _mesh(prepared, place, device), sharding)
+    work.fill(model, options.seed, on_meta=on_meta)
+    own = work.optimizer(model)
+    optimizer = _optimizer(model, config, theirs, own)
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    state_bytes = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in describe(model).units)
+    return Run(
+        prepared=prepared,
+        place=place,
+        device=device,
+        screen=screen,
+        share=share,
+        model=model,
+        optimizer=optimizer,
+        scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=own is not None),
+        batches=work.batches(share, options.seed, pins=not on_cpu),
+        sums_locally=sharding.strategy.grads is Place.REPLICATE,
+        decides_on_device=not on_cpu and theirs is None and not engines_of(optimizer) and is_fused,
+        ending=Ending(signals, hours=options.hours, began_s=prepared.began_s, state_bytes=state_bytes),
+        best=Best(options.patience, options.min_delta),
+        skips=Skips(max_skips_of(options.on_nonfinite)),
+    )
+
+
+def own_precision(device: torch.device) -> Precision:
+    """Return the precision that `auto` means: bf16 on accelerators that have it, else fp16; fp32 on CPU."""
+    name = "fp32" if device.type == "cpu" else "bf16" if _torch.has_bf16(device) else "fp16"
+    precision = precision_named(name)
+    assert precision is not None, "only `auto` has none"
+    return precision
+
+
+def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
+    """Return the sharding of the run's keys, with the dtype and the kind of sums of a DeepSpeed configuration."""
+    shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
+    return replace(
+        shard,
+        precision=replace(base.precision or Precision(), params=precision.params),
+        units=prepared.work.units() if shard.units is None else shard.units,
+        reduce_op=base.reduce_op,
+    )
+
+
+def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
+    """All ranks: over the shards, and for a hybrid over its replicas too."""
+    sizes = {"shard": place.world // prepared.replicas}
+    if prepared.config.shard.strategy.hybrid:
+        sizes = {"replicate": prepared.replicas, **sizes}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _optimizer(
+    model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors alone, or what a task, a class path or a DeepSpeed configuration names."""
+    options = config.train
+    if own is not None:
+        return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own
+    if theirs is not None and theirs.optimizer is not None:
+        return wrap_optimizer(theirs.optimizer(model.parameters()))
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    present = [group for group in groups if group["params"]]
+    return wrap_optimizer(torch.optim.AdamW(present, lr=options.lr, betas=(0.9, 0.95), fused=True))

@@ -1,0 +1,197 @@
+"""The checkpoints that a run writes while it trains, and going on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accordion.checkpoint import RandomState, load, save
+from accordion.checkpoint.background import Saving, saver_of
+from accordion.errors import CheckpointError
+from accordion.train import checkpoints
+from accordion.train.build import Run, of_first
+from accordion.train.config import flat
+
+# Keys from which the options and rates of an optimizer follow.
+OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save that is written, since when by `time.perf_counter`, and of which step; None of the best."""
+
+    saving: Saving
+    began_s: float
+    step: int | None
+
+
+class RunSaves:
+    """The saves of a run: owns the one under way, and why the last step that was saved was not kept, if it was not.
+
+    `lost`: that error. `links`: the best is kept, as a link of its step's checkpoint if that is saved anyway.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._options = run, run.config.checkpoint
+        self.folder = Path(run.prepared.checkpoint_dir)
+        self.links = run.config.train.keep_best and of_first(run.place, lambda: checkpoints.can_link(self.folder))
+        # Not with states on disk: a copy of them in memory is what they are there to avoid.
+        self._in_background = self._options.background and not run.config.shard.offload.uses_disk
+        self._under_way: UnderWay | None = None
+        self.lost: CheckpointError | None = None
+
+    def save(self, step: int, *, last: bool, name: str | None = None) -> None:
+        """Save, or do what `checkpoint.on_error` says. `name`: of the checkpoint, if it is not that of its step."""
+        run, extra, state = self._run, self._progress(step), self._state()
+        path = self.folder / name if name else checkpoints.path_of(self.folder, step)
+        try:
+            saver_of(run.model).wait()
+        except CheckpointError as error:  # of the save before, which says nothing of this one
+            self.failed(error)
+        self.poll()
+        background, began_s, keep = self._in_background and not last, time.perf_counter(), self._options.keep
+        lost: CheckpointError | None = None
+        try:
+            saving = save(
+                path,
+                run.model,
+                run.optimizer,
+                extra=extra,
+                state=state,
+                background=background,
+                keep=0 if name else keep,
+                only=run.prepared.work.kept(),
+            )
+            self._under_way = UnderWay(saving, began_s, None if name else step)
+            if not background:
+                self.poll()
+        except CheckpointError as error:
+            self.failed(error)
+            lost = error
+        if name is None:
+            self.lost = lost
+
+    def poll(self) -> None:
+        """If the save under way is done: note how long it took, and link it as the best if it is."""
+        saved = self._under_way
+        if saved is None or not saved.saving.is_done:
+            return
+        self._run.ending.save_took(time.perf_counter() - saved.began_s)
+        self._under_way = None
+        if saved.step is not None:
+            self._link_best(saved.step)
+
+    def settle(self) -> None:
+        """Wait for the save under way, which takes the group and the folders; its error was reported, or there is worse."""
+        with suppress(CheckpointError):
+            saver_of(self._run.model).wait()
+
+    def failed(self, error: CheckpointError) -> None:
+        """Do what `checkpoint.on_error` says."""
+        if self._options.on_error == "stop":
+            raise error
+        self._run.screen.note(f"no checkpoint: {error}; training goes on")
+
+    def not_kept(self, step: int) -> CheckpointError:
+        """Return the error of a run that trained on past a failure and has nothing to show for its last steps."""
+        newest = checkpoints.kept(self.folder)
+        kept = (
+            f"the newest checkpoint is {newest}, from which {self.same_command} goes on"
+            if newest
+            else "there is no checkpoint"
+        )
+        return CheckpointError(f"the weights after step {step} were not kept, {kept}: {self.lost}")
+
+    @property
+    def same_command(self) -> str:
+        """The command that goes on from the newest checkpoint, in words."""
+        refuses = self._options.resume == "none"
+        return "the same command with --checkpoint.resume auto" if refuses else "the same command"
+
+    def resume(self) -> int:
+        """Fill the run from the checkpoint that was chosen. Returns how many steps are done."""
+        run, path = self._run, self._run.prepared.resume
+        if path is None:
+            return 0
+        try:
+            extra = load(path, run.model, run.optimizer, state=self._state(), only=run.prepared.work.kept())
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
+        if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
+            ours = run.scaler.state_dict()
+            run.scaler.load_state_dict({**ours, "scale": scale["scale"], "_growth_tracker": scale["_growth_tracker"]})
+        run.skips.total = int(extra.get("skipped", 0))
+        run.best.load(extra.get("best", run.best.state()))
+        run.best.is_owed = bool(extra.get("owes_validation"))
+        done, steps = int(extra["step"]), run.config.train.steps
+        run.screen.note(f"resumed from {path}: {done} of {steps} steps are done")
+        self._order_folder(path, done)
+        if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
+            run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
+        self._compare(extra["config"], done)
+        if done == steps:
+            run.screen.note(
+                "nothing is left to train; raise train.steps to go on, or take another run.dir to start over"
+            )
+        return done
+
+    def _order_folder(self, path: str, done: int) -> None:
+        """Have the folder of checkpoints agree with a run that goes on from `path`, and `done` steps, in it."""
+        run = self._run
+        if self._options.resume != "auto" and run.place.rank == 0:
+            # They would be the newest for every later start. Only now, when the one to go back to is known to load.
+            aside = checkpoints.set_aside(self.folder, done)
+            if aside is not None:
+                run.screen.note(f"checkpoints of later steps are in {aside} now")
+        if Path(path).resolve() == checkpoints.path_of(self.folder, done).resolve():
+            self._link_best(done)  # if a run was killed between the two
+        if run.config.train.keep_best:
+            # What the folder holds later ones are to be below, wherever this run comes from.
+            run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
+
+    def _compare(self, before: Mapping[str, Any], done: int) -> None:
+        """Note the settings that changed since the checkpoint, and set the learning rates of this run."""
+        now = self._settings()
+        changed = checkpoints.differing(before, now)
+        if changed:
+            self._run.screen.note(
+                "changed since: " + ", ".join(f"{key} {before[key]} -> {now[key]}" for key in changed)
+            )
+        rates_changed = any(key.startswith(OF_RATES) for key in changed)
+        self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
+
+    def _settings(self) -> dict[str, Any]:
+        """The keys of the run, its number of ranks, and the batch that follows from these."""
+        run = self._run
+        return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds of a run next to its tensors; `resume` reads it."""
+        run = self._run
+        return {
+            **run.prepared.work.progress(run.model),
+            "step": step,
+            "config": self._settings(),
+            "loader": run.batches.kept(),
+            "scaler": run.scaler.state_dict(),
+            "skipped": run.skips.total,
+            "best": run.best.state(),
+            "owes_validation": run.best.is_owed,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds for each rank."""
+        run = self._run
+        return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
+
+    def _link_best(self, step: int) -> None:
+        """Link the checkpoint after `step` as the best if it is."""
+        if self.links and self._run.place.rank == 0:
+            try:
+                checkpoints.keep_as_best(self.folder, step)
+            except CheckpointError as error:
+                self.failed(error)

@@ -1,0 +1,205 @@
+"""`accordion bench gpu` and `benchmarks/gpu.py`: what they check and measure, in small shapes on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import gpu as script
+from benchmarks.gpu import Case, MasterLoop, full_sizes, tiny_sizes, trainer_of
+
+import accordion
+from accordion import cli
+from accordion.bench import gpu
+from accordion.bench.contenders import OURS
+from accordion.models.llama import PUBLISHED, LlamaShape
+from accordion.workers.ranks import BenchError, WorkerTeam, World
+
+TINY = {"vocab": 64, "width": 32, "blocks": 2, "heads": 2}
+
+
+def test_device_work_belongs_to_the_range_that_launched_it():
+    def event(name: str, cat: str, ts: float, dur: float, **args: int) -> dict[str, object]:
+        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
+
+    trace = [
+        event("accordion::sleep", "user_annotation", 0, 10),
+        event("accordion::gather", "user_annotation", 20, 10),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 1, correlation=1),
+        event("cudaMemcpyAsync", "cuda_runtime", 25, 1, correlation=2),
+        event("cudaLaunchKernel", "cuda_runtime", 50, 1, correlation=3),
+        event("spin_kernel", "kernel", 100, 5, correlation=1, stream=13),
+        event("Memcpy DtoD", "gpu_memcpy", 110, 5, correlation=2, stream=7),
+        event("of nobody", "kernel", 120, 5, correlation=3, stream=7),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert gpu.device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
+
+
+def test_strategies_that_share_a_device_have_the_losses_of_ddp(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "SIZES", TINY)
+    assert cli.main(["bench", "gpu", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "torch.profiler tells it of CUDA" in said
+    data = json.loads((tmp_path / "runs" / "bench" / "gpu.json").read_text())
+    assert data["failures"] == data["2 ranks"]["wrong"] == data["4 ranks"]["wrong"] == []
+    assert len(data["4 ranks"]["losses"]) == 7
+    assert set(data["streams"]) == {"gather", "exchange", "reduce_scatter"}
+
+
+class Stage:
+    """Takes the place of a team; `fails`: (name, method) of the question that fails."""
+
+    def __init__(self, fails: tuple[str, str]) -> None:
+        self.fails, self.begun = fails, list[str]()
+
+    def __call__(self, name: str, world: Any, make: Any, args: Any = ()) -> Any:
+        self.begun.append(name)
+        return _Team(self, name)
+
+
+class _Team:
+    def __init__(self, stage: Stage, name: str) -> None:
+        self.stage, self.name = stage, name
+
+    def __enter__(self) -> _Team:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        if self.stage.fails in {(self.name, method), (str(args[:1] and args[0]), method)}:
+            raise BenchError("contender failed on rank 0: OutOfMemoryError: none left")
+        turn = [{"step": 0.1, "host": 0.01}] * 2
+        return {"losses": [[2.0, 1.0]], "memory": [{"allocated": 2**30}], "turn": [turn]}[method]
+
+
+def test_a_strategy_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
+    stage = Stage(("full_shard", "losses"))
+    monkeypatch.setattr(gpu, "WorkerTeam", stage)
+    losses, failed = gpu.losses_of(2, "cpu")
+    assert list(failed) == ["full_shard"]
+    assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
+    assert stage.begun == ["2 ranks", "2 ranks"]
+
+
+# -- the script
+
+
+@pytest.mark.parametrize("fails", [("fsdp2", "losses"), ("fsdp2", "turn"), ("plain", "memory")])
+def test_a_contender_of_the_script_that_fails_is_told_of_and_the_others_are_measured(monkeypatch, fails):
+    monkeypatch.setattr(script, "WorkerTeam", Stage(fails))
+    tables = [table for table, _ in script.one_rank(tiny_sizes(), "cpu")]
+    assert [len(table.rows) for table in tables] == [3, 3]
+    for table in tables:
+        said = {row[0]: row[1] for row in table.rows}
+        assert "none left" in said.pop(fails[0])
+        assert all("100.00" in step for step in said.values())
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_shapes_for_a_gpu_are_those_of_the_textbook_and_a_smaller_gpu_gets_smaller_ones():
+    seventy, case = Case(preset=PUBLISHED["llama3-70b"], batch=1, seq=1), full_sizes().one_rank
+    assert 70e9 < seventy.num_params < 71e9
+    assert script.STATE_BYTES * 70e9 / 16 == 52.5e9
+    with torch.device("meta"):
+        built = sum(p.numel() for p in script.Llama(case.preset).parameters())
+    assert case.num_params == built
+    assert case.flops == pytest.approx(6 * built * 4 * 2048, rel=0.15)
+    cases = [full_sizes(gib).one_rank for gib in (141, 79, 40, 24, 12)]
+    assert [(case.preset.layers, case.batch) for case in cases] == [(16, 4), (16, 4), (8, 2), (4, 1), (2, 1)]
+
+
+def test_plain_training_with_masters_by_hand_is_that_of_the_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4).to(torch.bfloat16)
+    before = [p.detach().float() for p in model.parameters()]
+    loop = MasterLoop(model, "cpu")
+    x = torch.randn(8, 4, dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+    masters = [torch.nn.Parameter(p.clone()) for p in before]
+    for master, p in zip(masters, model.parameters(), strict=True):
+        assert p.grad is not None
+        master.grad = p.grad.float()
+    torch.optim.AdamW(masters, lr=1e-5, fused=True).step()
+    loop.step()
+    assert all(torch.equal(a, b) for a, b in zip(loop._masters, masters, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(loop._masters, before, strict=True))
+    for p, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(p, master.to(torch.bfloat16))
+        assert p.grad is None
+
+
+def test_ranks_of_several_nodes_reduce_as_such_a_job_does():
+    """FSDP2 beside them sums in the same dtype."""
+    preset = LlamaShape(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
+    case = Case(preset=preset, batch=1, seq=16, meta=True)
+
+    def reduced(name: str, num_ranks: int) -> dict[str, int]:
+        with WorkerTeam(name, World(num_ranks=num_ranks, group="fake"), trainer_of, (name, case)) as team:
+            sent = team.ask("wire")[0]["bytes"]
+        return {kind: num_bytes for kind, num_bytes in sent.items() if "gather" not in kind}
+
+    assert set(reduced(OURS, 8)) == {"alltoall_base"}, "one node exchanges"
+    for name in (OURS, "fsdp2"):
+        (kind, num_bytes), *more = reduced(name, 16).items()
+        assert "reduce_scatter" in kind
+        assert not more
+        assert num_bytes == pytest.approx(4 * case.num_params * 15 / 16, rel=0.01)
+
+
+BLOCKED = """
+import sys
+
+for name in "rich plotly transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
+    sys.modules[name] = None  # an import of it fails
+
+from accordion import cli
+from benchmarks import gpu
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:], None if "bench" in sys.argv else gpu.run))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--parts", "d"], "d"),
+        pytest.param([], "dafeb", marks=pytest.mark.slow),
+        pytest.param(["bench", "gpu"], "", marks=pytest.mark.slow),
+    ],
+    ids=["a part", "all parts", "command"],
+)
+def test_a_gpu_is_measured_with_torch_numpy_and_safetensors_alone(words, parts, tmp_path):
+    """A second run adds to the file of the first."""
+    words = [*words, "--device", "cpu", *(["--tiny"] if parts else [])]
+    root = Path(accordion.__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    folder = tmp_path / "runs" / "bench"
+    folder.mkdir(parents=True)
+    machine = script.describe("cpu")
+    (folder / "gpu-parts.json").write_text(json.dumps({"machine": machine, "parts": {"x": {"data": 1}}}))
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "does not run" not in done.stdout
+    found = json.loads((folder / "gpu-parts.json").read_text())["parts"]
+    assert list(found) == ["x", *parts]
+    assert not any("failed" in json.dumps(part) for part in found.values())
+    if "f" in parts:
+        assert [len(found[letter]["tables"]) for letter in "dafeb"] == [1, 2, 1, 1, 1]
+        assert all(one["planned"]["peak_allocated_bytes"] > 0 for one in found["f"]["data"])

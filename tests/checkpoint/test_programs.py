@@ -1,0 +1,169 @@
+"""Checkpoints as programs use them: between micro-batches, other units, other precision, torch's own folders."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import accordion as acc
+from accordion.checkpoint.convert import convert
+from accordion.checkpoint.inspect import diff
+from accordion.config import STRATEGIES
+from tests.support import models
+from tests.support.checks import assert_equal, mesh_of, one_loss
+
+
+def fresh(mesh, seed=0, dtype=None, **options):
+    model = acc.shard(models.seeded(seed).to(dtype or torch.float32), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def trained(mesh, steps=2, **options):
+    model, optimizer = fresh(mesh, **options)
+    for step in range(steps):
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def full(model):
+    return acc.full_state_dict(model, rank0_only=False)
+
+
+def between_micro_batches(mesh, strategy, path):
+    """A save there holds the weights before the step, and changes nothing of the step."""
+    ends: list[dict[str, torch.Tensor]] = []
+    for i, when in enumerate((None, "locally", "summed", "behind")):
+        model, optimizer = trained(mesh, strategy=strategy)
+        before = full(model)
+        for micro in range(3):
+            with acc.no_sync(model) if micro < 2 and when != "summed" else nullcontext():
+                one_loss(model, 5 + micro).backward()
+            if when is not None and micro < 2:
+                saving = acc.save(path / f"{i}-{micro}", model, optimizer, background=when == "behind")
+        optimizer.step()
+        ends.append(full(model))
+        if when is not None:
+            saving.wait()
+            again, other = fresh(mesh, seed=7, strategy=strategy)
+            acc.load(path / f"{i}-1", again, other)
+            assert_equal(full(again), before)
+            acc.load(path / f"{i}-1", model, optimizer)  # and what was gathered of the weights of before is gone
+            assert_equal(full(model), before)
+            assert torch.equal(one_loss(model, 3), one_loss(again, 3))
+    assert_equal(ends[1], ends[0])
+    assert_equal(ends[3], ends[0])
+    assert all(torch.allclose(ends[2][name], tensor, atol=1e-6) for name, tensor in ends[0].items())
+
+
+IN_CI = ("full_shard", "shard_optim")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in STRATEGIES]
+)
+def test_a_save_between_micro_batches(world, tmp_path, name):
+    world.run_mesh(*mesh_of(STRATEGIES[name]), between_micro_batches, STRATEGIES[name], tmp_path)
+
+
+def other_units_and_precision(mesh, path):
+    """Into units of any kind bit for bit; into another precision what torch's cast gives, the optimizer's states too."""
+    model, optimizer = trained(mesh)
+    acc.save(path / "blocks", model, optimizer)
+    for units in ({nn.Linear}, {nn.Linear, nn.LayerNorm, nn.Embedding}):
+        fine, its = fresh(mesh, seed=7, units=units)
+        acc.load(path / "blocks", fine, its)
+        assert_equal(full(fine), full(model))
+        acc.save(path / f"{len(units)}", fine, its)
+        dist.barrier(mesh.get_group())
+        assert diff(path / "blocks", path / f"{len(units)}")["values"] == {}
+        back, mine = fresh(mesh, seed=8)
+        acc.load(path / f"{len(units)}", back, mine)
+        for run in ((model, optimizer), (back, mine)):
+            one_loss(run[0], 9).backward()
+            run[1].step()
+            run[1].zero_grad()
+        assert_equal(full(back), full(model))
+        acc.load(path / "blocks", model, optimizer)
+    half, its = fresh(mesh, seed=7, dtype=torch.bfloat16, precision=acc.Precision(master=None))
+    acc.load(path / "blocks", half, its)
+    assert_equal(full(half), {name: tensor.bfloat16() for name, tensor in full(model).items()})
+    for param, wide in zip(half.parameters(), model.parameters(), strict=True):
+        assert its.state[param]["exp_avg"].dtype == torch.bfloat16
+        assert torch.equal(
+            its.state[param]["exp_avg"].to_local(), optimizer.state[wide]["exp_avg"].to_local().bfloat16()
+        )
+    one_loss(half).backward()
+    its.step()
+    acc.save(path / "half", half, its)
+    acc.load(path / "half", model, optimizer)
+    assert_equal(full(model), {name: tensor.float() for name, tensor in full(half).items()})
+
+
+def frozen_parts(mesh, path):
+    """What is frozen is kept too, has no states, and is frozen in who loads it if it was so there."""
+    runs = []
+    for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM):
+        model = acc.shard(models.frozen(), mesh=mesh, strategy=strategy)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+        runs.append((model, optimizer))
+    (model, optimizer), (other, its) = runs
+    one_loss(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.embed.weight.to_local().mul_(2)
+    acc.save(path / "frozen", model, optimizer)
+    acc.load(path / "frozen", other, its)
+    assert_equal(full(other), full(model))
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    for run in runs:
+        one_loss(run[0], 1).backward()
+        run[1].step()
+    assert all(torch.allclose(tensor, full(other)[name], atol=1e-6) for name, tensor in full(model).items())
+
+
+def test_other_units_other_precision_and_frozen_parts(world, tmp_path):
+    world.run(2, other_units_and_precision, tmp_path)
+    world.run(2, frozen_parts, tmp_path)
+
+
+def of_fsdp2(mesh, path):
+    """A model that torch's FSDP2 has trained and DCP has saved goes on here."""
+    torch.manual_seed(0)
+    theirs = models.seeded()
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(2):
+        one_loss(theirs, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, state = get_state_dict(theirs, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=path / "dcp", process_group=mesh.get_group())
+    if mesh.get_rank() == 0:
+        assert convert(path / "dcp", path / "c").left == ()
+    dist.barrier(mesh.get_group())
+    model, mine = fresh(mesh, seed=7)
+    acc.load(path / "c", model, mine)
+    one_loss(theirs, 3).backward()
+    optimizer.step()
+    one_loss(model, 3).backward()
+    mine.step()
+    ends = full(model)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(tensor.full_tensor().cpu(), ends[name].cpu(), atol=1e-6), name
+
+
+def test_a_folder_of_fsdp2_and_dcp_goes_on_here(world, tmp_path):
+    world.run(2, of_fsdp2, tmp_path)

@@ -1,0 +1,362 @@
+"""Ways into a backward, what is asked of it, and recomputation by the caller, as without sharding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import accordion as acc
+from tests.devices import device
+from tests.support.chains import FEW, WIDTH, Chain, Plain, around_each, chain, numbers, plain_run, steps_again
+from tests.support.compare import (
+    Case,
+    Pair,
+    check_grads,
+    compare,
+    on_ranks,
+    poisoned,
+    rest,
+    seed_of,
+    seeded,
+)
+from tests.support.sample import sampled
+
+
+def run_case(mesh, name: str) -> None:
+    compare(mesh, poisoned(mesh, CASES[name]))
+
+
+# -- ways into the backward
+
+
+def explicit(model: nn.Module, step: int) -> Any:
+    out = model(numbers())
+    out.backward(torch.arange(out.numel(), device=device()).view(out.shape) / 10.0)
+    one, two = model(numbers()), model(numbers())
+    torch.autograd.backward([one, two.sum()], [torch.ones_like(one), torch.tensor(0.5, device=device())])
+    return out
+
+
+def several(model: nn.Module, step: int) -> Any:
+    """Three forwards; two of them in one backward, the one between them later."""
+    one, two, three = (model(numbers()) for _ in range(3))
+    (one * three).mean().backward()
+    two.mean().backward()
+    return one, two, three
+
+
+def twice_retained(model: nn.Module, step: int) -> Any:
+    out = model(numbers())
+    out.mean().backward(retain_graph=True)
+    out.square().mean().backward(retain_graph=True)
+    out.mean().backward()
+    return out
+
+
+def of_inputs(model: nn.Module, step: int) -> Any:
+    """autograd.grad of inputs, activations and some parameters, then a backward."""
+    x = numbers(grad=True)
+    out = model(x)
+    grads = torch.autograd.grad(out.sum(), [x], retain_graph=True)
+    nothing = torch.autograd.grad(out.sum(), [model.units[0].a.weight, x], retain_graph=True)[1]
+    out.square().mean().backward()
+    return out, grads, nothing, x.grad
+
+
+def only_inputs(model: nn.Module, step: int) -> Any:
+    """`backward(inputs=...)` accumulates into what is named and nowhere else."""
+    x = numbers(grad=True)
+    model(x).square().mean().backward(inputs=[x, model.units[1].b.weight, model.last.bias])
+    return x.grad
+
+
+class Leaves(Pair):
+    """A second loss leaves the unit in a way that is not its output."""
+
+    how = ""
+
+    def forward(self, x: Tensor, bag: Any = None) -> Tensor:
+        y = super().forward(x)
+        aux = self.b(self.a(x)).square().mean()
+        if self.how == "attribute":
+            self.aux = aux
+        elif self.how == "list attribute":
+            self.aux = [aux, "text"]
+        elif self.how == "dict attribute":
+            self.aux = {"loss": aux}
+        elif self.how == "object attribute":
+            self.aux = Plain(aux)
+        elif self.how == "attribute of a child":
+            self.a.aux = aux
+        elif self.how == "list argument":
+            bag.append(aux)
+        elif self.how == "dict argument":
+            bag[len(bag)] = aux
+        elif self.how == "global":
+            BAG.append(aux)
+        return y
+
+
+BAG: list[Tensor] = []
+
+
+def leaving(how: str) -> Case:
+    def call(model: Chain, x: Tensor) -> Tensor:
+        bag: Any = [] if how == "list argument" else {} if how == "dict argument" else None
+        BAG.clear()
+        found = []
+        for unit in model.units:
+            x = unit(x, bag) if bag is not None else unit(x)
+            if how == "attribute of a child":
+                found.append(unit.a.__dict__.pop("aux"))
+            elif how.endswith("attribute"):
+                aux = unit.__dict__.pop("aux")
+                found += {
+                    "attribute": lambda a: [a],
+                    "list attribute": lambda a: [a[0]],
+                    "dict attribute": lambda a: [a["loss"]],
+                    "object attribute": lambda a: [a.x],
+                }[how](aux)
+        if bag is not None:
+            found = list(bag.values()) if isinstance(bag, dict) else bag
+        model.__dict__["found"] = found or list(BAG)
+        BAG.clear()
+        return x
+
+    def run(model: Chain, step: int) -> Any:
+        out = model(numbers())
+        found = model.__dict__.pop("found")
+        assert len(found) == 2
+        loss = sum(found) + out.square().mean() if step else sum(found)  # in the first step no loss but these
+        loss.backward()
+        return loss.detach()
+
+    return Case(
+        build=lambda: Chain(type("Leaves", (Leaves,), {"how": how}), call=call),
+        run=run,
+        units=["Leaves"],
+        exact=False,
+        tolerance=2e-6,
+    )
+
+
+WAYS = [
+    "attribute", "list attribute", "dict attribute", "object attribute", "attribute of a child",
+    "list argument", "dict argument", "global",
+]  # fmt: skip
+BACKWARD_CASES = {
+    "explicit gradients": chain(run=explicit, exact=False, tolerance=2e-6),
+    "several forwards before a backward": chain(run=several, exact=False, tolerance=2e-6),
+    "a retained graph twice": chain(run=twice_retained, exact=False, tolerance=2e-6),
+    "autograd.grad of inputs": chain(run=of_inputs),
+    "backward into what is named": chain(run=only_inputs),
+    **{f"a loss that leaves through a {how}": leaving(how) for how in WAYS},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_CASES)
+@on_ranks
+def test_any_way_into_the_backward(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+def double_backward(mesh) -> None:
+    plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
+    for _ in range(2):
+        x = numbers(grad=True)
+        with pytest.raises(acc.UsageError, match="double backward"):
+            torch.autograd.grad(model(x).sum(), [x], create_graph=True)
+        with pytest.raises(acc.UsageError, match="double backward"):
+            model(x).sum().backward(create_graph=True)
+        steps_again(mesh, model, plain)
+
+
+@on_ranks
+def test_a_double_backward_is_refused_by_name(world, num_ranks):
+    world.run(num_ranks, double_backward)
+
+
+class Forces(nn.Module):
+    """Energies and their derivatives by the input, both of which are trained: a double backward inside of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = torch.tanh(self.pairs[1](self.pairs[0](x))).sum()
+        (force,) = torch.autograd.grad(energy, [x], create_graph=True)
+        return energy, force
+
+
+def force_run(model: nn.Module, step: int) -> Any:
+    energy, force = model(numbers())
+    (energy.square() + force.square().sum()).backward()
+    return energy, force
+
+
+def teacher(model: Chain, x: Tensor) -> Tensor:
+    """Units run without gradients between calls with them, as momentum encoders and samplers do."""
+    with torch.no_grad():
+        target = functools.reduce(lambda y, unit: unit(y), model.units, x)
+    y = model.units[0](x)
+    with torch.no_grad():
+        other = model.units[0](y)
+    return model.units[1](y) * target + other
+
+
+MODE_CASES = {
+    "a derivative inside of a forward": Case(
+        build=Forces, run=force_run, units=set(), exact=False, tolerance=4e-6
+    ),  # autograd may add in another order
+    "units without gradients between those with them": chain(call=teacher),
+}
+
+
+@pytest.mark.parametrize("name", MODE_CASES)
+@on_ranks
+def test_modes_of_autograd_inside_of_a_forward(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+def forces_over_units(mesh) -> None:
+    model = acc.shard(seeded(Forces), mesh=mesh, units={Pair})
+    for _ in range(2):
+        with pytest.raises(acc.UsageError, match=r"unit 'pairs.1' was asked for a double backward"):
+            model(numbers())
+    for _ in range(2):  # units may be called by themselves, and leave nothing of the failed calls
+        model.pairs[1](model.pairs[0](numbers())).mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    rest(model)
+
+
+@on_ranks
+def test_a_derivative_over_several_units_is_refused_by_name(world, num_ranks):
+    world.run(num_ranks, forces_over_units)
+
+
+def two_models(mesh) -> None:
+    """A generator and a critic, each sharded, in one graph and with an optimizer of its own."""
+    pairs = [[seeded(Chain, seed) for seed in (1, 2)] for _ in range(2)]
+    for m in pairs[1]:
+        m.last = nn.Identity() if m is pairs[1][0] else m.last
+        acc.shard(m, mesh=mesh, units={Pair})
+    pairs[0][0].last = nn.Identity()
+    optimizers = [[torch.optim.SGD(m.parameters(), lr=1 / 128) for m in pair] for pair in pairs]
+    for step in range(4):
+        for pair in pairs:
+            torch.manual_seed(seed_of(step))
+            fake = pair[0](numbers())
+            if step % 2:
+                (pair[1](fake.detach()).square().mean() - pair[1](numbers()).square().mean()).backward()
+            else:
+                pair[1](fake).square().mean().backward()
+        for plain, model in zip(*pairs, strict=True):
+            check_grads(mesh, model, plain, exact=False, tolerance=4e-6)
+        for row in optimizers:
+            row[step % 2].step()
+            for optimizer in row:
+                optimizer.zero_grad()
+    for m in pairs[1]:
+        for step in range(2):  # a step ends what forwards that were not walked back have kept
+            plain_run(m, step)
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        rest(m)
+
+
+@on_ranks
+def test_two_sharded_models_in_one_graph(world, num_ranks):
+    world.run(num_ranks, two_models)
+
+
+# -- recomputation by the caller
+
+
+class Drops(nn.Module):
+    """Random numbers in a unit; `inside`: it recomputes its middle by itself."""
+
+    inside = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.pair = Pair()
+        self.drop = nn.Dropout(0.3)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.drop(self.pair(self.norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        how = self.inside
+        y = self.middle(x) if how is None else checkpoint(self.middle, x, use_reentrant=how == "reentrant")
+        return torch.tanh(self.drop(y)) * x
+
+
+def around_all(model: Chain, x: Tensor, reentrant: bool) -> Tensor:
+    return checkpoint(lambda x: functools.reduce(lambda y, unit: unit(y), model.units, x), x, use_reentrant=reentrant)
+
+
+def nested(model: Chain, x: Tensor, reentrant: bool) -> Tensor:
+    return checkpoint(lambda x: around_each(model, x, reentrant) + 1.0, x, use_reentrant=reentrant)
+
+
+def inside(model: Chain, x: Tensor, reentrant: bool) -> Tensor:
+    for unit in model.units:
+        unit.inside = "reentrant" if reentrant else "not"
+        x = unit(x)
+    return x
+
+
+def around_and_inside(model: Chain, x: Tensor, reentrant: bool) -> Tensor:
+    return checkpoint(lambda x: inside(model, x, reentrant), x, use_reentrant=reentrant)
+
+
+RECOMPUTED = {
+    "each unit": around_each,
+    "several units at once": around_all,
+    "a checkpoint in a checkpoint": nested,
+    "inside of units": inside,
+    "around and inside of units": around_and_inside,
+}
+MANNERS = {  # use_reentrant, early stop, checkpoint_activations
+    "reentrant": (True, True, "none"),
+    "not reentrant": (False, True, "none"),
+    "without early stop": (False, False, "none"),
+    "with checkpoint_activations": (False, True, "full"),
+    "reentrant with checkpoint_activations": (True, True, "full"),
+}
+
+
+def recomputed(mesh, name: str, manner: str) -> None:
+    reentrant, early_stop, activations = MANNERS[manner]
+
+    def run(model: nn.Module, step: int) -> Tensor:
+        with set_checkpoint_early_stop(early_stop):
+            return plain_run(model, step)
+
+    call = functools.partial(RECOMPUTED[name], reentrant=reentrant)
+    case = chain(Drops, call=call, run=run, options={"checkpoint_activations": activations})
+    compare(mesh, poisoned(mesh, case))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of the inner ones, reentrant
+@pytest.mark.parametrize(
+    ("name", "manner", "num_ranks"),
+    sampled(  # poisoned, which three ranks are, in every manner where a unit is recomputed twice
+        [(name, manner, num_ranks) for name in RECOMPUTED for manner in MANNERS for num_ranks in FEW],
+        lambda name, manner, num_ranks: (
+            manner in ("reentrant", "not reentrant") if num_ranks == 2 else name == "around and inside of units"
+        ),
+    ),
+)
+def test_recomputation_by_the_caller_with_random_numbers(world, name, manner, num_ranks):
+    world.run(num_ranks, recomputed, name, manner)
+
+
+CASES = {**BACKWARD_CASES, **MODE_CASES}

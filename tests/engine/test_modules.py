@@ -1,0 +1,585 @@
+"""Kinds of modules and parameters: whatever a model is made of, it trains as without sharding."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accordion as acc
+from tests.devices import device
+from tests.support.compare import (
+    Case,
+    Pair,
+    check_grads,
+    compare,
+    on_ranks,
+    open_full_buffers,
+    poisoned,
+    rest,
+    seed_of,
+    seeded,
+)
+
+BF16 = torch.bfloat16
+
+
+def run_case(mesh, name: str) -> None:
+    compare(mesh, poisoned(mesh, CASES[name]))
+
+
+# -- dtypes and requires_grad in one unit
+
+
+class LowRank(nn.Module):
+    """A frozen two-byte layer and an adapter beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False).to(BF16).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(width, 2))
+        self.up = nn.Parameter(torch.randn(2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x.to(BF16)).to(x.dtype) + x @ self.down @ self.up
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), LowRank(6), nn.Tanh(), LowRank(6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            self.count[args[0].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def low_rank(mesh) -> None:
+    plain = seeded(Adapted)
+    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential})
+    for step in range(2):
+        counts = []
+        for m in (plain, model):
+            torch.manual_seed(seed_of(step))
+            loss = m(torch.randn(3, 6, device=device())).square().sum()
+            with Products() as products:
+                loss.backward()
+            counts.append(products.count)
+        assert counts[0][BF16] == 4, "gradients of the inputs of the bases, and of no weight"
+        assert counts[1] == counts[0]
+        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        assert all(p.grad is None for n, p in model.named_parameters() if "base" in n)
+        rest(model)
+        for m in (plain, model):
+            m.zero_grad()
+
+
+@on_ranks
+def test_no_gradient_of_a_frozen_weight_is_computed(world, num_ranks):
+    world.run(num_ranks, low_rank)
+
+
+class Normed(nn.Module):
+    """A model in two bytes whose norms are in four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(6), "lin": nn.Linear(6, 6).to(BF16)}) for _ in range(2)
+        )
+        for block in self.blocks:
+            block.forward = functools.partial(_normed, block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _normed(block: nn.ModuleDict, x: Tensor) -> Tensor:
+    return x + block["lin"](block["norm"](x).to(BF16)).float()
+
+
+class Towers(nn.Module):
+    """A frozen encoder, a trained one, and a head that reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(Pair(), Pair()).requires_grad_(False)
+        self.trained = nn.Sequential(Pair(), Pair())
+        self.head = nn.Linear(14, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.frozen(x), self.trained(x)], -1))
+
+
+def squared(*shape: int) -> Callable[[nn.Module, int], Tensor]:
+    """A step on random inputs of a shape and the mean of squares of the output."""
+
+    def run(model: nn.Module, step: int) -> Tensor:
+        out = model(torch.randn(*shape, device=device()))
+        (out[0] if isinstance(out, tuple) else out).float().square().mean().backward()
+        return out
+
+    return run
+
+
+def thawing(model: nn.Module, step: int) -> Tensor:
+    """Other parts of the model are frozen in each step."""
+    frozen = [("frozen",), (), ("trained.0", "head"), ("frozen.1", "trained.1.a"), ()][step]
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(frozen) if frozen else True)
+    return squared(3, 7)(model, step)
+
+
+def by_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Own learning rates for norms, biases and the rest."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if "norm" in n], "lr": 0.5},
+        {"params": [p for n, p in named if "norm" not in n and n.endswith("bias")], "lr": 0.03, "momentum": 0.5},
+        {"params": [p for n, p in named if "norm" not in n and not n.endswith("bias")], "lr": 0.001},
+    ]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.pairs = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for pair in self.pairs:
+            x = pair(x)
+        return x
+
+
+IN_TWO_BYTES = {"precision": acc.Precision(master=BF16)}
+
+DTYPE_CASES = {
+    "norms in four bytes of a model in two": Case(
+        build=Normed, run=squared(3, 6), units={nn.ModuleDict}, options=IN_TWO_BYTES, tolerance=2**-7
+    ),
+    "a frozen tower": Case(build=Towers, run=squared(3, 7), units={Pair}),
+    "requires_grad changed between steps": Case(build=Towers, run=thawing, units={Pair}, steps=5),
+    "parameter groups with learning rates of their own": Case(
+        build=Tower, run=squared(3, 7), units={Pair}, optimizer=by_groups, steps=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DTYPE_CASES)
+@on_ranks
+def test_dtypes_and_requires_grad_may_differ_in_a_unit(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+# -- shapes, strides and storages
+
+
+class Uses(nn.Module):
+    """A unit of given parameters and buffers, all of which its output depends on."""
+
+    def __init__(self, *params: Tensor, **buffers: Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(p, requires_grad=p.is_floating_point()) for p in params)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:  # (n,)
+        y = x
+        for w in self.weights:
+            y = y + torch.tanh(
+                (w * (1.0 + torch.arange(w.numel(), device=device()).view(w.shape))).sum() * x + w.sum() * 0.5
+            )
+        for _, buffer in self.named_buffers():
+            y = y + buffer.abs().sum() * x
+        return torch.tanh(y)
+
+
+def uses(make: Callable[[], tuple[Tensor, ...]], **buffers: Tensor) -> Case:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(Uses(*make(), **{k: b.clone() for k, b in buffers.items()}) for _ in range(2)), nn.Linear(4, 4)
+        )
+
+    return Case(build=build, run=squared(4), units={Uses})
+
+
+def strided(make: Callable[[], tuple[Tensor, ...]]) -> Case:
+    """Full parameters are contiguous, so that sums have the order in which they stand there."""
+    case = uses(make)
+    return Case(
+        build=case.build,
+        run=case.run,
+        units=case.units,
+        reference=uses(lambda: tuple(t.contiguous() for t in make())).build,
+    )
+
+
+def images(*channels: int) -> Callable[[nn.Module, int], Tensor]:
+    def run(model: nn.Module, step: int) -> Tensor:
+        return squared(2, *channels)(model, step)
+
+    return run
+
+
+def convolutions(dims: int, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
+    conv, norm = (nn.Conv1d, nn.BatchNorm1d) if dims == 1 else (nn.Conv2d, nn.BatchNorm2d)
+    blocks = [
+        nn.Sequential(conv(i, o, 3, padding=1, bias=False), norm(o), nn.ReLU(), conv(o, o, 1))
+        for i, o in ((3, 5), (5, 3))
+    ]
+    return nn.Sequential(*blocks).to(memory_format=memory_format)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3, padding_idx=2)
+        self.bag = nn.EmbeddingBag(5, 3, mode="mean")
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 3).long().clamp(max=4)
+        return self.embed(tokens).sum(1) + self.bag(tokens)
+
+
+SHAPE_CASES = {
+    "rows that no number of ranks divides": uses(lambda: (torch.randn(7, 2), torch.randn(11), torch.randn(5, 3, 2))),
+    "fewer rows than ranks": uses(lambda: tuple(torch.randn(rows, 3, 2) for rows in (1, 2, 3))),
+    "no dims": uses(lambda: (torch.randn(()), torch.randn(3), torch.randn(()))),
+    "empty shards on some ranks": uses(lambda: (torch.randn(1), torch.randn(2, 2), torch.randn(1, 1))),
+    "no elements": uses(lambda: (torch.randn(0, 3), torch.randn(4), torch.randn(2, 0), torch.randn(0))),
+    "transposed and strided storage": strided(
+        lambda: (torch.randn(5, 3).t(), torch.randn(6, 4)[::2], torch.randn(3).expand(2, 3).clone().t()),
+    ),
+    "complex and integer buffers": uses(
+        lambda: (torch.randn(3),),
+        complex=torch.tensor([1.0 + 2.0j, 3.0]),
+        integer=torch.arange(4),
+        flag=torch.tensor(True).int(),
+    ),
+    "integer and boolean parameters": uses(
+        lambda: (torch.randn(3), torch.arange(5), torch.tensor([[1, 2]], dtype=torch.int8), torch.ones(3).bool())
+    ),
+    "Conv1d and BatchNorm1d": Case(build=functools.partial(convolutions, 1), run=images(3, 6), units={nn.Sequential}),
+    "Conv2d and BatchNorm2d": Case(
+        build=functools.partial(convolutions, 2), run=images(3, 4, 4), units={nn.Sequential}
+    ),
+    "Conv2d in channels_last": Case(
+        build=functools.partial(convolutions, 2, torch.channels_last),
+        run=images(3, 4, 4),
+        units={nn.Sequential},
+        reference=functools.partial(convolutions, 2),
+    ),
+    "embedding with padding_idx": Case(
+        build=lambda: nn.Sequential(Padded(), nn.Linear(3, 3)), run=squared(3, 4), units={Padded}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPE_CASES)
+@on_ranks
+def test_any_shape_stride_and_storage(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+def fused_experts(mesh) -> None:
+    """Padding costs memory on every rank, of the parameter, its gradient and its moments."""
+    for experts in (1, 2, 3):
+        model = nn.Sequential(nn.ParameterList([torch.randn(experts, 96, 360), torch.randn(experts, 97, 350)]))
+        total = sum(p.nbytes for p in model.parameters())
+        model = acc.shard(model, mesh=mesh)
+        held = {
+            s.data_ptr(): s.nbytes() for s in (p.to_local().untyped_storage() for p in model.parameters()) if s.nbytes()
+        }
+        parts: list[int] = [0] * mesh.size()
+        dist.all_gather_object(parts, sum(held.values()), group=mesh.get_group())
+        assert total <= sum(parts) <= 1.05 * total, (experts, parts, total)
+
+
+@on_ranks
+def test_fused_experts_fewer_than_ranks_pad_little(world, num_ranks):
+    world.run(num_ranks, fused_experts)
+
+
+def sparse(mesh) -> None:
+    for module in (nn.Embedding(6, 2, sparse=True), nn.EmbeddingBag(6, 2, mode="sum", sparse=True)):
+        with pytest.raises(acc.UsageError, match=r"'0'.*sparse=False"):
+            acc.shard(nn.Sequential(module), mesh=mesh)
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.embedding(tokens, self.weight, sparse=self.sparsely)
+
+    model = Functional()
+    model.sparsely = False
+    model = acc.shard(model, mesh=mesh)
+    object.__setattr__(model, "sparsely", True)
+    loss = model(torch.tensor([1, 2], device=device())).sum()
+    with pytest.raises(acc.UsageError, match="sparse gradient"):
+        loss.backward()
+    model.sparsely = False
+    model(torch.tensor([1, 2], device=device())).sum().backward()
+    rest(model)
+
+
+@pytest.mark.cpu("the simulator has no sparse tensors")
+@on_ranks
+def test_sparse_gradients_are_refused_by_name(world, num_ranks):
+    world.run(num_ranks, sparse)
+
+
+# -- modules of torch
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.first = kind(4, 5, num_layers=2, bidirectional=True)
+        self.second = kind(10, 3, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)[0])[0]
+
+
+class Attends(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+        self.second = nn.MultiheadAttention(6, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x[..., :4] if self.first.kdim == 4 else x
+        y, weights = self.first(x, wide, wide, need_weights=True)
+        return self.second(y, x, x, need_weights=False)[0], weights
+
+
+def encoder(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.2, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Named(nn.Module):
+    """Parameters in a dictionary and in a list, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = nn.ParameterDict({"scale": torch.randn(4), "lists": nn.ParameterList([torch.randn(4, 4)])})
+        self.by_index = nn.ParameterList([torch.randn(3, 4), nn.Parameter(torch.randn(3, 4), requires_grad=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.by_name["scale"] @ self.by_name["lists"][0]
+        return torch.tanh(sum(y @ w.t() @ w for w in self.by_index))
+
+
+class OtherWeights(nn.Module):
+    """Uses the weights of its layers by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 5)
+        self.unused = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.lin.weight, self.lin.bias
+        y = F.linear(x, weight, bias) @ weight + self.unused.weight.sum(1)
+        return y / self.lin.weight.norm()
+
+
+class Decayed(OtherWeights):
+    """Adds a term over `parameters()`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.lin.parameters())
+
+
+def blocks_of(kind: Callable[[], nn.Module], count: int = 2) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for _ in range(count)))
+
+
+MODULE_CASES = {
+    "LSTM": Case(build=blocks_of(lambda: Recurrent(nn.LSTM), 1), run=squared(3, 2, 4), units={Recurrent}),
+    "an RNN that is a unit itself": Case(
+        build=lambda: Recurrent(nn.GRU),
+        run=squared(3, 2, 4),
+        units={nn.GRU},
+        options={"checkpoint_activations": "none"},
+    ),
+    "MultiheadAttention": Case(build=Attends, run=squared(2, 3, 6), units={nn.MultiheadAttention}),
+    "MultiheadAttention with other keys": Case(
+        build=lambda: Attends(kdim=4, vdim=4, add_bias_kv=True), run=squared(2, 3, 6), units={nn.MultiheadAttention}
+    ),
+    "TransformerEncoderLayer": Case(build=encoder, run=squared(2, 3, 6), units={nn.TransformerEncoderLayer}),
+    "TransformerEncoderLayer, norm first, recomputed": Case(
+        build=lambda: encoder(norm_first=True),
+        run=squared(2, 3, 6),
+        units={nn.TransformerEncoderLayer},
+        options={"checkpoint_activations": "full"},
+    ),
+    "ParameterList and ParameterDict": Case(build=blocks_of(Named), run=squared(3, 4), units={Named}),
+    "weights of children used by their parent in one unit": Case(
+        build=blocks_of(OtherWeights), run=squared(3, 4), units={OtherWeights}
+    ),
+    "parameters() in a forward": Case(build=blocks_of(Decayed), run=squared(3, 4), units={Decayed}, exact=False),
+}
+
+
+@pytest.mark.parametrize("name", MODULE_CASES)
+@on_ranks
+def test_modules_of_torch(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+def encoder_in_eval(mesh) -> None:
+    """Evaluation has a fused kernel of its own, which reads the weights of its children."""
+    plain, model = seeded(encoder), acc.shard(seeded(encoder), mesh=mesh, units={nn.TransformerEncoderLayer})
+    torch.manual_seed(seed_of(0))
+    x = torch.randn(2, 3, 6, device=device())
+    for mode in (torch.no_grad, torch.inference_mode):
+        for m in (plain.eval(), model.eval()):
+            with mode():
+                m.found = m(x)
+        assert torch.allclose(model.found, plain.found, atol=1e-6)
+        del model.found, plain.found
+        assert set(open_full_buffers(model)) <= {"(root)"}
+    rest(model)
+
+
+@on_ranks
+def test_the_fused_evaluation_of_an_encoder(world, num_ranks):
+    world.run(num_ranks, encoder_in_eval)
+
+
+# -- reparametrised modules
+
+
+def hooked(wrap: Callable[..., nn.Module], kind: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> Case:
+    def block() -> nn.Module:
+        return nn.Sequential(wrap(kind()), nn.Tanh(), wrap(nn.Linear(4, 4)))
+
+    return Case(build=blocks_of(block), run=squared(3, 4), units=lambda name, module: name in ("0", "1"))
+
+
+class Orthogonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x))
+
+
+class Cached(Orthogonal):
+    """Computes the weight once for two uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return torch.tanh(self.lin(self.lin(x)))
+
+
+PARAMETRIZED_CASES = {
+    "weight_norm by hooks": hooked(nn.utils.weight_norm),
+    "spectral_norm by hooks": hooked(nn.utils.spectral_norm),
+    "weight_norm": hooked(nn.utils.parametrizations.weight_norm),
+    "spectral_norm": hooked(nn.utils.parametrizations.spectral_norm),
+    "orthogonal": Case(build=blocks_of(Orthogonal), run=squared(3, 4), units={Orthogonal}),
+    "orthogonal, cached": Case(build=blocks_of(Cached), run=squared(3, 4), units={Cached}),
+    "layers that are units themselves": Case(
+        build=blocks_of(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        run=squared(3, 4),
+        units=lambda name, module: name in ("0", "1"),
+    ),
+    "layers that are units themselves, by hooks": Case(
+        build=blocks_of(lambda: nn.utils.weight_norm(nn.Linear(4, 4))),
+        run=squared(3, 4),
+        units=lambda name, module: name in ("0", "1"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")  # still in use
+@pytest.mark.parametrize("name", PARAMETRIZED_CASES)
+@on_ranks
+def test_reparametrised_weights(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
+
+
+# -- weights read from elsewhere
+
+
+class Reads(nn.Module):
+    """Reads the weight of a unit below it, in a product and in an elementwise operator."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.block = Pair()
+        self.other = Pair()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(self.block(x))
+        if self.how == "product":
+            return F.linear(x, self.block.a.weight)
+        if self.how == "elementwise":
+            return x + self.block.a.bias
+        return x + self.block.a.weight.square().sum()
+
+
+def read_from_outside(mesh, how: str) -> None:
+    plain = seeded(functools.partial(Reads, how))
+    model = acc.shard(seeded(functools.partial(Reads, how)), mesh=mesh, units={Pair})
+    torch.manual_seed(seed_of(0))
+    x = torch.randn(3, 7, device=device())
+    try:
+        out = model(x)
+    except acc.UsageError as error:
+        assert "block" in str(error)  # noqa: PT017
+        model.how = "nothing"
+        return
+    wanted = plain(x)
+    assert type(out) is Tensor
+    assert torch.allclose(out, wanted, atol=1e-6)
+    wanted.square().sum().backward()
+    out.square().sum().backward()
+    check_grads(mesh, model, plain, exact=False, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("how", ["product", "elementwise", "sum"])
+@on_ranks
+def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(world, how, num_ranks):
+    world.run(num_ranks, read_from_outside, how)
+
+
+CASES = {**DTYPE_CASES, **SHAPE_CASES, **MODULE_CASES, **PARAMETRIZED_CASES}

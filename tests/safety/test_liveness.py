@@ -1,0 +1,224 @@
+"""The failure detector without sockets: what ranks report of each other, and how it is worded."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accordion as acc
+from accordion.errors import DivergenceError
+from accordion.safety.liveness import hub as hub_module
+from accordion.safety.liveness import wording
+from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
+from accordion.safety.liveness.polling import once_after, poll
+from tests.support import models
+from tests.support.hubs import hub_of, hubs_of
+
+# -- waiting
+
+
+def test_poll_returns_the_first_answer_or_none_in_time() -> None:
+    answers, waits, pauses = [0, 0, 7], list[float](), list[float]()
+    assert poll(lambda: answers.pop(0), 9.0, waits.append, pauses.append) == 7
+    assert len(waits) == len(pauses) == 2
+    assert pauses[1] == 2 * pauses[0]
+    assert poll(lambda: None, 0.0) is None
+
+
+def test_a_wait_that_is_long_is_told_once() -> None:
+    told: list[str] = []
+    look = once_after(2.0, lambda: told.append("slow"))
+    for waited_s in (1.0, 3.0, 4.0):
+        look(waited_s)
+    assert told == ["slow"]
+
+
+# -- what ranks hear
+
+
+def test_a_message_is_one_line() -> None:
+    message = Post(rank=1, model="m", said={"what": "gathers\n\u00e9"})
+    line = encoded(message)
+    assert line.count(b"\n") == 1
+    assert decoded(line.rstrip(b"\n")) == message
+    assert decoded(b"Fatal Python error: Aborted") is None
+
+
+def test_a_meeting_ends_when_all_have_come_and_says_what_differs() -> None:
+    hubs = hubs_of(3)
+    for second in ("a", "b"):
+        hubs[1].arrive("m", 3, "a", wakes=True)
+        assert [hub.is_called("m") for hub in hubs] == [True, False, True]
+        hubs[0].arrive("m", 3, "a", wakes=True)
+        assert hubs[0].over("m") is None
+        hubs[2].arrive("m", 3, second, {"evaluates": True}, wakes=True)
+        said = [(0, "a", {}), (1, "a", {}), (2, "b", {"evaluates": True})]
+        for hub in hubs:
+            over = hub.over("m")
+            assert over is not None
+            assert over.said is None if second == "a" else [tuple(one) for one in over.said or []] == said
+            assert not hub.is_called("m")
+            assert hub.over("m") is None
+
+
+def test_the_first_cause_is_told_and_an_echo_only_without_one() -> None:
+    hubs = hubs_of(4)
+    hubs[2].say_ended("waited in vain", echo=True)
+    hubs[2].say_ended("is not said twice")
+    assert [hub.cause() for hub in hubs] == [(2, "waited in vain")] * 2 + [None, (2, "waited in vain")]
+    hubs[1].post("m", {"failed": "failed: ValueError"})
+    assert hubs[3].cause() == (1, "failed: ValueError")
+    assert hubs[3].cause(model="another") == (2, "waited in vain")
+    hubs[1].post("m", None)
+    assert hubs[3].cause() == (2, "waited in vain")
+    assert hubs[3].gone([0, 1]) is None
+    assert hubs[3].gone([1, 2]) == (2, "waited in vain")
+
+
+def test_a_closed_connection_is_an_end_unless_the_rank_has_said_why() -> None:
+    hubs = hubs_of(3)
+    hubs[0].receive(HasEnded(rank=1, text="failed: ValueError"))
+    for rank in (1, 2):
+        hubs[0].receive(HasEnded(rank=rank, text=wording.SILENT_END, closed=True))
+    assert hubs[0].lost == {1: "failed: ValueError", 2: wording.SILENT_END}
+
+
+def test_ranks_say_where_they_are() -> None:
+    hubs = hubs_of(3)
+    hubs[1].position.phase, hubs[2].position.doing = "in the forward of step 2", "gathers unit 1"
+    where = hubs[2].where([0, 1, 2])
+    assert where[1].startswith("is in the model in the forward of step 2 at hubs.py:")
+    assert where[0].startswith("is outside of the model")
+    assert hubs[0].where([2])[2].startswith("gathers unit 1")
+
+
+def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = "nothing is heard of rank {}, whose process has not begun, is stopped, or hangs"
+    first, last = hub_of(0, 4), hub_of(3, 4)
+    first.receive(HasEnded(rank=1, text=wording.LOST_END.format(12)))
+    first.receive(HasEnded(rank=7, text="is of another model"))
+    lost = "rank 1 has not answered for 12 s: its machine, or the network to it, is gone"
+    assert first.others([0, 1, 2, 3]) == f"{lost}; {silent.format('2, 3')}"
+    assert last.others([0, 1, 2, 3]) == silent.format(0), "all answers come through it"
+    assert last.others([0, 1, 2, 3], silent_too=False) == ""
+
+
+def test_the_first_rank_compares_steps() -> None:
+    hubs = hubs_of(3)
+    for hub in hubs:
+        hub.compare_steps("m", 1, 5)
+    hubs[2].compare_steps("m", 2, 8)  # ahead of the first
+    assert [hub.steps_differ_at("m") for hub in hubs] == [None] * 3
+    hubs[0].compare_steps("m", 2, 7)
+    assert [hub.steps_differ_at("m") for hub in hubs] == [2 + hub_module.NOTICED_STEPS] * 3
+
+
+def test_our_own_error_is_an_echo_if_it_names_another_rank() -> None:
+    error = DivergenceError("rank 1 has ended")
+    assert not wording.is_echo(error)
+    error.of_rank = 1
+    assert wording.is_echo(error)
+    assert not wording.is_backends_echo(error)
+
+
+def effects_of_shard(mesh: Any) -> set[str]:
+    """The names of the threads that it starts."""
+    before = sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM)
+    threads = set(threading.enumerate())
+    acc.shard(models.plain(), mesh=mesh)
+    assert before == (sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM))
+    return {thread.name for thread in set(threading.enumerate()) - threads}
+
+
+@pytest.mark.cpu("devices have threads of their own")
+def test_shard_starts_one_thread_and_leaves_hooks_alone(world: Any) -> None:
+    for names in world.run(2, effects_of_shard):
+        assert names <= {"accordion-hub"}
+
+
+# -- how it is worded
+
+
+def test_files_of_torch_are_known_as_such_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "torch")
+    for name in ("torch", "link"):
+        assert f"{tmp_path}/{name}/" in wording.spellings(f"{tmp_path}/link/__init__.py")
+
+
+def test_an_error_that_is_handled_is_told_with_its_place() -> None:
+    try:
+        raise ValueError("bad sample\nand more")
+    except ValueError as error:
+        told = wording.while_handling(error)
+    assert told.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
+    assert [wording.while_handling(each) for each in (None, SystemExit(1), StopIteration())] == [""] * 3
+
+
+WORDS = """Fatal Python error: Aborted
+
+{first} 0x01 (most recent call first):
+  File "/usr/lib/python3/site-packages/torch/x.py", line 3 in wait
+  File "/job/train.py", line 7 in run
+
+Thread 0x02 (most recent call first):
+  File "/job/train.py", line 321 in <module>"""
+
+
+@pytest.mark.parametrize(("first", "line"), [("Thread", 321), ("Current thread", 7)])
+def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
+    monkeypatch: pytest.MonkeyPatch, first: str, line: int
+) -> None:
+    monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
+    told = wording.end_of(WORDS.format(first=first).splitlines())
+    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo lets a process crash")
+    assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
+
+
+def waited_behind(handled: BaseException, waits: int) -> BaseException:
+    """What comes of `handled` where so many handlers around it wait in vain."""
+    try:
+        try:
+            if waits == 1:
+                raise handled
+            raise waited_behind(handled, waits - 1)
+        finally:
+            raise RuntimeError("gloo: Timed out waiting")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("handled", "says"),
+    [(ValueError("bad sample"), " while it handles ValueError: bad sample"), (RuntimeError("gloo: Broken pipe"), "")],
+)
+@pytest.mark.parametrize("waits", [1, 2])
+def test_who_waits_in_vain_while_it_handles_an_error_tells_of_that_and_of_no_other_wait(
+    waits: int, handled: Exception, says: str
+) -> None:
+    text = wording.failure(waited_behind(handled, waits), "after the backward of step 2")
+    place = r" \(at test_liveness.py:\d+ `.*`\)" if says else ""
+    where = r"at test_liveness.py:\d+ `.*`"
+    assert re.fullmatch(
+        f"waited for others in vain {where} after the backward of step 2{re.escape(says)}{place}", text
+    ), text
+
+
+def test_who_waits_in_vain_because_it_was_interrupted_tells_of_that() -> None:
+    for waits in (1, 2):
+        text = wording.failure(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
+        assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
+        hubs = hubs_of(2)
+        assert hubs[1].explain(waited_behind(KeyboardInterrupt(), waits)) == ""
+        assert hubs[0].cause() == (1, "was interrupted (Ctrl-C or SIGINT)"), "it ends of itself, not because of others"
+    gone = waited_behind(RuntimeError("gloo: Broken pipe"), 2)
+    gone.__context__ = RuntimeError("gloo: Broken pipe")
+    gone.__context__.__context__ = gone.__context__
+    assert " while it handles " not in wording.failure(gone)

@@ -1,0 +1,71 @@
+"""Small models with optimizers, and checkpoints that are changed behind the back of `save`."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accordion.checkpoint import load
+from accordion.checkpoint.format import MANIFEST
+
+
+def small(seed: int = 0, width: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+
+
+def stepped(model: nn.Sequential, optimizer: torch.optim.Optimizer | None = None, steps: int = 1) -> Any:
+    """Return `optimizer`, AdamW by default, after some steps of `model`, a `small` one."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def filled(value: float, width: int = 3) -> nn.Linear:
+    """Return a model all of whose elements are `value`, so that a mixture of two would show."""
+    model = nn.Linear(width, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+def holds(path: str | os.PathLike[str], value: float) -> bool:
+    """Return if the checkpoint at `path` is that of `filled(value)`."""
+    model = filled(-1)
+    load(path, model)
+    return all(bool((param == value).all()) for param in model.parameters())
+
+
+def names(folder: str | os.PathLike[str]) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def sealed(words: Any) -> bytes:
+    """Return the text of a manifest of these words, its own checksum right."""
+    text = words if isinstance(words, str) else json.dumps(words, separators=(",", ":"))
+    body = text.removesuffix("}").encode()
+    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change something in the manifest, its own checksum right again."""
+    words = json.loads((folder / MANIFEST).read_bytes())
+    del words["crc32"]
+    change(words)
+    (folder / MANIFEST).write_bytes(sealed(words))

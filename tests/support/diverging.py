@@ -1,0 +1,329 @@
+"""Scripts in which one rank diverges from the others, and a way to run many of them.
+
+Processes are forked from this one, which has imported what they need; a rank then ends as a script of Python's own does, hooks
+and exit code included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import accordion as acc
+from accordion.safety import report_crashes
+from tests.support import models
+
+TIMEOUT_S = 20.0  # of the process group
+MARGIN_S = 5.0  # beyond it every rank has ended
+STEPS = 6
+AT = 3  # the step in which ranks part, unless the way says another
+NUM_AT_A_TIME = 6
+ONE = 1  # the rank that parts, unless the way says another
+
+
+class Script:
+    """One rank's training; a way overrides what the one rank does elsewhere, by the name of the moment.
+
+    `model`, `optimizer`: as a user makes them. `here`: whether this is the rank that parts, in the step in which it does.
+    """
+
+    strategy = acc.FULL_SHARD
+
+    def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
+        self.way, self.rank, self.num_ranks, self.folder, self._at = way, rank, num_ranks, folder, at
+        self.step = 0
+
+    @property
+    def is_one(self) -> bool:
+        return self.rank == self.way.one
+
+    @property
+    def here(self) -> bool:
+        return self.is_one and self.step == self.way.step
+
+    def moment(self, name: str) -> None:
+        """The way's own deed, at the moment that it names; first what all ranks do then."""
+        parts = self.here and name in self.way.deeds
+        if parts:
+            self._at()
+        if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
+            self.way.all_do[name](self)
+        if parts:
+            self.way.deeds[name](self)
+
+    def train(self) -> None:
+        way = self.way
+        if way.is_own:
+            report_crashes()
+        self.moment("before_group")
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        self.step = 0
+        self.moment("before_shard")
+        options = dict(way.options)
+        if self.is_one:
+            if way.others_options:
+                self._at()
+            options |= way.others_options
+        mesh = None
+        if options.get("strategy", acc.FULL_SHARD).hybrid:
+            mesh = init_device_mesh("cpu", (2, self.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+        plain = models.Tiny(**(way.others_model if self.is_one else {}))
+        self.model = acc.shard(plain, mesh, units={models.Block}, **options)
+        self.optimizer = self.make_optimizer()
+        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
+        self.model.head.register_forward_hook(self._watch)
+        self.moment("before_training")
+        for step in range(1, way.num_steps + 1):
+            self.step = step
+            try:
+                self.moment("loader")
+            except StopIteration:
+                break
+            if self.here and self.way.leaves_step_out:
+                continue
+            tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
+            self.one_step(tokens, targets)
+        self.moment("end")
+        if "leaves_group" in way.deeds:
+            dist.destroy_process_group()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        kind, options = torch.optim.AdamW, {"lr": 1e-3}
+        if self.is_one and self.way.others_optimizer:
+            self._at()
+            kind, options = self.way.others_optimizer
+        made = kind(self.model.parameters(), **options)
+        return acc.wrap_optimizer(made) if self.way.wrapped else made
+
+    def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        if self.here and "backward" in self.way.deeds and out.requires_grad:
+            out.register_hook(lambda grad: self.moment("backward"))
+
+    def one_step(self, tokens: Tensor, targets: Tensor) -> None:
+        try:
+            with self._no_sync():
+                loss = self.loss(tokens, targets)
+                if self.here and "skips_backward" in self.way.deeds:
+                    self._at()
+                else:
+                    loss.backward()
+        except torch.OutOfMemoryError:
+            if not self.way.swallows:
+                raise
+        self.moment("after_backward")
+        if not (self.here and "skips_clip" in self.way.deeds):
+            if self.way.clips:
+                acc.clip_grad_norm_(self.model, 1.0)
+        else:
+            self._at()
+        self.moment("before_step")
+        if not (self.here and "skips_step" in self.way.deeds):
+            self.optimizer.step()
+        else:
+            self._at()
+        self.moment("after_step")
+        if not (self.here and "skips_zero_grad" in self.way.deeds):
+            self.optimizer.zero_grad()
+        else:
+            self._at()
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        if self.here and "no_sync" in self.way.deeds:
+            self._at()
+            with acc.no_sync(self.model):
+                yield
+        else:
+            yield
+
+
+Deed = Callable[[Script], Any]
+
+
+def nothing(script: Script) -> None:
+    """The deed of ways that leave something out."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
+
+    `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
+    that rank says it too. `one_says`: it alone does. `all_do`: by moment, what every rank does. `stays`: that rank ends when the
+    others have. `is_own`: the ranks run as under `accordion run`, so that others hear where a process crashes.
+    """
+
+    name: str
+    sentence: str
+    also: str = ""
+    deeds: dict[str, Deed] = field(default_factory=dict)
+    _: KW_ONLY
+    one: int = ONE
+    step: int = AT
+    num_ranks: int = 2
+    num_steps: int = STEPS
+    options: dict[str, Any] = field(default_factory=dict)
+    others_options: dict[str, Any] = field(default_factory=dict)
+    others_model: dict[str, Any] = field(default_factory=dict)
+    others_optimizer: Any = None
+    wrapped: bool = True
+    clips: bool = False
+    swallows: bool = False
+    all_say: bool = False
+    one_says: bool = False
+    all_do: dict[str, Deed] = field(default_factory=dict)
+    leaves_step_out: bool = False
+    stays: bool = False
+    is_own: bool = False
+
+    @property
+    def speakers(self) -> list[int]:
+        if self.one_says:
+            return [self.one]
+        return [rank for rank in range(self.num_ranks) if self.all_say or rank != self.one]
+
+
+# -- running them
+
+
+@dataclass
+class Outcome:
+    """What became of one way. `said`: by rank, the first sentence that says why it ends. `seconds`: until all had ended."""
+
+    way: Way
+    seconds: float
+    said: dict[int, str]
+    codes: dict[int, int]
+    late: list[int]
+
+
+def sentence_of(text: str) -> str:
+    """The first line that tells why a process ends: ours, or the last line of a traceback."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]  # torch puts it before each
+    for line in lines:
+        if re.match(r"(accordion: |accordion\.errors\.\w+Error: |child: )", line):
+            return line
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Interrupt|Exception)\b", line)]
+    return errors[-1] if errors else ""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Run:
+    """Owns the processes of one way."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.folder = tempfile.mkdtemp(prefix="ways-")  # removed by this process alone, not by the ranks that it forks
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.late: list[int] = []
+        self.at_rest = 0.0  # when all but the one that stays had ended
+        self.begun = time.monotonic()
+        self.ended = self.begun
+
+    def path(self, name: str) -> Path:
+        return Path(self.folder, name)
+
+    def start(self) -> Callable[[], None] | None:
+        """Fork the ranks. In a rank gives what it has to do, else None."""
+        port = free_port()
+        for rank in range(self.way.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(self.way.num_ranks)
+                )
+                out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what runs behind it
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
+                moment = self.path("moment")
+                torch.manual_seed(0)
+                return Script(self.way, rank, self.way.num_ranks, self.folder, moment.touch).train
+            self.pids[rank] = pid
+        return None
+
+    def poll(self) -> bool:
+        """Whether all ranks have ended; those that stay too long are ended."""
+        for rank, pid in self.pids.items():
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+                    self.ended = self.at_rest or time.monotonic()
+        if len(self.codes) == len(self.pids):
+            return True
+        if self.way.stays and set(self.pids) - set(self.codes) == {self.way.one} and not self.at_rest:
+            self.at_rest = time.monotonic()
+            os.kill(self.pids[self.way.one], signal.SIGKILL)
+        moment = self.path("moment")
+        since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
+        if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
+            self.late = [rank for rank in self.pids if rank not in self.codes]
+            for rank in self.late:
+                os.kill(self.pids[rank], signal.SIGUSR1)  # it says where it is
+            time.sleep(0.5)
+            for rank in self.late:
+                os.kill(self.pids[rank], signal.SIGKILL)
+        return False
+
+    def outcome(self) -> Outcome:
+        moment = self.path("moment")
+        begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
+        texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
+        if os.environ.get("WAYS_VERBOSE"):
+            for rank, text in texts.items():
+                print(f"--- {self.way.name}: rank {rank} ({self.codes[rank]})\n{text}", file=sys.stderr)
+        said = {rank: sentence_of(text) for rank, text in texts.items()}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        seconds = self.ended - begun
+        late = self.late or (list(self.pids) if seconds > TIMEOUT_S + MARGIN_S else [])
+        return Outcome(self.way, seconds, said, self.codes, late)
+
+
+def run(
+    ways: Sequence[Way], note: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome] | Callable[[], None]:
+    """All of them, several at a time; in a forked rank, what that rank has to do."""
+    waiting, under_way, done = list(ways), list[Run](), list[Outcome]()
+    while waiting or under_way:
+        while waiting and len(under_way) < NUM_AT_A_TIME:
+            one = Run(waiting.pop(0))
+            under_way.append(one)
+            if (job := one.start()) is not None:
+                return job
+        time.sleep(0.05)
+        for one in [one for one in under_way if one.poll()]:
+            under_way.remove(one)
+            done.append(one.outcome())
+            note(done[-1])
+    order = {way.name: i for i, way in enumerate(ways)}
+    return sorted(done, key=lambda outcome: order[outcome.way.name])
