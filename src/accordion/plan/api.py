@@ -63,17 +63,7 @@ def plan(
     num_params = sum(p.numel() for p in task.model.parameters())  # which the first trace shortens
     space, measured = calibrated(space)
     found = search_in(space, say, fewest=True)
-    experts = [EVENLY.format(search.expert_parallel)] if search.expert_parallel > 1 else []
-    remarks = [*task.remarks, *experts]
-    made = Plan(
-        task=task,
-        workload=workload,
-        space=space,
-        found=found,
-        num_params=num_params,
-        measured=measured,
-        remarks=remarks,
-    )
+    made = Plan(task=task, workload=workload, space=space, found=found, num_params=num_params, measured=measured)
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
 
 
