@@ -28,7 +28,7 @@ class Command:
     takes_environ: bool = False
 
 
-TRAINING = ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets")
+TRAINING = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")
 COMMANDS = {
     "train": Command("train a model, sharded over ranks, on text", "train.command", TRAINING, "train", True),
     "generate": Command(
@@ -42,7 +42,7 @@ COMMANDS = {
     "runs": Command(
         "list runs with their state, step, loss and checkpoints",
         "train.runs",
-        ("rich", "tokenizers", "tensorboard"),
+        ("rich", "tokenizers"),
         "train",
     ),
     "checkpoint": Command("inspect, verify, compare, convert and prune checkpoints", "checkpoint.command"),

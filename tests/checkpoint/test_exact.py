@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import accordion as acc
-from accordion.train.data import Share, make_loader
+from accordion.train.data import GlobalOrder, Sequences, Share, loader_of
 from tests.devices import device
 
 VOCAB, SEQ, STEPS, ACCUMULATE = 32, 8, 6, 2
-TOKENS = (np.arange(20 * SEQ + 1) * 7 % VOCAB).astype(np.uint16)  # 20 sequences: an epoch ends within the run
+SEQUENCES = Sequences((np.arange(20 * SEQ + 1) * 7 % VOCAB).astype(np.uint16), SEQ)  # 20: an epoch ends within the run
 
 
 class Run:
@@ -29,13 +29,13 @@ class Run:
         self.state = {
             "scheduler": torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7),
             "scaler": self.scaler,
-            "loader": make_loader(TOKENS, SEQ, share, seed=3),
+            "order": GlobalOrder(len(SEQUENCES), share, seed=3),
             "random": acc.checkpoint.RandomState(),
         }
         torch.manual_seed(100 * seed + mesh.get_rank())
 
     def batches(self):
-        return iter(self.state["loader"])
+        return iter(loader_of(SEQUENCES, self.state["order"], None, pins=False))
 
     def step(self, batches):
         """What was read, the losses, and the scale afterwards."""

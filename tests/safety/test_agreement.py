@@ -166,20 +166,25 @@ def test_a_circle_is_told_when_two_looks_have_found_it():
     """Posts are read one after the other, while their ranks go on: what was not there at the last look may be none."""
     store = dist.HashStore()
     mine, theirs, later = (
-        meshes.Post(mesh=f"{name} of ranks [0, 1]", ranks=[0, 1], time=1, waits=True) for name in "abc"
+        meshes._MeshWait(store, rank, f"{name} of ranks [0, 1]", [0, 1])
+        for rank, name in ((0, "a"), (1, "b"), (1, "c"))
     )
 
-    def told(before: dict[int, meshes.Post]) -> tuple[dict[int, meshes.Post], bool]:
-        return meshes._look(store, 0, mine, before), store.check([meshes._key("failed", mine)])
+    def comes(wait: Any) -> None:
+        wait._arrivals.come(wait._mine)
+        wait._post(waits=True)
 
-    for rank, post in enumerate((mine, theirs)):
-        meshes._tell(store, rank, post)
-        store.add(meshes._given(post.mesh, rank), 1)
-    assert told({}) == ({0: mine, 1: theirs}, False)
-    meshes._tell(store, 1, later)
-    assert told({0: mine, 1: theirs}) == ({0: mine, 1: later}, False)
-    assert told({0: mine, 1: later})[1]
-    assert store.check([meshes._key("failed", later)])
+    def told(wait: Any) -> bool:
+        mine._look()
+        return bool(store.check([wait._key("failed", wait._own())]))
+
+    comes(mine)
+    comes(theirs)
+    assert not told(mine)
+    comes(later)
+    assert not told(mine)
+    assert told(mine)
+    assert told(later)
 
 
 def some_first(mesh: Any) -> None:

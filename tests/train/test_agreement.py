@@ -29,7 +29,7 @@ def test_what_ranks_found_differs(monkeypatch, message, others):
     def agree(rank):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
         place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
-        work = Text(config=Config(), tokens=tokens, generation={"eos_token_id": [0]})
+        work = Text(config=Config(), files=tokens, generation={"eos_token_id": [0]}, spec="")
         build.agree(SimpleNamespace(config=Config(), work=work, resume=ranks[rank]["resume"]), place)
 
     def listen(into, mine):

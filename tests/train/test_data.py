@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from accordion.errors import UsageError
 from accordion.train.data import (
     IGNORED,
     GlobalOrder,
+    Sequences,
     Share,
     check_enough,
     inputs_and_labels,
-    make_loader,
+    loader_of,
     num_sequences,
     num_windows,
     rows_read,
@@ -67,43 +67,37 @@ def test_an_epoch_reads_each_sequence_at_most_once_and_drops_the_tail() -> None:
     assert epochs[0] != epochs[4]
 
 
-TOKENS = np.arange(1001, dtype=np.uint16)
+SEQUENCES = Sequences(np.arange(1001, dtype=np.uint16), 10)
 
 
-def loader_of(share: Share) -> Any:
-    return make_loader(TOKENS, 10, share, seed=5)
+def read(share: Share, count: int, state: dict[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """What a rank reads in `count` micro-batches, and its place then. `state`: where it begins."""
+    order = GlobalOrder(len(SEQUENCES), share, seed=5)
+    if state is not None:
+        order.load_state_dict(state)
+    return list(islice(loader_of(SEQUENCES, order, None, pins=False), count)), order.state_dict()
 
 
 def test_a_loader_goes_on_where_it_stopped() -> None:
+    share = Share(rank=1, world=2, micro_batch=4, accumulate=1)
+    whole, _ = read(share, 45)
     for stop in (0, 1, 13, 40):
-        share = Share(rank=1, world=2, micro_batch=4, accumulate=1)
-        whole = list(islice(loader_of(share), stop + 5))
-        first = loader_of(share)
-        batches = iter(first)
-        for _ in range(stop):
-            next(batches)
-        second = loader_of(share)
-        second.load_state_dict(first.state_dict())
-        for expected, found in zip(whole[stop:], islice(second, 5), strict=True):
-            assert torch.equal(expected, found)
+        _, place = read(share, stop)
+        assert torch.equal(torch.stack(read(share, 5, place)[0]), torch.stack(whole[stop : stop + 5]))
 
 
 def test_a_loader_goes_on_with_another_number_of_ranks() -> None:
-    two = [loader_of(s) for s in shares(2, 4, 1)]
-    readers = [iter(loader) for loader in two]
-    for _ in range(3):
-        states = [(next(reader), loader.state_dict()) for reader, loader in zip(readers, two, strict=True)]
-    one = loader_of(Share(rank=0, world=1, micro_batch=8, accumulate=1))
-    one.load_state_dict(states[0][1])
-    expected = torch.cat([next(reader) for reader in readers])
-    assert sorted(next(iter(one)).tolist()) == sorted(expected.tolist())
+    two = [read(share, 4) for share in shares(2, 4, 1)]
+    place = read(shares(2, 4, 1)[0], 3)[1]
+    (one,), _ = read(Share(rank=0, world=1, micro_batch=8, accumulate=1), 1, place)
+    assert sorted(one.tolist()) == sorted(torch.cat([batches[3] for batches, _ in two]).tolist())
 
 
 def test_windows_overlap_by_one_token() -> None:
     assert num_sequences(1001, 10) == 100
     assert num_sequences(1000, 10) == 99
     assert num_sequences(0, 10) == 0
-    batch = next(iter(loader_of(Share(rank=0, world=1, micro_batch=4, accumulate=1))))
+    (batch,), _ = read(Share(rank=0, world=1, micro_batch=4, accumulate=1), 1)
     assert batch.shape == (4, 11)
     assert batch.dtype == torch.int64
     inputs, labels = inputs_and_labels(batch)
@@ -116,7 +110,7 @@ def test_windows_overlap_by_one_token() -> None:
 def test_validation_sees_each_token_once_and_ranks_are_even(num_tokens: int, world: int) -> None:
     tokens = np.arange(num_tokens, dtype=np.uint16)
     ranks = [
-        list(validation_batches(tokens, 10, share, range(num_windows(tokens, 10)))) for share in shares(world, 2, 1)
+        list(validation_batches(tokens, 10, share, range(num_windows(num_tokens, 10)))) for share in shares(world, 2, 1)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     labels = [inputs_and_labels(batch)[1] for batches in ranks for batch in batches]

@@ -8,10 +8,8 @@ import os
 import shutil
 import signal
 import sys
-import threading
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from torch import nn
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import ending as ending_module
-from accordion.train import trackers
-from accordion.train.config import Config, LogConfig
+from accordion.train.config import Config, LogConfig, RunConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
@@ -239,10 +236,10 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     module = types.ModuleType("wandb")
     module.init = lambda **words: calls.append(("init", words["project"], words["id"], words["resume"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config, said = Config(log=LogConfig(wandb="mine")), list[str]()
+    config, said = Config(run=RunConfig(record="metrics"), log=LogConfig(wandb="mine")), list[str]()
     for goes_on in (False, True):
-        opened = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
-        with MetricsLog(tmp_path, 0, said.append, opened, tensorboard=False) as log:
+        opened = trackers_of(config, tmp_path, int(goes_on), said.append)
+        with MetricsLog(tmp_path, 0, said.append, opened) as log:
             log.step(step(1))
             log.validation(1, 2.0)
             if goes_on:
@@ -261,9 +258,9 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
     tracking = pytest.importorskip("mlflow.tracking")
     uri = f"file:{tmp_path}/ml"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    config = Config(log=LogConfig(mlflow="mine"))
-    for number, goes_on in ((1, False), (2, True)):
-        opened = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
+    config = Config(run=RunConfig(record="metrics"), log=LogConfig(mlflow="mine"))
+    for number in (1, 2):
+        opened = trackers_of(config, tmp_path, number - 1, pytest.fail)
         with MetricsLog(tmp_path, number - 1, print, opened) as log:
             log.step(step(number))
     client = tracking.MlflowClient(tracking_uri=uri)
@@ -273,12 +270,11 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class FakeMlflow:
-    """A stand-in for the package whose server answers while `answers` is set; `fails`: what it answers then."""
+    """A stand-in for the package, which notes what it is asked. `fails`: what it raises next."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self.answers, self.fails = threading.Event(), list[Exception]()
-        self.answers.set()
+        self.fails: Exception | None = None
         tracking, entities = types.ModuleType("mlflow.tracking"), types.ModuleType("mlflow.entities")
         tracking.MlflowClient = lambda: self  # type: ignore[attr-defined]
         entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
@@ -295,10 +291,14 @@ class FakeMlflow:
     def create_run(self, experiment: str, run_name: str) -> Any:
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
 
+    def update_run(self, run: str, status: str) -> None:
+        self._asked(f"run {run}", status)
+
     def get_run(self, run: str) -> Any:
         return types.SimpleNamespace(data=types.SimpleNamespace(params={"train.seed": "0"}))
 
-    def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+    def log_batch(self, run: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> None:
+        assert synchronous == (not metrics), "no step waits"
         self._asked("figures", metrics) if metrics else self._asked("settings", params)
 
     def set_terminated(self, run: str, status: str) -> None:
@@ -306,99 +306,35 @@ class FakeMlflow:
 
     def _asked(self, what: str, with_what: Any) -> None:
         self.calls.append((what, with_what))
-        self.answers.wait(10)
-        if self.fails:
-            raise self.fails.pop()
-
-    def losses(self) -> list[int]:
-        """Of which steps it has the loss, in the order in which it got them."""
-        return [step for what, said in self.calls if what == "figures" for key, _, step in said if key == "loss"]
+        if self.fails is not None:
+            raise self.fails
 
 
-@pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMlflow]:
-    fake = FakeMlflow(monkeypatch)
-    yield fake
-    fake.answers.set()
-    for thread in threading.enumerate():
-        if thread.name == "accordion-mlflow":
-            thread.join(10)
-            assert not thread.is_alive()
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-def record(folder: Path, say: Callable[[str], None]) -> MetricsLog:
-    config = Config(log=LogConfig(mlflow="mine"))
-    opened = trackers_of(config, folder, goes_on=False, say=say)
-    return MetricsLog(folder, 0, say, opened, tensorboard=False)
-
-
-def test_no_step_waits_for_mlflow_and_what_waited_is_sent_at_once(tmp_path: Path, mlflow: FakeMlflow) -> None:
-    mlflow.answers.clear()
-    with record(tmp_path, pytest.fail) as log:
-        for number in range(1, 51):
-            log.step(step(number))
-        log.validation(50, 2.0)
-        assert [what for what, _ in mlflow.calls] in ([], ["experiment"])
-        mlflow.answers.set()
-    asked = [what for what, _ in mlflow.calls]
-    assert asked[:2] == ["experiment", "settings"]
-    assert asked[-1] == "end"
-    assert asked.count("figures") <= 2
-    assert mlflow.losses() == list(range(1, 51))
-    assert ("validation_loss", 2.0, 50) in mlflow.calls[-2][1]
-    settings = dict(mlflow.calls[1][1])
+def test_figures_go_to_one_run_of_mlflow_and_one_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow, said = FakeMlflow(monkeypatch), list[str]()
+    config = Config(run=RunConfig(record="metrics"), log=LogConfig(mlflow="mine"))
+    for done in (0, 1):
+        with MetricsLog(tmp_path, done, said.append, trackers_of(config, tmp_path, done, said.append)) as log:
+            log.step(step(done + 1))
+            log.validation(done + 1, 2.0)
+    first, second = mlflow.calls[:5], mlflow.calls[5:]
+    assert [what for what, _ in first] == ["experiment", "settings", "figures", "figures", "end"]
+    assert [what for what, _ in second] == ["run r", "settings", "figures", "figures", "end"]
+    settings = dict(first[1][1])
     assert settings["log.mlflow"] == "mine"
     assert "train.seed" not in settings, "the server has it already"
-    assert mlflow.calls[-1] == ("end", "FINISHED")
+    assert ("loss", 2.5, 2) in second[2][1]
+    assert second[3:] == [("figures", [("validation_loss", 2.0, 2)]), ("end", "FINISHED")]
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"mlflow": "r"}
-    assert "accordion-mlflow" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_an_mlflow_server_that_is_gone_costs_figures_and_one_warning(tmp_path: Path, mlflow: FakeMlflow) -> None:
-    said: list[str] = []
-    with record(tmp_path, said.append) as log:
-        wait_for(lambda: (tmp_path / "trackers.json").exists() and mlflow.calls[-1][0] == "settings")
-        for number in range(1, 4):
-            mlflow.fails = [OSError("the server\nis gone")] if number < 3 else []
-            log.step(step(number))
-            wait_for(lambda now=number: mlflow.losses()[-1:] == [now] and not mlflow.fails)
-    assert mlflow.losses() == [1, 2, 3], "it is asked again each time"
-    assert len(said) == 1
-    assert "some figures are not in mlflow: the server is gone; training goes on" in said[0]
-    assert mlflow.calls[-1] == ("end", "FINISHED")
-    mlflow.fails = [OSError("none there")]
-    said.clear()
-    with record(tmp_path, said.append) as log:
-        log.step(step(1))
-    assert said == ["not recorded in mlflow: none there; training goes on"]
-
-
-def test_what_waits_for_mlflow_is_bounded_and_so_is_the_end(
-    tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
-    said: list[str] = []
-    mlflow.answers.clear()
-    with record(tmp_path, said.append) as log:
-        for number in range(1, 9):
-            log.step(step(number))
-        began = time.monotonic()
-    assert time.monotonic() - began < 5
-    assert [text.partition(";")[0] for text in said] == [
-        "some figures are not in mlflow: 3 steps wait for its answer",
-        "not all figures are in mlflow: it has not taken them in 0.3 s at the end of the run",
+    assert not said
+    with MetricsLog(tmp_path, 2, said.append, trackers_of(config, tmp_path, 2, said.append)) as log:
+        mlflow.fails = OSError("the server\nis gone")
+        log.step(step(3))
+        log.step(step(4))
+    assert not trackers_of(config, tmp_path, 4, said.append)
+    assert said == [
+        "no longer recorded in mlflow: the server is gone; training goes on",
+        "not recorded in mlflow: the server is gone; training goes on",
     ]
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "accordion-mlflow")
-    before = list(mlflow.calls)
-    mlflow.answers.set()
-    [thread.join(10) for thread in threading.enumerate() if thread.name == "accordion-mlflow"]
-    assert "figures" not in {what for what, _ in mlflow.calls[len(before) :]}
-    assert len(said) == 2

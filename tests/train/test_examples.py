@@ -11,17 +11,16 @@ import pytest
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
-from accordion.train.adapters import trained_model
 from accordion.train.config import Config, DataConfig, ModelConfig
-from accordion.train.example_files import Examples
 from accordion.train.examples import Encoder
 from accordion.train.instructions import check_enough_rows
-from accordion.train.language_work import LanguageWork, generation_settings
+from accordion.train.language_work import LanguageWork, generation_settings, trained_model
 from accordion.train.packing import ExampleRows
 from accordion.train.preview import preview
 from accordion.train.rows import DataRow
 from accordion.train.sources import find
 from tests.support import language_folders
+from tests.train.tables import examples_of
 
 CHATML = (  # as Qwen2.5 has it, without its tools
     "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}"
@@ -211,10 +210,10 @@ def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
 
 
 def test_data_of_which_nothing_is_to_be_learnt_is_refused() -> None:
-    ids, ends = np.arange(1, 9), np.array([4, 8])
-    rows = {split: ExampleRows(Examples(ids, ids == 3, ends), 4, "none") for split in ("train", "validation")}
+    ids = np.arange(1, 9)
+    rows = {split: ExampleRows(examples_of(ids, ids == 3, [4, 8]), 4, "none") for split in ("train", "validation")}
     check_enough_rows(rows, Config(), 2, "data")
-    rows["validation"] = ExampleRows(Examples(ids, ids == 0, ends), 4, "none")
+    rows["validation"] = ExampleRows(examples_of(ids, ids == 0, [4, 8]), 4, "none")
     with pytest.raises(UsageError, match=r"no validation example of data has an answer .* that is to be learnt"):
         check_enough_rows(rows, Config(), 2, "data")
 
@@ -263,14 +262,9 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_is_learnt_is_shown(tmp_path: Path) -> None:
-    import numpy as np
-
-    from accordion.train.example_files import Examples
-
     words = tokenizer(CHATML)
     made = Encoder(words, "chat").example(row(messages=TALK))
-    examples = Examples(made.ids, made.answers, np.array([len(made.ids)]))
-    (parts,) = preview(examples, words, 512)
+    (parts,) = preview(examples_of(made.ids, made.answers, [len(made.ids)]), words, 512)
     assert [part for part, learnt in parts if learnt] == [
         "jumps over — ünïcode 🦊 too<|im_end|>",
         "sleeps  lazily<|im_end|>",
@@ -287,6 +281,6 @@ def test_what_ends_an_answer_joins_what_ends_a_text(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
-    said = LanguageWork(config=config, generation=settings).described(model)
+    said = LanguageWork(config=config, files=None, generation=settings, spec="", unit="").described(model)
     assert said["generation_config"] == settings
     assert said["model_config"]["eos_token_id"] == [0, 9, 7]

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from accordion.train import instructions
 from accordion.train.data import IGNORED, GlobalOrder, Share
-from accordion.train.example_files import Examples
 from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed, validation_rows
+from accordion.train.token_tables import Examples
 from tests.support import language_folders
+from tests.train.tables import examples_of
 
 SEQ = 24
 
@@ -26,7 +27,7 @@ def examples(count: int = 40, longest: int = 20, seed: int = 0) -> Examples:
     answers = draws.random(lengths.sum()) < 0.4
     ends = np.cumsum(lengths)
     answers[ends - 1] = True
-    return Examples(tokens, answers, ends)
+    return examples_of(tokens, answers, ends)
 
 
 def test_rows_hold_each_example_once_and_little_else() -> None:
@@ -43,7 +44,7 @@ def test_what_is_cut_is_counted() -> None:
     fit = fitted(held, SEQ)
     kept, lost, cut = [], 0, 0
     for i in range(len(held)):
-        labels = held.answers[held.span(i)][1:]
+        labels = held[i][1][1:]
         lost += labels[SEQ:].sum()
         kept += [i] if labels[:SEQ].any() else []
         cut += len(labels) > SEQ and bool(labels[:SEQ].any())
@@ -56,8 +57,7 @@ def test_what_is_cut_is_counted() -> None:
 
 def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
     """The sum of the answers' losses of one example, by plain transformers."""
-    ids = torch.from_numpy(held.tokens[held.span(number)])
-    answers = torch.from_numpy(held.answers[held.span(number)])
+    ids, answers = (torch.tensor(values) for values in held[number])
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
     losses = functional.cross_entropy(logits, ids[1:], reduction="none")
     return float(losses[answers[1:]].sum()), int(answers[1:].sum())
@@ -93,7 +93,7 @@ def test_packed_losses_are_those_of_each_example_alone(
         total, count = instructions.answer_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert int(count) == sum(n for _, n in expected)
-        assert int(batch["num_tokens"]) == sum(len(held.tokens[held.span(n)]) - 1 for n in numbers)
+        assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 import accordion as acc
 from accordion.checkpoint import RandomState
 from accordion.config import strategy_named
-from accordion.train.data import Share, make_loader
+from accordion.train.data import GlobalOrder, Sequences, Share, loader_of
 from tests.devices import device
 
 STEPS, ACCUMULATE, MICRO = 7, 2, 3
@@ -145,13 +145,14 @@ def global_batches(mesh, path, micro, save_at, steps):
     share = Share(rank=mesh.get_rank(), world=mesh.size(), micro_batch=micro, accumulate=2)
     import numpy as np
 
-    loader = make_loader((np.arange(481) % 19).astype(np.uint16), 8, share, seed=3)
+    sequences = Sequences((np.arange(481) % 19).astype(np.uint16), 8)
+    order = GlobalOrder(len(sequences), share, seed=3)
     if save_at is None:
-        acc.load(path, model, optimizer, state={"loader": loader})
-    batches, found = iter(loader), []
+        acc.load(path, model, optimizer, state={"order": order})
+    batches, found = iter(loader_of(sequences, order, None, pins=False)), []
     for step in range(steps):
         if step == save_at:
-            acc.save(path, model, optimizer, state={"loader": loader})
+            acc.save(path, model, optimizer, state={"order": order})
         total, seen = torch.zeros((), device=device()), []
         for _ in range(share.accumulate):
             batch = next(batches).to(device())

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-import re
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from accordion.errors import UsageError
-from accordion.train import sources, tokens
+from accordion.train import sources, token_tables, tokens
 from accordion.train.config import DataConfig
-from accordion.train.sources import Piece, Source, find, split_of
+from accordion.train.sources import Source, find, split_of
+from accordion.train.token_tables import TokenFiles, TokenStream, cached_tokens
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
-    TokenFiles,
     Vocabulary,
     _parted,
-    cached_tokens,
     cached_vocabulary,
     check_fits,
+    counted,
     folder_vocabulary,
     train_vocabulary,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def corpus(folder: Path, count: int = 60) -> Source:
@@ -46,19 +46,22 @@ def quiet(*_: object) -> None:
 
 
 def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Vocabulary]:
-    vocabulary, keep = cached_vocabulary(source, size, cache, quiet)
-    keep()
-    return cached_tokens(source, vocabulary, cache, quiet, quiet), vocabulary
+    vocabulary = cached_vocabulary(source, source.pieces(), size, cache, quiet)
+    return cached_tokens(source, vocabulary, cache, quiet), vocabulary
+
+
+def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
+    return files.read(split)[:].tolist()
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
     """Also if they hold the text of the token that ends them, and it is to be read as text."""
     source = corpus(tmp_path)
-    vocabulary = replace(train_vocabulary(source, 300, quiet), special_as_text=True)
-    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
-    tokenizer, texts = files.tokenizer(), []
-    for split in ("train", "validation"):
-        ids = files.read(split).tolist()
+    vocabulary = replace(train_vocabulary(source.pieces(), 300, quiet), special_as_text=True)
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
+    tokenizer, texts = vocabulary.tokenizer(), []
+    for split in token_tables.SPLITS:
+        ids = ids_of(files, split)
         assert ids[-1] == vocabulary.end_id
         ends = [i for i, token in enumerate(ids) if token == vocabulary.end_id]
         starts = [0, *(end + 1 for end in ends)]
@@ -83,79 +86,91 @@ def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: 
     from transformers import PreTrainedTokenizerFast
 
     source = corpus(tmp_path)
-    own = with_around(train_vocabulary(source, 300, quiet), template)
+    own = with_around(train_vocabulary(source.pieces(), 300, quiet), template)
     vocabulary = Vocabulary(spec=own.to_str(), size=300, end_id=0)
     assert vocabulary.cuts
-    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
     theirs = PreTrainedTokenizerFast(tokenizer_object=own)
-    for split in ("train", "validation"):
+    for split in token_tables.SPLITS:
         texts = [piece.text for piece in source.pieces() if split_of(piece) == split]
         wanted = [number for text in texts for number in [*theirs(text)["input_ids"], *ends]]
-        assert files.read(split).tolist() == wanted
+        assert ids_of(files, split) == wanted
 
 
 def test_a_document_that_comes_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "long.txt").write_text("one\ntwo\nthree\n" * 20)
     source = find(DataConfig(path=str(tmp_path / "long.txt")))
-    spec = with_around(train_vocabulary(source, 300, quiet), f"{END_OF_TEXT} $A").to_str()
+    spec = with_around(train_vocabulary(source.pieces(), 300, quiet), f"{END_OF_TEXT} $A").to_str()
     monkeypatch.setattr(sources, "PIECE_CHARS", 1)
-    files = cached_tokens(source, Vocabulary(spec=spec, size=300, end_id=0), tmp_path / "cache", quiet, quiet)
-    ids = [*files.read("train"), *files.read("validation")]
+    files = cached_tokens(source, Vocabulary(spec=spec, size=300, end_id=0), tmp_path / "cache", quiet)
+    ids = [*ids_of(files, "train"), *ids_of(files, "validation")]
     assert [at for at, number in enumerate(ids) if number == 0] == [0, len(ids) - 1]
 
 
-def test_the_cache_is_used_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, cache, said = corpus(tmp_path), tmp_path / "cache", []
+def test_the_cache_is_used(tmp_path: Path) -> None:
+    source, cache, said = corpus(tmp_path), tmp_path / "cache", list[str]()
     files, vocabulary = make(source, cache)
-    again = cached_tokens(source, vocabulary, cache, quiet, said.append)
-    assert again == files
+    assert cached_vocabulary(source, source.pieces(), 300, cache, said.append) == vocabulary
+    assert cached_tokens(source, vocabulary, cache, said.append) == files
     assert not said
-    assert cached_vocabulary(source, 300, cache, said.append)[0] == vocabulary
+    Path(files.files[0]).with_name("summary.json").unlink()
+    assert cached_tokens(source, vocabulary, cache, said.append) == files
     assert not said
-    train = Path(files.folder, "train.bin")
-    train.write_bytes(train.read_bytes()[:-2])
-    repaired = cached_tokens(source, vocabulary, cache, quiet, said.append)
-    assert repaired == files
-    assert len(said) == 1
-    assert cached_tokens(source, vocabulary, cache, quiet, said.append) == files
-    assert len(said) == 1
-    assert not [p for p in Path(files.folder).parent.iterdir() if p.name.startswith(".")]
+    (tmp_path / "corpus" / "0.txt").write_text("another text")
+    other = cached_tokens(find(DataConfig(path=str(tmp_path / "corpus"))), vocabulary, cache, said.append)
+    assert (len(said), other.digest == files.digest) == (1, False)
 
 
-def test_nothing_is_written_before_it_is_kept(tmp_path: Path) -> None:
+def test_a_row_that_is_none_leaves_no_table(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n{"body": "d"}\n')
+    source, vocabulary = (
+        find(DataConfig(path=str(tmp_path / "rows.jsonl"))),
+        train_vocabulary(corpus(tmp_path).pieces(), 300, quiet),
+    )
+    for _ in range(2):
+        with pytest.raises(UsageError, match="line 2 has no field 'text'"):
+            cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
     source, cache = corpus(tmp_path), tmp_path / "cache"
-    vocabulary, _ = cached_vocabulary(source, 300, cache, quiet)
-
-    def refuse(num_train: int, num_validation: int) -> None:
-        raise UsageError(f"{num_train} {num_validation}")
-
-    with pytest.raises(UsageError):
-        cached_tokens(source, vocabulary, cache, refuse, quiet)
-    assert not cache.exists()
+    files, vocabulary = make(source, cache)
+    table = Path(files.files[0])
+    table.write_bytes(table.read_bytes()[:100])
+    with pytest.raises((UsageError, OSError), match=r"damaged|Expected"):
+        cached_tokens(source, vocabulary, cache, quiet)
 
 
-def test_two_processes_may_write_the_same_cache(tmp_path: Path) -> None:
-    source, cache = corpus(tmp_path), tmp_path / "cache"
-    vocabulary = train_vocabulary(source, 300, quiet)
-    inner: list[TokenFiles] = []
+@pytest.mark.parametrize("block", [1, 7, 100])
+def test_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    source = corpus(tmp_path)
+    files, vocabulary = make(source, tmp_path / "cache")
+    monkeypatch.setattr(token_tables, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(token_tables, "BATCH_CHARS", 50)
+    other = cached_tokens(source, vocabulary, tmp_path / str(block), quiet)
+    assert replace(other, files=files.files) == files
+    assert ids_of(other, "train") == ids_of(files, "train")
 
-    def meanwhile(*_: object) -> None:
-        if not inner:
-            inner.append(cached_tokens(source, vocabulary, cache, quiet, quiet))
 
-    outer = cached_tokens(source, vocabulary, cache, meanwhile, quiet)
-    assert inner == [outer]
-    assert outer.read("train").size == outer.num_train
+def test_a_stream_is_read_and_cut_anywhere() -> None:
+    whole = np.arange(10)
+    stream = TokenStream([whole[:3], whole[3:3], whole[3:4], whole[4:]])
+    for start in range(11):
+        assert all(stream[start:stop].tolist() == whole[start:stop].tolist() for stop in range(12))
+        first, last = stream.cut(start)
+        assert [first[:].tolist(), last[:].tolist()] == [whole[:start].tolist(), whole[start:].tolist()]
+        assert (first.size, last.size) == (start, 10 - start)
 
 
 def test_a_single_document_is_split_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("".join(f"line {i} of the only document\n" for i in range(2000)))
-    files, _ = make(find(DataConfig(path=str(path))), tmp_path / "cache")
+    files, vocabulary = make(find(DataConfig(path=str(path))), tmp_path / "cache")
     share = files.num_validation / (files.num_train + files.num_validation)
     assert files.num_documents == 1
     assert share == pytest.approx(1 / 20, rel=0.01)
-    text = files.tokenizer().decode([*files.read("train").tolist(), *files.read("validation").tolist()])
+    text = vocabulary.tokenizer().decode([*ids_of(files, "train"), *ids_of(files, "validation")])
     assert text == path.read_text()
 
 
@@ -168,16 +183,16 @@ def test_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folders_tokenizer(tmp_path: Path) -> None:
-    vocabulary = train_vocabulary(corpus(tmp_path), 300, quiet)
+    vocabulary = train_vocabulary(corpus(tmp_path).pieces(), 300, quiet)
     assert folder_vocabulary(tmp_path, 5) is None
     (tmp_path / "tokenizer.json").write_text(vocabulary.spec)
     for end_id, expected in ((5, 5), ([7, 8], 7), (None, 0)):
         found = folder_vocabulary(tmp_path, end_id)
         assert found is not None
         assert (found.size, found.end_id) == (vocabulary.size, expected)
-    check_fits(vocabulary, 300, "model")
+    check_fits(vocabulary.size, 300, "model")
     with pytest.raises(UsageError, match="rows for 299"):
-        check_fits(vocabulary, 299, "model")
+        check_fits(vocabulary.size, 299, "model")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="no tokenizer"):
         folder_vocabulary(tmp_path, None)
@@ -186,22 +201,22 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
     """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
     source = corpus(tmp_path)
-    dense = train_vocabulary(source, 300, quiet)
+    dense = train_vocabulary(source.pieces(), 300, quiet)
     spec = json.loads(dense.spec)
     spec["model"]["vocab"][dense.tokenizer().encode("the").tokens[0]] = 70_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     vocabulary = folder_vocabulary(tmp_path, 0)
     assert vocabulary is not None
-    check_fits(vocabulary, 70_001, "model")
+    check_fits(vocabulary.size, 70_001, "model")
     with pytest.raises(UsageError, match="has ids up to 70000, the model rows for 70000"):
-        check_fits(vocabulary, 70_000, "model")
-    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
-    assert files.read("train").max() == 70_000
+        check_fits(vocabulary.size, 70_000, "model")
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
+    assert max(ids_of(files, "train")) == 70_000
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
     source = corpus(tmp_path)
-    assert train_vocabulary(source, 400, quiet) == train_vocabulary(source, 400, quiet)
+    assert train_vocabulary(source.pieces(), 400, quiet) == train_vocabulary(source.pieces(), 400, quiet)
 
 
 @pytest.mark.parametrize("run", ["a", "1", "-", "_", " ", "\n", "é", "語", "\u0301"])
@@ -215,7 +230,7 @@ def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.Monk
     text = "it is, " + run * 20000 + " and so on " * 500
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(Tokenizer, "train_from_iterator", train)
-    train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))), 300, quiet)
+    train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))).pieces(), 300, quiet)
     words = [
         word for part in met for word, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
     ]
@@ -229,31 +244,14 @@ def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
     assert list(_parted("")) == [""]
 
 
-def test_what_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, said = corpus(tmp_path, 40), list[str]()
-    pieces = Source.pieces
-
-    def slow(self: Source) -> Iterator[Piece]:
-        for piece in pieces(self):
-            time.sleep(0.01)
-            yield piece
-
-    monkeypatch.setattr(Source, "pieces", slow)
-    monkeypatch.setattr(tokens, "EVERY_S", 0.05)
-    vocabulary, _ = cached_vocabulary(source, 300, tmp_path / "cache", said.append)
-    assert re.fullmatch(r"training the tokenizer: 0\.0 million characters read, \d+ s", said[1])
-    said.clear()
-    cached_tokens(source, vocabulary, tmp_path / "cache", quiet, said.append)
-    assert re.fullmatch(r"tokenizing: 0\.0 million characters read, \d+ s", said[1])
-    said.clear()
-    cached_tokens(source, vocabulary, tmp_path / "cache", quiet, said.append)
-    assert said == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "accordion-told"]
-
-
-def test_characters_are_counted_as_they_are_read() -> None:
+def test_what_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    with tokens.Told("reading", said.append) as told:
-        read = list(told.counted(iter([Piece("a", "x" * 1_500_000), Piece("b", "y" * 1_000_000)])))
-        assert (told.chars, len(read)) == (2_500_000, 2)
-    assert said == []
+    monkeypatch.setattr(tokens, "EVERY_S", 0)
+    assert list(counted(["x" * 1_500_000, "y" * 1_000_000], len, "reading", said.append)) == [
+        "x" * 1_500_000,
+        "y" * 1_000_000,
+    ]
+    assert [line.rpartition(",")[0] for line in said] == [
+        "reading: 1.5 million characters read",
+        "reading: 2.5 million characters read",
+    ]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from accordion.checkpoint.streamed import TensorSource
 from accordion.errors import CheckpointError, UsageError
-from accordion.models.adapters import adapter_weights
 from accordion.models.language import brief
-from accordion.models.stored import StoredModel, computing, meta_model
+from accordion.models.stored import StoredModel, adapter_weights, computing, meta_model
 from accordion.weights.adapters import added_by, copied_inside, is_adapter
 from accordion.weights.pretrained import copies_of_layers, names_of
 

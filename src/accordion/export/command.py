@@ -20,9 +20,12 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_coded, write_safetensors, write_shards
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
-from accordion.models.adapters import ADAPTER, ADAPTER_WEIGHTS, adapter_config, adapter_weights
 from accordion.models.stored import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     StoredModel,
+    adapter_config,
+    adapter_weights,
     cache_folder,
     check_weights,
     find_model,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from accordion.checkpoint.convert import check_model, sources_of
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
 from accordion.checkpoint.prune import newest
-from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.reading import opened, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
@@ -25,9 +29,8 @@ from accordion.checkpoint.untrusted_files import (
     read_header,
     read_index,
 )
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.files import read_text
-from accordion.models.adapters import ADAPTER, adapter_config
 from accordion.models.language import brief, language_model
 from accordion.weights.adapters import added_by_adapters
 from accordion.weights.export import is_peft
@@ -37,6 +40,9 @@ CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
 SHOWN = 3  # tensors named in a message of one line
+AUTO = "auto"  # all linear layers but the head
+NAME = "default"  # of the adapter, as PEFT names it
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +173,8 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
     found = next(filter(has_tokenizer, folders), None)
     if found is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
         return None if found is None else str(found)
-    for meta in sorted((cache / "tokens").glob("*/meta.json")):
-        try:
-            digest = json.loads(read_text(meta)).get("tokenizer_digest")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if digest == extra["tokenizer"] and (meta.parent / TOKENIZER).is_file():
-            return str(meta.parent)
-    return None
+    kept = cache / "tokenizers" / extra["tokenizer"]
+    return str(kept) if (kept / TOKENIZER).is_file() else None
 
 
 def _of_adapter(path: Path, cache: Path | None, like: str | None) -> StoredModel:
@@ -289,18 +289,84 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
-    try:
-        from peft import get_peft_model
-    except ImportError:
-        raise UsageError(
-            "adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'."
-        ) from None
+    check_peft()
+    from peft import get_peft_model
+
     try:
         with torch.device("meta"):
             adapted: nn.Module = get_peft_model(model, adapter_config(stored.adapter, stored.lora, stored.path))
         return adapted.eval()
     except Exception as error:  # what a wrong adapter_config.json breaks is anywhere in PEFT
         raise UsageError(f"SOURCE {stored.adapter!r} is no adapter of {stored.path!r}: {brief(error)}") from None
+
+
+# -- adapters of PEFT
+
+
+def check_peft() -> None:
+    """Raise `UsageError` where PEFT is not installed."""
+    if find_spec("peft") is None:
+        raise UsageError("adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'.")
+
+
+def lora_config(said: Mapping[str, Any], base: str | None) -> Any:
+    """PEFT's configuration. `said`: `r`, `alpha`, `dropout`, and `targets`, AUTO or last names of layers with commas between."""
+    check_peft()
+    from peft import LoraConfig
+
+    targets = said["targets"]
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=int(said["r"]),
+        lora_alpha=said["alpha"],
+        lora_dropout=float(said["dropout"]),
+        target_modules="all-linear" if targets == AUTO else [name.strip() for name in targets.split(",")],
+        base_model_name_or_path=base,
+    )
+
+
+def with_lora(model: nn.Module, said: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
+    """`model`, which is on meta, frozen and with adapters as `said`. Raises `UsageError` naming `key` for layers it has not."""
+    config = lora_config(said, base)
+    from peft import get_peft_model
+
+    known = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if name and not list(m.children())})
+    for name in said["targets"].split(",") if said["targets"] != AUTO else ():
+        if name.strip() not in known:
+            raise UsageError(
+                f"{key} names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
+            )
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PEFT's about what it asks of transformers
+            made: nn.Module = get_peft_model(model, config)
+    except Exception as error:  # of PEFT, for layers that it has no adapter for
+        raise UsageError(f"{key} {said['targets']!r} cannot have adapters: {brief(error)}") from None
+    made.peft_config[NAME].base_model_name_or_path = base  # type: ignore[index, union-attr]
+    return made.train()
+
+
+def adapter_config(place: str, said: Mapping[str, Any] | None, base: str) -> Any:
+    """PEFT's configuration of an adapter in a folder of PEFT; in a checkpoint of ours where `said` is what that says of it."""
+    check_peft()
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(place) if said is None else lora_config(said, base)
+
+
+def adapter_weights(place: str, *, ours: bool) -> dict[str, Tensor]:
+    """The adapter's tensors by PEFT's names, on the CPU. `ours`: `place` is a checkpoint of ours, else a folder of PEFT."""
+    if not ours:
+        from peft import load_peft_weights
+
+        found: dict[str, Tensor] = load_peft_weights(place, device="cpu")
+        return found
+    with closing(opened(checkpoint_at(Path(place)))) as files:
+        check_model(files)
+        return {source.name.replace(f".{NAME}.", "."): source.read() for source in sources_of(files)}
+
+
+# -- what is stored
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:

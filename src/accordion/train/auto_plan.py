@@ -26,9 +26,9 @@ from accordion.plan.workload import subject_of
 from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
-from accordion.train.adapters import trained_model
 from accordion.train.config import Config, Job, JobConfig, ShardConfig
 from accordion.train.instructions import answer_losses
+from accordion.train.language_work import trained_model
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
 

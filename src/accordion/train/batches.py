@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.tasks.loaded import is_indexed, is_loader
 from accordion.train.data import GlobalOrder, Share, loader_of
-from accordion.train.loader_workers import sheltered
 
 Collate = Callable[[list[Any]], Any]
 
@@ -59,16 +57,16 @@ class OrderedBatches:
         return next(self._batches)
 
     def kept(self) -> dict[str, Any]:
-        return dict(self._loader.state_dict())
+        return self.order.state_dict()
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def go_on(self, kept: Mapping[str, Any]) -> bool:
-        place = kept.get("_index_sampler_state")
-        if not isinstance(place, dict) or not self.order.continues(place):
+        place = kept.get("_index_sampler_state", kept)  # so named by torchdata, in checkpoints of older versions
+        if not (isinstance(place, dict) and "count" in place and self.order.continues(place)):
             return False
-        self._loader.load_state_dict(dict(kept))
+        self.order.load_state_dict(place)
         return True
 
 
@@ -147,7 +145,6 @@ class LoaderBatches:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader, self._draws = loader, Draws(seed)
-        weakref.finalize(self, sheltered(loader))  # comes before the pass below is dropped, which ends workers
         self._generators = {id(g): (g, g.initial_seed()) for g in _generators_of(loader)}
         self._epoch, self._num_read = 0, 0
         self._batches: Iterator[Any] | None = None
@@ -300,7 +297,7 @@ def validation_of(data: Any, share: Share, collate: Collate, device: torch.devic
     """
     kind = kind_of(data, "validation")
     if kind == "loader":
-        return _of_loader(data, device)
+        return _in_step(data, begun(data, 0), device)
     if kind == "dataset":
         return _of_samples((data[i] for i in range(len(data))), share, collate, data)
     return _of_samples(begun(data, 0), share, collate, None)
@@ -326,14 +323,6 @@ def _of_samples(items: Iterator[Any], share: Share, collate: Collate, indexed: A
         if num_read == 0:
             return
         yield collate(mine_ or [first]), len(mine_)
-
-
-def _of_loader(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
-    end_shelter = sheltered(loader)
-    try:
-        yield from _in_step(loader, begun(loader, 0), device)
-    finally:
-        end_shelter()
 
 
 def _in_step(loader: Any, batches: Iterator[Any], device: torch.device) -> Iterator[tuple[Any, int]]:

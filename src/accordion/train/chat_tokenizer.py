@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,9 @@ from accordion.train.sources import Piece, Source
 from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextOfRows:
-    """What is in rows, as text that a tokenizer can be trained on."""
-
-    source: Source
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-    @property
-    def stamp(self) -> str:
-        return self.source.stamp
-
-    def pieces(self) -> Iterator[Piece]:
-        for row in self.source.rows():
-            if "messages" in row.values:
-                texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
-            else:
-                texts = [value for value in row.values.values() if isinstance(value, str)]
-            yield Piece(row.where, "\n".join(texts), split="train")
-
-
-def chat_tokenizer(
-    config: Config, source: Source, model_vocab: int, cache: Path, say: Say
-) -> tuple[Any, Callable[[], None]]:
-    """A fast tokenizer of transformers; the second part keeps one that was trained. Raises `UsageError`."""
-    found, keep = _tokenizer(config, source, model_vocab, cache, say)
+def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
+    """Return a fast tokenizer of transformers. Raises `UsageError` if there is none, or it has no chat template for chats."""
+    found = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(found, "is_fast", False):
         raise UsageError(
             f"the tokenizer {type(found).__name__} is written in Python and does not tell where its tokens lie in the text; take "
@@ -67,31 +41,34 @@ def chat_tokenizer(
                 f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer "
                 "the folder of a chat model."
             ) from None
-    return found, keep
+    return found
 
 
-def _tokenizer(
-    config: Config, source: Source, model_vocab: int, cache: Path, say: Say
-) -> tuple[Any, Callable[[], None]]:
-    named = config.data.tokenizer
+def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
+    named, folder = config.data.tokenizer, config.model.path
     if named is not None:
         path = Path(named)
         if not path.is_file() and not has_tokenizer(path):
             raise UsageError(f"data.tokenizer {named!r} is neither a {TOKENIZER} nor a folder with a tokenizer.")
-        return _of(named), lambda: None
-    folder = config.model.path
-    if folder is not None:
-        if has_tokenizer(Path(folder)):
-            return _of(folder), lambda: None
-        if config.model.init == "pretrained":
-            raise UsageError(
-                f"model.path {folder!r} has no tokenizer, without which its weights mean nothing; give --data.tokenizer."
-            )
+    elif folder is not None and has_tokenizer(Path(folder)):
+        named = folder
+    elif folder is not None and config.model.init == "pretrained":
+        raise UsageError(
+            f"model.path {folder!r} has no tokenizer, without which its weights mean nothing; give --data.tokenizer."
+        )
+    if named is not None:
+        return tokenizer_of(StoredModel(kind="folder", path=named, config={}, tokenizer=named))
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary, keep = cached_vocabulary(TextOfRows(source=source), model_vocab, cache, say)
-    return PreTrainedTokenizerFast(tokenizer_object=vocabulary.tokenizer(), eos_token=END_OF_TEXT), keep
+    vocabulary = cached_vocabulary(source, _pieces(source), model_vocab, cache, say)
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary.tokenizer(), eos_token=END_OF_TEXT)
 
 
-def _of(place: str) -> Any:
-    return tokenizer_of(StoredModel(kind="folder", path=place, config={}, tokenizer=place))
+def _pieces(source: Source) -> Iterator[Piece]:
+    """Yield what is in rows as text that a tokenizer can be trained on."""
+    for row in source.rows():
+        if "messages" in row.values:
+            texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
+        else:
+            texts = [value for value in row.values.values() if isinstance(value, str)]
+        yield Piece(row.where, "\n".join(texts), split="train")

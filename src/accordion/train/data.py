@@ -1,17 +1,15 @@
-"""Which sequence goes where: the global order, each rank's part of it, and a loader that resumes."""
+"""Which sequence goes where: the global order, each rank's part of it, and a loader of it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accordion.errors import UsageError
 
@@ -69,7 +67,7 @@ def _mix(value: int, key: int) -> int:
 class Sequences(Dataset[Tensor]):
     """Packed tokens cut into windows of `seq_len + 1`: inputs, and the same one token later. Owns nothing."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
@@ -150,28 +148,15 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = state["num_read"]
 
 
-def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int, *, pins: bool = False) -> StatefulDataLoader:
-    """Micro-batches (micro_batch, seq_len + 1) of this rank, without end; its `state_dict` holds the place in the order.
+def loader_of(
+    dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
+) -> DataLoader[Any]:
+    """Return micro-batches of a dataset in an order, without end; the place in it is that of `order`.
 
     `pins`: they lie in memory from which an accelerator copies while the host goes on.
     """
-    sequences = Sequences(tokens, seq_len)
-    return loader_of(sequences, GlobalOrder(len(sequences), share, seed), None, pins=pins)
-
-
-def loader_of(
-    dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
-) -> StatefulDataLoader:
-    """Micro-batches of any dataset in an order, as `make_loader` has them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
-        return StatefulDataLoader(
-            dataset,
-            batch_sampler=order,
-            collate_fn=collate,
-            pin_memory=pins,
-            generator=torch.Generator(),  # a loader draws a number when it begins, and a run that goes on begins twice
-        )
+    own = torch.Generator()  # a loader draws a number when it begins, and a run that goes on begins twice
+    return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=own)
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
@@ -186,12 +171,20 @@ def rows_read(order: Sequence[int], count: int) -> str:
     return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
-def num_windows(tokens: np.ndarray, seq_len: int) -> int:
+def num_windows(num_tokens: int, seq_len: int) -> int:
     """Return the number of rows of `seq_len` tokens for a validation, the last of which may be shorter."""
-    return -(-(tokens.size - 1) // seq_len)
+    return -(-(num_tokens - 1) // seq_len)
 
 
-def validation_batches(tokens: np.ndarray, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
+class Tokens(Protocol):
+    """An array of tokens, or what is read as one."""
+
+    @property
+    def size(self) -> int: ...
+    def __getitem__(self, span: slice, /) -> np.ndarray: ...
+
+
+def validation_batches(tokens: Tokens, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
     """This rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
 
     The last window is filled up, and so are ranks that have fewer windows, with `IGNORED`: averages go by tokens.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from accordion.describe import describe
 from accordion.state import full_params
+from accordion.train.batches import on_device
 from accordion.train.data import IGNORED, inputs_and_labels
 from accordion.train.model import rows_are_sequences
 
@@ -29,16 +31,27 @@ def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
     )
 
 
+def label_losses(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `token_losses` and the number of labels that count."""
+    return token_losses(model, batch), (batch[:, 1:] != IGNORED).sum()
+
+
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[Tensor], device: torch.device) -> float:
-    """The mean loss of a token over the batches of all ranks; every rank must have equally many batches."""
+def validation_loss(
+    model: nn.Module,
+    batches: Iterable[Any],
+    device: torch.device,
+    losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]] = label_losses,
+) -> float:
+    """The mean loss of a token over the batches of all ranks; every rank must have equally many batches.
+
+    `losses`: the sum of a batch, and the number of labels in it.
+    """
     was_training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     for batch in batches:
-        batch = batch.to(device)
-        total[0] += token_losses(model, batch)
-        total[1] += (batch[:, 1:] != IGNORED).sum()
+        total += torch.stack([value.double() for value in losses(model, on_device(batch, device))])
     dist.all_reduce(total)
     model.train(was_training)
     loss, tokens = total.tolist()

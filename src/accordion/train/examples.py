@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -236,3 +237,11 @@ def _message(message: object, where: str) -> Message:
         raise UsageError(f"{where}, of the assistant, is empty; there is nothing to learn from it.")
     checked_text(content or "", where)
     return dict(message)
+
+
+def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
+    """Return a digest of all that decides what examples become."""
+    parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
+    if kind == "chat":
+        parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

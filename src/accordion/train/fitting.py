@@ -25,11 +25,10 @@ from accordion.train.config import JobConfig, check
 from accordion.train.deepspeed import settled
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
-from accordion.train.metrics_file import METRICS
+from accordion.train.metrics import METRICS, last_line
 from accordion.train.prepare import prepare_on_host
 from accordion.train.run_files import check_removed, values_of_file
 from accordion.train.run_state import state_of
-from accordion.train.runs import last_line
 from accordion.train.screen import Screen
 
 

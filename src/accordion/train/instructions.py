@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
-from accordion.train.adapters import fill_trained
-from accordion.train.batches import OrderedBatches, on_device
+from accordion.train.batches import OrderedBatches
 from accordion.train.config import Config
 from accordion.train.data import IGNORED, GlobalOrder, Share, rows_read, validation_order
-from accordion.train.evaluate import sample
-from accordion.train.example_files import ExampleFiles
-from accordion.train.language_work import LanguageWork
+from accordion.train.evaluate import validation_loss
+from accordion.train.language_work import LanguageWork, validated
 from accordion.train.model import rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
 from accordion.train.rows import Split
 from accordion.train.screen import Screen
+from accordion.train.token_tables import ExampleFiles
 from accordion.train.work import Validation
 
-SAMPLE_TOKENS = 64
 ROWS_OF_TEST = (
     (1, 2, 3, 4),
     (5, 6, 7, 8, 9),
@@ -37,25 +33,23 @@ ROWS_OF_TEST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions(LanguageWork):
-    """A language model on examples. `spec`: a tokenizer.json."""
+    """A language model on examples."""
 
-    examples: ExampleFiles
-    spec: str
+    files: ExampleFiles
+    unit: str = "training examples"
 
-    def agreed(self) -> dict[str, str]:
-        held = self.examples
-        return {
-            "training examples": f"{held.num_train:,} ({held.digest[:12]})",
-            "a tokenizer": held.tokenizer_digest[:12],
-        }
+    @property
+    def data(self) -> str:
+        data = self.config.data
+        return f"{self.files.digest} {data.packing} {data.seq_len}"
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        fill_trained(model, self.config, seed)
+        LanguageWork.fill(self, model, seed, on_meta=on_meta)
         if self.config.data.packing == "documents":
             check_apart(model)
 
     def _rows(self, split: Any) -> ExampleRows:
-        return ExampleRows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
+        return ExampleRows(self.files.read(split), self.config.data.seq_len, self.config.data.packing)
 
     def _collate(self) -> Collate:
         return Collate(self.config.data.seq_len, self.config.data.packing)
@@ -77,48 +71,19 @@ class Instructions(LanguageWork):
         """Tokens without filling, of each rank as many as of this one."""
         return share.world * sum(int(batch["num_tokens"]) for batch in batches)
 
-    def progress(self, model: nn.Module) -> dict[str, Any]:
-        return {
-            **self.described(model),
-            "data": self._data(),
-            "tokenizer": self.examples.tokenizer_digest,
-        }
-
-    def _data(self) -> str:
-        data = self.config.data
-        return f"{self.examples.digest} {data.packing} {data.seq_len}"
-
-    def has_data_of(self, extra: Mapping[str, Any]) -> bool:
-        return bool(extra["data"] == self._data())
-
-    @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        was_training = model.training
-        model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, answer tokens
         rows = self._rows("validation")
         order = validation_order(len(rows), self.config.train.validation_rows)
-        for batch in validation_rows(rows, self._collate(), share, order):
-            total += torch.stack(answer_losses(model, on_device(batch, device))).double()
-        dist.all_reduce(total)
-        model.train(was_training)
-        loss = float(total[0] / total[1])
-        perplexity, read = math.exp(min(loss, 700.0)), rows_read(order, len(rows))
-        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f} of an answer's token; {read})")
+        batches = validation_rows(rows, self._collate(), share, order)
+        loss = validation_loss(model, batches, device, answer_losses)
+        return validated(loss, " of an answer's token", rows_read(order, len(rows)))
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """An answer to the first held-out example."""
-        held = self.examples.read("validation")
-        span, seq_len = held.span(0), self.config.data.seq_len
-        begins = int(held.answers[span].argmax())
-        prompt = [int(token) for token in held.tokens[span][:begins]][-seq_len:]
-        if not prompt:
-            return
-        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed, self.generation["eos_token_id"])
-        tokenizer = Tokenizer.from_str(self.spec)
-        screen.sample(
-            tokenizer.decode(prompt, skip_special_tokens=False), tokenizer.decode(written, skip_special_tokens=False)
-        )
+        ids, answers = self.files.read("validation")[0]
+        prompt = [int(token) for token in ids[: int(answers.argmax())]][-self.config.data.seq_len :]
+        if prompt:
+            self._show_sample(model, device, prompt, seed, screen, skip_special_tokens=False)
 
 
 def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:

@@ -19,10 +19,10 @@ from accordion.train.build import Run, agree, join, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
 from accordion.train.launch import RankPlace, first_of_all
-from accordion.train.metrics import MetricsLog, StepMetrics
+from accordion.train.metrics import MetricsLog, StepMetrics, lines_of
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
-from accordion.train.report import lines_of, page_of
+from accordion.train.report import page_of
 from accordion.train.saves import RunSaves
 from accordion.train.screen import Screen
 from accordion.train.steps import Steps
@@ -184,8 +184,7 @@ def _open_record(run: Run, done: int) -> MetricsLog:
     folder, say = Path(run.prepared.run_dir), run.screen.note
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
-        trackers = trackers_of(run.config, folder, goes_on=done > 0, say=say)
-        return MetricsLog(folder, done, say, trackers, tensorboard=run.config.run.record == "full")
+        return MetricsLog(folder, done, say, trackers_of(run.config, folder, done, say))
     except OSError as error:
         raise UsageError(
             f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "

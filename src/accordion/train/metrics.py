@@ -1,29 +1,25 @@
-"""The record of a run: a line of JSON and TensorBoard scalars for each step."""
+"""The record of a run: a line of JSON for each step in `metrics.jsonl`, and the same figures to its trackers."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import resource
-import socket
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import scalar
 
-from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.tokens import write_whole
-from accordion.train.trackers import FigureSink
+from accordion.train.trackers import RunTracker
+
+METRICS = "metrics.jsonl"  # in the run folder
+TAIL_BYTES = 4096  # of it: its last line and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +55,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Owns `metrics.jsonl` and the TensorBoard file of a run; closed by `with`.
+    """Owns `metrics.jsonl` and the trackers of a run; closed by `with`.
 
-    Where one of them cannot be written any more (a full disk, a folder that is gone) this is told in one line, and what comes
-    later is written where that works again: a run that trains and saves is worth more than its record.
+    If the file cannot be written any more (a full disk, a folder that is gone), one line says so, and later steps are written
+    when that works again: a run that trains and saves is worth more than its record.
     """
 
     def __init__(
@@ -70,22 +66,15 @@ class MetricsLog:
         run_dir: Path,
         first_step: int,
         say: Callable[[str], None],
-        trackers: Mapping[str, FigureSink] | None = None,
-        *,
-        tensorboard: bool = True,
+        trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` where that fails."""
+        """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` if that fails."""
         self._trackers = dict(trackers or {})
         self.validations: list[tuple[int, float]] = []
-        self._run_dir, self._say, self._lost = run_dir, say, set[str]()
-        lines = run_dir / METRICS
-        events = (
-            run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
-        )
+        self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:
-            _keep_until(lines, first_step)
-            self._lines = _Growing(lines, b"")
-            self._events = _Growing(events, _first_events(first_step)) if tensorboard else None
+            _keep_until(self._path, first_step)
+            _append(self._path, b"")
         except OSError:
             self._close_trackers(failed=True)
             raise
@@ -94,119 +83,54 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._lines.close()
-        if self._events is not None:
-            self._events.close()
         self._close_trackers(failed=error is not None)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record one step; what is not finite (a loss that diverged) is null in JSON and absent from TensorBoard."""
+        """Record one step; what is not finite (a loss that diverged) is null in JSON and not given to trackers."""
         held = {key: value for key, value in asdict(metrics).items() if value is not None}
         values = {key: value if math.isfinite(value) else None for key, value in held.items()}
-        shown = {key: value for key, value in values.items() if key != "step" and value is not None}
-        parts = {self._lines: json.dumps(values).encode() + b"\n"}
-        self._write(parts | self._shown(shown, metrics.step))
+        try:
+            _append(self._path, json.dumps(values).encode() + b"\n")
+            self._is_lost = False
+        except OSError as error:
+            if not self._is_lost:
+                why = error.strerror or error
+                self._say(f"not recorded: {METRICS} in {self._path.parent} cannot be written ({why}); training goes on")
+            self._is_lost = True
+        self._track({key: value for key, value in values.items() if key != "step" and value is not None}, metrics.step)
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Record a validation; not in `metrics.jsonl`, of which a line is a step."""
         self.validations.append((step, loss))
-        found = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
-        self._write(self._shown(found, step))
+        self._track({f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}, step)
 
-    def _shown(self, values: Mapping[str, float], step: int) -> dict[_Growing, bytes]:
-        """Give `values` to the trackers; what TensorBoard's file gets of them."""
+    def _track(self, values: Mapping[str, float], step: int) -> None:
         for name in list(self._trackers):
             self._to(name, lambda tracker: tracker.log(values, step))
-        return {} if self._events is None else {self._events: _scalars(values, step)}
 
     def _close_trackers(self, *, failed: bool) -> None:
         for name in list(self._trackers):
             self._to(name, lambda tracker: tracker.close(failed=failed))
 
-    def _to(self, name: str, do: Callable[[FigureSink], None]) -> None:
+    def _to(self, name: str, do: Callable[[RunTracker], None]) -> None:
         try:
             do(self._trackers[name])
-        except Exception as error:  # whatever a service or its client says
+        except Exception as error:  # whatever a service or its client raises
             del self._trackers[name]
             self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
-    def _write(self, parts: dict[_Growing, bytes]) -> None:
-        failed = {file: why for file, data in parts.items() if (why := file.add(data))}
-        new = {file.path.name: why for file, why in failed.items() if file.path.name not in self._lost}
-        self._lost -= {file.path.name for file in parts if file not in failed}
-        if new:
-            self._lost |= set(new)
-            names = " and ".join(new)
-            self._say(
-                f"not recorded: {names} in {self._run_dir} cannot be written ({'; '.join({*new.values()})}); training goes on"
-            )
 
-
-class _Growing:
-    """Owns a file that grows by whole parts. One that was removed is made anew, with `head` at its beginning."""
-
-    def __init__(self, path: Path, head: bytes) -> None:
-        self.path, self._head = path, head
-        self._file = self._opened()
-
-    def add(self, data: bytes) -> str:
-        """Append all of `data` or nothing; why not, where it is nothing."""
+def _append(path: Path, data: bytes) -> None:
+    """Append all of `data` or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size, written = file.tell(), 0
         try:
-            if self._file.closed or os.fstat(self._file.fileno()).st_nlink == 0:
-                self._file.close()
-                self._file = self._opened()
-            _append(self._file, data)
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    def close(self) -> None:
-        with suppress(OSError):  # what a file system tells late; all that could be kept is
-            self._file.close()
-
-    def _opened(self) -> IO[bytes]:
-        file = self.path.open("ab", buffering=0)
-        try:
-            if self._head and file.tell() == 0:
-                _append(file, self._head)
+            while written < len(data):
+                written += file.write(data[written:])
         except OSError:
-            file.close()
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), size)
             raise
-        return file
-
-
-def _append(file: IO[bytes], data: bytes) -> None:
-    size, written = os.fstat(file.fileno()).st_size, 0
-    try:
-        while written < len(data):
-            written += file.write(data[written:])
-    except OSError:
-        with suppress(OSError):
-            os.ftruncate(file.fileno(), size)
-        raise
-
-
-def _first_events(first_step: int) -> bytes:
-    """What TensorBoard's file begins with: its version, and where a run goes on, that steps from here on come anew."""
-    events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
-    if first_step:
-        start = SessionLog(status=SessionLog.START)
-        events.append(Event(wall_time=time.time(), step=first_step + 1, session_log=start))
-    return _records(events)
-
-
-def _scalars(values: Mapping[str, float], step: int) -> bytes:
-    now = time.time()
-    return _records([Event(wall_time=now, step=step, summary=scalar(key, value)) for key, value in values.items()])
-
-
-def _records(events: list[Event]) -> bytes:
-    """In the framing of TensorBoard's files, by its own writer; its other writer is a thread that a full disk ends loudly."""
-    into = io.BytesIO()
-    writer = RecordWriter(into)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return into.getvalue()
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -217,3 +141,30 @@ def _keep_until(path: Path, step: int) -> None:
     kept = [line for line, said in lines_in(text) if said["step"] <= step]
     if (new := "".join(line + "\n" for line in kept)) != text:
         write_whole(path, new)
+
+
+def lines_in(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the text and the content of each line of a step; one that was cut off, or is none of ours, is passed over."""
+    for line in text.splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and isinstance(said.get("step"), int):
+            yield line, said
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the content of `metrics.jsonl`, whole lines alone."""
+    return [said for _, said in lines_in((run_dir / METRICS).read_text(encoding="utf-8", errors="replace"))]
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """Return the last whole line of a run's metrics, empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            found = [said for _, said in lines_in(file.read().decode(errors="replace"))]
+    except OSError:
+        return {}
+    return found[-1] if found else {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from accordion.train.data import IGNORED, GlobalOrder, Share, shuffled
-from accordion.train.example_files import Examples
+from accordion.train.token_tables import Examples
 
 Batch = dict[str, Any]
 """`input_ids` and `labels`, (b, tokens); `position_ids` where rows hold several examples; `num_tokens`, without the filling."""
@@ -49,7 +49,7 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
     lengths = examples.lengths - 1  # the first token is no label
     keep, num_lost, num_left_out = np.ones(len(lengths), dtype=bool), 0, 0
     for i in np.flatnonzero(lengths > seq_len):
-        labels = examples.answers[examples.span(int(i))][1:]
+        labels = examples[int(i)][1][1:]
         num_lost += int(labels[seq_len:].sum())
         if not labels[:seq_len].any():
             keep[i] = False
@@ -61,7 +61,7 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
         num_cut=int((lengths > seq_len).sum()) - num_left_out,
         num_left_out=num_left_out,
         num_lost=num_lost,
-        num_answers=int(examples.answers.sum()),
+        num_answers=examples.num_answers,
     )
 
 
@@ -113,9 +113,8 @@ class ExampleRows(Dataset[list[Batch]]):
         return [self._document(int(self.fit.kept[i])) for i in self.rows[index]]
 
     def _document(self, number: int) -> tuple[Tensor, Tensor]:
-        span = self.examples.span(number)
-        ids = self.examples.tokens[span][: self.seq_len + 1].astype(np.int64)
-        answers = self.examples.answers[span][: self.seq_len + 1]
+        ids, answers = (values[: self.seq_len + 1] for values in self.examples[number])
+        ids = ids.astype(np.int64)
         labels = np.where(answers[1:], ids[1:], IGNORED)
         return torch.from_numpy(ids[:-1]), torch.from_numpy(labels)
 

@@ -19,32 +19,23 @@ from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
-from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Share, check_enough
-from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
-from accordion.train.examples import Encoder
+from accordion.train.examples import Encoder, digest_of_tokenizer
 from accordion.train.instructions import Instructions, check_enough_rows
-from accordion.train.language_work import generation_settings
+from accordion.train.language_work import generation_settings, kept_of, trained_model, with_base
 from accordion.train.launch import RankPlace, once_per_host
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows
 from accordion.train.preview import Part, preview
-from accordion.train.rows import Split
 from accordion.train.sources import Source, find, first_of
 from accordion.train.text import Text
-from accordion.train.tokens import (
-    Say,
-    Vocabulary,
-    cached_tokens,
-    cached_vocabulary,
-    check_fits,
-    folder_vocabulary,
-)
+from accordion.train.token_tables import SPLITS, ExampleFiles, cached_examples, cached_tokens
+from accordion.train.tokens import Say, Vocabulary, cached_vocabulary, check_fits, folder_vocabulary, keep_tokenizer
 from accordion.train.trackers import check_trackers
 from accordion.train.work import Work
 from accordion.units import UnitChoice, choose_units
@@ -215,29 +206,27 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     units = config.shard.units
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
         _describe_model(_check_model(config, units, resume), config, say)
-    vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
+    with _cached(cache):
+        vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     if vocabulary.cuts:
         say("tokenizer.json asks for truncation or padding, which is off while documents are read")
     vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
-    check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
+    check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
         checkpoints.check_tokenizer(resume, vocabulary.digest)
-    batch = place.world * config.train.micro_batch * config.train.accumulate
-
-    def accept(num_train: int, num_validation: int) -> None:
-        """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
-        check_enough(num_train, num_validation, config.data.seq_len, batch, source.label)
-        _make(folders)
-
     with _cached(cache):
-        tokens = cached_tokens(source, vocabulary, cache, accept, say)
-        keep_vocabulary()
+        tokens = cached_tokens(source, vocabulary, cache, say)
+        keep_tokenizer(vocabulary, cache)
+    batch = place.world * config.train.micro_batch * config.train.accumulate
+    check_enough(tokens.num_train, tokens.num_validation, config.data.seq_len, batch, source.label)
+    _make(folders)
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
     _tell_of_unread(source, say)
     config = with_base(config, folders["run.dir"])
-    work = Text(config=config, tokens=tokens, generation=generation_settings(config, [vocabulary.end_id]))
+    generation = generation_settings(config, [vocabulary.end_id])
+    work = Text(config=config, files=tokens, generation=generation, spec=vocabulary.spec)
     return _prepared(config, folders, work, place, resume)
 
 
@@ -255,50 +244,51 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
             f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
             "see each other; take --data.packing length."
         )
-    tokenizer, keep_tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
+    with _cached(cache):
+        tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
     size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    _check_rows(size, model_vocab, config)
+    check_fits(size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
     digest = digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
         checkpoints.check_tokenizer(resume, digest)
-    batch = place.world * config.train.micro_batch * config.train.accumulate
-
-    def accept(found: ExampleFiles, parts: dict[Split, Examples]) -> None:
-        """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
-        _tell_of_unread(source, say)
-        if found.unread:
-            say(f"data: fields that are not read, or not by the chat template: {', '.join(found.unread)}")
-        place.show(preview(parts["train"], tokenizer, data.seq_len))  # also of what is refused next
-        rows = {split: ExampleRows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
-        check_enough_rows(rows, config, batch, source.label)
-        for split, held in rows.items():
-            cut = held.fit.words(data.seq_len)
-            if cut is not None:
-                say(f"data, {split}: {cut}")
-        train = rows["train"]
-        say(
-            f"data: {source.label}, {found.num_train:,} examples to train on, {found.num_validation:,} to validate on; "
-            f"{train.fit.num_answers:,} of {int(train.examples.ends[-1]):,} tokens to train on are answers"
-        )
-        if data.packing == "documents":
-            filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
-            say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
-        _make(folders)
-
     with _cached(cache):
-        encoder = Encoder(tokenizer, data.format)
-        examples = cached_examples(source, encoder, digest, size, cache, say, accept)
-        keep_tokenizer()
+        examples = cached_examples(source, Encoder(tokenizer, data.format), digest, size, cache, say)
+    _check_examples(examples, config, source, tokenizer, place)
+    _make(folders)
     tokenizer.save_pretrained(folders["run.dir"])
-    spec = tokenizer.backend_tokenizer.to_str()
     end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
     if end is None:
         say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
     generation = generation_settings(config, ends_of(end))
     config = with_base(config, folders["run.dir"])
-    work = Instructions(config=config, examples=examples, spec=spec, generation=generation)
+    spec = tokenizer.backend_tokenizer.to_str()
+    work = Instructions(config=config, files=examples, generation=generation, spec=spec)
     return _prepared(config, folders, work, place, resume)
+
+
+def _check_examples(examples: ExampleFiles, config: Config, source: Source, tokenizer: Any, place: _Place) -> None:
+    """Show and describe the examples. Raises `UsageError` if there are too few."""
+    data, say = config.data, place.say
+    _tell_of_unread(source, say)
+    if examples.unread:
+        say(f"data: fields that are not read, or not by the chat template: {', '.join(examples.unread)}")
+    rows = {split: ExampleRows(examples.read(split), data.seq_len, data.packing) for split in SPLITS}
+    train = rows["train"]
+    place.show(preview(train.examples, tokenizer, data.seq_len))  # also of what is refused next
+    batch = place.world * config.train.micro_batch * config.train.accumulate
+    check_enough_rows(rows, config, batch, source.label)
+    for split, held in rows.items():
+        cut = held.fit.words(data.seq_len)
+        if cut is not None:
+            say(f"data, {split}: {cut}")
+    say(
+        f"data: {source.label}, {examples.num_train:,} examples to train on, {examples.num_validation:,} to validate on; "
+        f"{train.fit.num_answers:,} of {int(train.examples.lengths.sum()):,} tokens to train on are answers"
+    )
+    if data.packing == "documents":
+        filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
+        say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
 
 
 def _tell_of_unread(source: Source, say: Say) -> None:
@@ -318,14 +308,6 @@ def _describe_model(model: nn.Module, config: Config, say: Say) -> None:
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
-
-
-def _check_rows(size: int, model_vocab: int, config: Config) -> None:
-    if size > model_vocab:
-        raise UsageError(
-            f"the tokenizer of {config.data.tokenizer or config.model.path} has ids up to {size - 1}, the model rows for "
-            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
-        )
 
 
 def _replicas(config: JobConfig, world: int, local_world: int) -> int:
@@ -352,19 +334,17 @@ def _vocab_of_model(config: Config) -> int:
     return vocab
 
 
-def _vocabulary(
-    config: Config, source: Source, model_vocab: int, cache: Path, say: Say
-) -> tuple[Vocabulary, Callable[[], None]]:
+def _vocabulary(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Vocabulary:
     if config.model.path is not None:
         folder = Path(config.model.path)
         held = folder_vocabulary(folder, check_folder(config.model.path).get("eos_token_id"))
         if held is not None:
-            return held, lambda: None
+            return held
         if config.model.init == "pretrained":
             raise UsageError(
                 f"model.path {str(folder)!r} has no tokenizer.json, without which its weights mean nothing."
             )
-    return cached_vocabulary(source, model_vocab, cache, say)
+    return cached_vocabulary(source, source.pieces(), model_vocab, cache, say)
 
 
 def _check_writable(folder: Path) -> None:

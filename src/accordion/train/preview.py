@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion.train.example_files import Examples
+from accordion.train.token_tables import Examples
 
 SHOWN = 3  # examples
 LONGEST = 1200  # characters of one; of a longer one the middle is left out
@@ -21,9 +21,7 @@ def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[Part]
 
 
 def _parts(examples: Examples, number: int, tokenizer: Any, seq_len: int) -> list[Part]:
-    span = examples.span(number)
-    ids = examples.tokens[span][: seq_len + 1]
-    learnt = examples.answers[span][: seq_len + 1].copy()
+    ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])
     learnt[:1] = False  # nothing comes before it
     parts, end = list[Part](), 0
     whole = ""

@@ -14,7 +14,6 @@ from accordion.pages.machine import describe as machine
 from accordion.pages.page import Chart, Page, Table
 from accordion.train.auto_plan import Expected
 from accordion.train.config import Config, JobConfig, flat
-from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.screen import human, lasting, millions
 
 NAME = "report"
@@ -103,8 +102,3 @@ def _beside(
         step, best = min(validations, key=lambda pair: pair[1])
         rows.append(["lowest validation loss", "", f"{best:.4f} after {step} steps"])
     return rows
-
-
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` holds, whole lines alone."""
-    return [said for _, said in lines_in((run_dir / METRICS).read_text(encoding="utf-8", errors="replace"))]

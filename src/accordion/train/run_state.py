@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
 
 from accordion.errors import AccordionError
 from accordion.safety.liveness.wording import is_echo
@@ -89,12 +88,6 @@ def state_of(run_dir: Path) -> RunState | None:
         found = RunState(**said)
     except (OSError, ValueError, TypeError):
         return None
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "state": lambda v: isinstance(v, str),
-        "why": lambda v: isinstance(v, str),
-        "steps": lambda v: isinstance(v, int),
-        "checkpoint_dir": lambda v: isinstance(v, str),
-        "since": lambda v: isinstance(v, int | float),
-        "until": lambda v: v is None or isinstance(v, int | float),
-    }
-    return found if all(fits(getattr(found, name)) for name, fits in kinds.items()) else None
+    kinds: dict[str, type | UnionType] = dict.fromkeys(("state", "why", "checkpoint_dir"), str)
+    kinds |= {"steps": int, "since": int | float, "until": int | float | None}
+    return found if all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None

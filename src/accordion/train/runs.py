@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,14 +17,13 @@ from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import UsageError
 from accordion.options import place, read
 from accordion.train.checkpoints import NAME
-from accordion.train.metrics_file import METRICS, lines_in
+from accordion.train.metrics import METRICS, last_line
 from accordion.train.owner import holder_of
 from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
 
 KILLED, UNKNOWN = "killed", "unknown"
 DEPTH = 3  # folders below the one that is named in which runs are looked for
-TAIL_BYTES = 4096  # of metrics.jsonl: its last line and more
 ABOUT = (
     "List the runs below a folder: running, finished, stopped, preempted, failed or killed, and what they have reached."
 )
@@ -154,17 +152,6 @@ def _is_complete(path: Path) -> bool:
         return path.is_dir() and fault_of(folder_at(path)) is None
     except OSError:
         return False
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """The last whole line of a run's metrics; empty where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            found = [said for _, said in lines_in(file.read().decode(errors="replace"))]
-    except OSError:
-        return {}
-    return found[-1] if found else {}
 
 
 def _written_at(path: Path) -> float | None:

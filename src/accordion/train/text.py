@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,34 +19,28 @@ from accordion.train.data import (
     validation_batches,
     validation_order,
 )
-from accordion.train.evaluate import sample, token_losses, validation_loss
-from accordion.train.language_work import LanguageWork
+from accordion.train.evaluate import token_losses, validation_loss
+from accordion.train.language_work import LanguageWork, validated
 from accordion.train.screen import Screen
-from accordion.train.tokens import TokenFiles
+from accordion.train.token_tables import TokenFiles
 from accordion.train.work import Validation
 
-PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
+PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(LanguageWork):
-    """A language model on `tokens`."""
+    """A language model on text."""
 
-    tokens: TokenFiles
-
-    def agreed(self) -> dict[str, str]:
-        tokens = self.tokens
-        return {
-            "training tokens": f"{tokens.num_train:,} ({tokens.digest[:12]})",
-            "a tokenizer": tokens.tokenizer_digest[:12],
-        }
+    files: TokenFiles
+    unit: str = "training tokens"
 
     def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
-        sequences = Sequences(self.tokens.read("train"), self.config.data.seq_len)
+        sequences = Sequences(self.files.read("train"), self.config.data.seq_len)
         return OrderedBatches(sequences, share, seed, None, pins=pins)
 
     def notes(self, share: Share) -> list[str]:
-        count = num_sequences(self.tokens.num_train, self.config.data.seq_len)
+        count = num_sequences(self.files.num_train, self.config.data.seq_len)
         return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
@@ -58,28 +50,14 @@ class Text(LanguageWork):
     def num_counted(self, share: Share, batches: list[Any]) -> int:
         return share.global_batch * self.config.data.seq_len
 
-    def progress(self, model: nn.Module) -> dict[str, Any]:
-        return {
-            **self.described(model),
-            "data": self.tokens.digest,
-            "tokenizer": self.tokens.tokenizer_digest,
-        }
-
-    def has_data_of(self, extra: Mapping[str, Any]) -> bool:
-        return bool(extra["data"] == self.tokens.digest)
-
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        tokens, seq_len = self.tokens.read("validation"), self.config.data.seq_len
-        count = num_windows(tokens, seq_len)
+        tokens, seq_len = self.files.read("validation"), self.config.data.seq_len
+        count = num_windows(tokens.size, seq_len)
         order = validation_order(count, self.config.train.validation_rows)
         loss = validation_loss(model, validation_batches(tokens, seq_len, share, order), device)
-        perplexity = math.exp(min(loss, 700.0))
-        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f}; {rows_read(order, count)})")
+        return validated(loss, "", rows_read(order, count))
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""
-        prompt = [int(token) for token in self.tokens.read("validation")[:PROMPT_TOKENS]]
-        ends = self.generation["eos_token_id"]
-        written = sample(model, device, prompt, SAMPLE_TOKENS, self.config.data.seq_len, seed, ends)
-        tokenizer = self.tokens.tokenizer()
-        screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))
+        prompt = [int(token) for token in self.files.read("validation")[:PROMPT_TOKENS]]
+        self._show_sample(model, device, prompt, seed, screen)

@@ -1,16 +1,14 @@
-"""Weights & Biases and MLflow beside the record: the same figures, under one run of theirs over all starts of ours."""
+"""TensorBoard, Weights & Biases and MLflow beside the record: the same figures, in one run of theirs over all starts of ours."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from accordion.errors import UsageError
@@ -19,77 +17,108 @@ from accordion.train.tokens import write_whole
 
 IDS = "trackers.json"  # in the run folder: which runs of theirs this one is
 PACKAGES = ("wandb", "mlflow")
-MOST_WAITING = 10_000  # steps and validations whose figures wait for MLflow; of more, the newest are dropped
-AT_ONCE = 100  # of them in one request: MLflow takes 1000 figures
-CLOSE_S = 10.0  # at the end of a run, in which MLflow takes what waits
+FLUSH_S = 10  # after which TensorBoard shows a figure
 
 
-class FigureSink(Protocol):
-    """Takes figures of a step without waiting for a service; what it raises is told, and it is asked no more."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A start of a run. `first_step`: steps that are done. `theirs`: the tracker's name of the run that goes on."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-    def close(self, *, failed: bool) -> None: ...
+    config: JobConfig
+    run_dir: Path
+    first_step: int
+    theirs: str | None
+
+
+class RunTracker(Protocol):
+    """Takes the figures of a run. If one of these raises, that is told, and the tracker is asked no more."""
+
+    def open(self, start: Start) -> str | None:
+        """Begin a run, or go on with one. Return the tracker's name of it if that is needed to go on."""
+        ...
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record the figures of a step without waiting for a service."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """End the run."""
+        ...
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Raises `UsageError` where a package is asked for that is not installed."""
+    """Raise `UsageError` if a package is asked for that is not installed."""
     for name in PACKAGES:
         if getattr(log, name) is not None and find_spec(name) is None:
             raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
 
 
-def trackers_of(
-    config: JobConfig, run_dir: Path, *, goes_on: bool, say: Callable[[str], None]
-) -> dict[str, FigureSink]:
-    """Those that `config.log` names, opened. One that cannot be opened is told of and left out."""
-    before, found = _ids(run_dir) if goes_on else {}, dict[str, FigureSink]()
-    ids = dict(before)
-
-    def keep(name: str, of_theirs: str) -> None:
-        ids[name] = of_theirs
-        write_whole(run_dir / IDS, json.dumps(ids) + "\n")
-
-    makers: dict[str, Callable[[], FigureSink]] = {
-        "wandb": lambda: _Wandb(config, run_dir, before.get("wandb"), partial(keep, "wandb")),
-        "mlflow": lambda: _Mlflow(config, run_dir.name, before.get("mlflow"), partial(keep, "mlflow"), say),
+def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
+    """Return those that `config.log` names, opened. One that cannot be opened is told of and left out."""
+    named: dict[str, tuple[bool, RunTracker]] = {
+        "tensorboard": (config.run.record == "full", _TensorBoard()),
+        "wandb": (config.log.wandb is not None, _Wandb()),
+        "mlflow": (config.log.mlflow is not None, _Mlflow()),
     }
-    for name, make in makers.items():  # the one with a thread, which keeps an id later, is the last
-        if getattr(config.log, name) is not None:
-            try:
-                found[name] = make()
-            except Exception as error:  # whatever a service or its client says
-                say(_left_out(name, error))
-    return found
-
-
-def _left_out(name: str, error: Exception) -> str:
-    return f"not recorded in {name}: {' '.join(str(error).split())}; training goes on"
+    ids, opened = (_ids(run_dir) if first_step else {}), dict[str, RunTracker]()
+    for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
+        try:
+            start = Start(config=config, run_dir=run_dir, first_step=first_step, theirs=ids.get(name))
+            theirs = tracker.open(start)
+        except Exception as error:  # whatever a service or its client raises
+            say(f"not recorded in {name}: {' '.join(str(error).split())}; training goes on")
+            continue
+        opened[name] = tracker
+        if theirs is not None:
+            ids[name] = theirs
+            write_whole(run_dir / IDS, json.dumps(ids) + "\n")
+    return opened
 
 
 def _ids(run_dir: Path) -> dict[str, str]:
     try:
-        said = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
+        ids = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {k: v for k, v in said.items() if isinstance(v, str)} if isinstance(said, dict) else {}
+    return {k: v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
+
+
+class _TensorBoard:
+    """Event files in the run folder."""
+
+    def open(self, start: Start) -> None:
+        if find_spec("tensorboard") is None:
+            raise UsageError("it is not installed here; pip install tensorboard, or give --run.record metrics")
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = start.first_step + 1 if start.first_step else None  # steps that come anew
+        self._writer: Any = SummaryWriter(str(start.run_dir), purge_step=purged, flush_secs=FLUSH_S)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
 
 
 class _Wandb:
-    """Their client hands figures to a process of its own, which waits for the service."""
+    """Weights & Biases, whose client gives figures to a process of its own, which waits for the service."""
 
-    def __init__(self, config: JobConfig, run_dir: Path, before: str | None, keep: Callable[[str], None]) -> None:
+    def open(self, start: Start) -> str:
         wandb: Any = importlib.import_module("wandb")
+        log, run_dir = start.config.log, start.run_dir
         self._run = wandb.init(
-            project=config.log.wandb,
+            project=log.wandb,
             name=run_dir.name,
             dir=str(run_dir),
-            config=flat(config),
-            id=before,
-            resume="allow" if before is not None else None,
+            config=flat(start.config),
+            id=start.theirs,
+            resume="allow" if start.theirs is not None else None,
         )
         # Their own steps only grow; a run that goes on takes back what was not saved.
         self._run.define_metric("*", step_metric="step")
-        keep(str(self._run.id))
+        return str(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
@@ -99,96 +128,28 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Owns what waits for MLflow, and the thread that gives it to MLflow.
+    """MLflow, whose client sends figures from a thread of its own."""
 
-    Its client waits for each answer, and tries a server that is gone again for minutes; no step waits for that, nor does the end
-    of the process. What the server does not take is dropped, which is said once. Nothing is sent or said after `close`.
-    """
-
-    def __init__(
-        self,
-        config: JobConfig,
-        name: str,
-        before: str | None,
-        keep: Callable[[str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient
+    def open(self, start: Start) -> str:
+        log = start.config.log
         self._entities: Any = importlib.import_module("mlflow.entities")
-        self._config, self._name, self._before, self._keep, self._say = config, name, before, keep, say
-        self._waiting = deque[list[Any]]()  # metrics of a step
-        self._status = ""  # with which the run ends there, once it ends
-        self._wake, self._lock = Event(), Lock()
-        self._is_told = self._is_over = False
-        self._thread = Thread(target=self._serve, name="accordion-mlflow", daemon=True)
-        self._thread.start()
+        self._client = importlib.import_module("mlflow.tracking").MlflowClient()
+        if start.theirs is None:
+            experiment = self._client.get_experiment_by_name(log.mlflow)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(log.mlflow)
+            self._run = str(self._client.create_run(number, run_name=start.run_dir.name).info.run_id)
+        else:
+            self._run = start.theirs
+            self._client.update_run(self._run, status="RUNNING")
+        known = self._client.get_run(self._run).data.params  # which cannot be written anew there
+        settings = [self._entities.Param(k, str(v)) for k, v in flat(start.config).items() if k not in known]
+        self._client.log_batch(self._run, params=settings)
+        return self._run
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        if len(self._waiting) == MOST_WAITING:
-            self._dropped(f"{MOST_WAITING} steps wait for its answer")
-        elif self._thread.is_alive():
-            now = round(1000 * time.time())
-            self._waiting.append([self._entities.Metric(key, value, now, step) for key, value in values.items()])
-            self._wake.set()
+        now = round(1000 * time.time())
+        metrics = [self._entities.Metric(key, value, now, step) for key, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics, synchronous=False)
 
     def close(self, *, failed: bool) -> None:
-        self._status = "FAILED" if failed else "FINISHED"
-        self._wake.set()
-        self._thread.join(CLOSE_S)
-        with self._lock:
-            self._is_over = True
-            if self._thread.is_alive():
-                self._say(
-                    f"not all figures are in mlflow: it has not taken them in {CLOSE_S:g} s at the end of the run"
-                )
-
-    def _serve(self) -> None:
-        try:
-            client, run = self._opened()
-        except Exception as error:  # whatever a service or its client says
-            with self._lock:
-                if not self._is_over:
-                    self._say(_left_out("mlflow", error))
-            return
-        while not self._is_over:
-            status, taken = self._status, list[Any]()
-            for _ in range(min(AT_ONCE, len(self._waiting))):
-                taken += self._waiting.popleft()
-            if taken:
-                self._ask(partial(client.log_batch, run, metrics=taken))
-            elif status:
-                self._ask(partial(client.set_terminated, run, status=status))
-                return
-            else:
-                self._wake.wait()
-                self._wake.clear()
-
-    def _ask(self, what: Callable[[], object]) -> None:
-        try:
-            what()
-        except Exception as error:
-            self._dropped(" ".join(str(error).split()))
-
-    def _opened(self) -> tuple[Any, str]:
-        """The client, and the run's name with it."""
-        client = self._client()
-        run = self._before
-        if run is None:
-            experiment = client.get_experiment_by_name(self._config.log.mlflow)
-            at = experiment.experiment_id if experiment else client.create_experiment(self._config.log.mlflow)
-            run = str(client.create_run(at, run_name=self._name).info.run_id)
-        else:
-            client.update_run(run, status="RUNNING")
-        self._keep(run)
-        known = client.get_run(run).data.params  # which cannot be written anew there
-        settings = [self._entities.Param(k, str(v)) for k, v in flat(self._config).items() if k not in known]
-        client.log_batch(run, params=settings)
-        return client, run
-
-    def _dropped(self, why: str) -> None:
-        with self._lock:
-            if not self._is_told and not self._is_over:
-                self._is_told = True
-                self._say(
-                    f"some figures are not in mlflow: {why}; training goes on, and later ones are sent if it answers"
-                )
+        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")

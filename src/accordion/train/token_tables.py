@@ -1,0 +1,311 @@
+"""Tokens as tables in the cache of `datasets`: text as one stream, examples row by row; ranks map its Arrow files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accordion.errors import UsageError
+from accordion.train.examples import Encoder
+from accordion.train.rows import DataRow, Split
+from accordion.train.sources import Piece, Source, split_of
+from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
+
+SPLITS: tuple[Split, Split] = ("train", "validation")
+TAIL_SHARE = 20  # if no document falls to validation, the last 1/20 of the tokens does
+BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
+BLOCK_TOKENS = 1 << 16  # of text, in a row of its table
+BLOCKS_AT_ONCE = 64  # written at once
+
+
+# -- text
+
+
+class TokenStream:
+    """Tokens of one split. `stream[start:stop]` gives an array of them; `size` is their number."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([part.size for part in parts], dtype=np.int64)
+        self.size = int(self._ends[-1]) if parts else 0
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(self.size)
+        at, pieces = int(np.searchsorted(self._ends, start, side="right")), list[np.ndarray]()
+        while start < stop:
+            begin = int(self._ends[at]) - self.parts[at].size
+            pieces.append(self.parts[at][start - begin : stop - begin])
+            start, at = int(self._ends[at]), at + 1
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
+
+    def cut(self, count: int) -> tuple[TokenStream, TokenStream]:
+        """Return the first `count` tokens, and the rest."""
+        at = int(np.searchsorted(self._ends, count))
+        inside = count - (int(self._ends[at]) - self.parts[at].size)
+        first, last = self.parts[at][:inside], self.parts[at][inside:]
+        return TokenStream([*self.parts[:at], first]), TokenStream([last, *self.parts[at + 1 :]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFiles:
+    """Text as tokens on disk. `digest` is of the tokens themselves: equal on ranks that read equal data."""
+
+    files: tuple[str, ...]
+    num_train: int
+    num_validation: int
+    num_documents: int
+    digest: str
+    tokenizer_digest: str
+
+    def read(self, split: Split) -> TokenStream:
+        """Return the tokens of a split, mapped."""
+        return _streams(_table(self.files))[split]
+
+
+def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say) -> TokenFiles:
+    """Return the tokens of `source`, from the cache or put there. Raises `UsageError` if it holds no text."""
+    kind = "uint16" if vocabulary.size <= 1 << 16 else "uint32"
+
+    def rows() -> Iterator[dict[str, Any]]:
+        say(f"tokenizing {source.label} (once; kept in {cache / 'tokens'})")
+        pieces = counted(source.pieces(), lambda piece: len(piece.text), "tokenizing", say)
+        num_documents = 0
+        for row in _blocks(_encoded(pieces, vocabulary), np.dtype(kind)):
+            num_documents += row["documents"]
+            yield row
+        if num_documents == 0:
+            raise UsageError(f"{source.label!r} holds no text.")
+
+    columns = {"held_out": "bool", "ids": [kind], "documents": "int32"}
+    files = _cached(rows, columns, cache / "tokens", key_of(source.stamp, vocabulary.digest), BLOCKS_AT_ONCE)
+
+    def summary() -> dict[str, Any]:
+        table, digest = _table(files), hashlib.sha256()
+        streams = _streams(table)
+        for split, stream in streams.items():
+            for part in stream.parts:
+                digest.update(part.data)
+            digest.update(split.encode())
+        sizes = {f"num_{split}": stream.size for split, stream in streams.items()}
+        return {**sizes, "num_documents": int(table["documents"].to_numpy().sum()), "digest": digest.hexdigest()}
+
+    return TokenFiles(files=files, tokenizer_digest=vocabulary.digest, **_kept_beside(files, summary))
+
+
+def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
+    """Yield the tokens of each piece with its split, and if its document ends with it."""
+    tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
+    for batch in _batches(pieces):
+        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield split_of(piece), before * begins + encoding.ids + after * piece.ends, piece.ends
+            begins = piece.ends
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch, chars = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[Any]) -> Iterator[dict[str, Any]]:
+    """Yield rows of about `BLOCK_TOKENS` tokens of one split, and how many documents end in them."""
+    ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
+
+    def row(split: Split) -> dict[str, Any]:
+        made = {
+            "held_out": split == "validation",
+            "ids": np.array(ids[split], dtype),
+            "documents": documents[split],
+        }
+        ids[split], documents[split] = [], 0
+        return made
+
+    for split, tokens, ends in encoded:
+        ids[split] += tokens
+        documents[split] += ends
+        if len(ids[split]) >= BLOCK_TOKENS:
+            yield row(split)
+    yield from (row(split) for split in SPLITS if ids[split])
+
+
+def _streams(table: Any) -> dict[Split, TokenStream]:
+    """Return the tokens of each split. If one has none, the last of the other are its."""
+    ids, held_out = table["ids"], table["held_out"].to_numpy()
+    train, validation = (
+        TokenStream([ids[int(i)].values.to_numpy() for i in np.flatnonzero(held_out == flag)]) for flag in (False, True)
+    )
+    if train.size == 0:
+        train, validation = validation, train
+    if validation.size == 0:
+        train, validation = train.cut(train.size - train.size // TAIL_SHARE)
+    return {"train": train, "validation": validation}
+
+
+# -- examples
+
+
+class Examples:
+    """Examples of one split. `examples[i]` gives the tokens of one and which of them are answers, both (tokens,)."""
+
+    def __init__(self, table: Any, numbers: np.ndarray) -> None:
+        """`table`: with columns `ids`, `answers` and `num_answers`. `numbers`: the rows of this split."""
+        self._ids, self._answers, self._numbers = table["ids"], table["answers"], numbers
+        from pyarrow import compute
+
+        self.lengths = compute.list_value_length(self._ids).to_numpy().astype(np.int64)[numbers]  # (examples,) tokens
+        self.num_answers = int(table["num_answers"].to_numpy()[numbers].sum())  # tokens
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        at = int(self._numbers[index])
+        return self._ids[at].values.to_numpy(), self._answers[at].values.to_numpy(zero_copy_only=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleFiles:
+    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data. `unread`: fields left out."""
+
+    files: tuple[str, ...]
+    num_train: int
+    num_validation: int
+    digest: str
+    tokenizer_digest: str
+    unread: list[str]
+
+    def read(self, split: Split) -> Examples:
+        """Return the examples of a split, mapped."""
+        return _parts(_table(self.files))[split]
+
+
+def cached_examples(
+    source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
+) -> ExampleFiles:
+    """Return the examples of `source`, from the cache or put there. `size`: of the vocabulary.
+
+    Raises `UsageError` for a row that is no example, and for fewer than two.
+    """
+    dtype = "uint16" if size <= 1 << 16 else "uint32"
+
+    def rows() -> Iterator[dict[str, Any]]:
+        say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
+        count = 0
+        for row in counted(source.rows(), _num_chars, "tokenizing", say):
+            known = set(encoder.unread)
+            example = encoder.example(row)
+            count += 1
+            yield {
+                "held_out": row.split == "validation",
+                "ids": example.ids.astype(dtype),
+                "answers": example.answers,
+                "num_answers": int(example.answers.sum()),
+                "unread": sorted(encoder.unread - known),
+            }
+        if count < 2:
+            what = "one example" if count else "no example"
+            raise UsageError(
+                f"{source.label!r} holds {what}; give two at least, one to train on and one to validate on."
+            )
+
+    columns = {"held_out": "bool", "ids": [dtype], "answers": ["bool"], "num_answers": "int32", "unread": ["string"]}
+    files = _cached(rows, columns, cache / "examples", key_of(source.stamp, tokenizer_digest))
+
+    def summary() -> dict[str, Any]:
+        table, digest = _table(files), hashlib.sha256()
+        parts = _parts(table)
+        for part in parts.values():
+            for column in (0, 1):
+                for i in range(len(part)):
+                    digest.update(part[i][column].data)
+            digest.update(np.cumsum(part.lengths).data)
+        unread = {name for names in table["unread"].to_pylist() for name in names}
+        sizes = {f"num_{split}": len(part) for split, part in parts.items()}
+        return {**sizes, "digest": digest.hexdigest(), "unread": sorted(unread)}
+
+    return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_kept_beside(files, summary))
+
+
+def _num_chars(row: DataRow) -> int:
+    return sum(len(str(value)) for value in row.values.values())
+
+
+def _parts(table: Any) -> dict[Split, Examples]:
+    """Return the examples of each split. If one has none, the last of the other are its."""
+    held_out = table["held_out"].to_numpy()
+    train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if not len(train):
+        train, validation = validation, train
+    if not len(validation):
+        train, validation = np.split(train, [-max(1, len(train) // TAIL_SHARE)])
+    return {"train": Examples(table, train), "validation": Examples(table, validation)}
+
+
+# -- the cache
+
+
+def _cached(
+    rows: Callable[[], Iterator[dict[str, Any]]],
+    columns: Mapping[str, str | Sequence[str]],
+    cache: Path,
+    key: str,
+    at_once: int = 1000,
+) -> tuple[str, ...]:
+    """Return the Arrow files of the table named `key`, which `datasets` makes of `rows` whole or not at all."""
+    import datasets
+    import pyarrow as pa
+    from datasets.exceptions import DatasetGenerationError
+
+    kinds = {
+        name: datasets.Value(kind) if isinstance(kind, str) else datasets.List(datasets.Value(kind[0]))
+        for name, kind in columns.items()
+    }
+    shows = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # `counted` tells of it
+    try:
+        table = datasets.Dataset.from_generator(
+            rows,
+            features=datasets.Features(kinds),
+            cache_dir=str(cache),
+            fingerprint=key,
+            writer_batch_size=at_once,
+        )
+    except DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+    except pa.ArrowInvalid as error:
+        raise UsageError(f"the cache of tokens in {str(cache)!r} is damaged ({error}); remove it.") from None
+    finally:
+        if shows:
+            datasets.enable_progress_bars()
+    return tuple(file["filename"] for file in table.cache_files)
+
+
+def _table(files: Sequence[str]) -> Any:
+    """Return the table in Arrow files, mapped. It needs no `datasets`, which takes a rank seconds to import."""
+    import pyarrow as pa
+
+    return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])
+
+
+def _kept_beside(files: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `make` says of a table, which reads all of it; kept beside its files."""
+    path = Path(files[0]).with_name("summary.json")
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        summary = make()
+        write_whole(path, json.dumps(summary))
+        return summary
