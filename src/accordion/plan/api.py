@@ -58,21 +58,12 @@ def plan(
     task = trained(workload)
     if search.expert_parallel > 1:
         check_experts(task.model, task.name, search.expert_parallel)
+        task = replace(task, remarks=[*task.remarks, EVENLY.format(search.expert_parallel)])
     space = _space(workload, cluster, base, search, task, "units" in fixed)
     num_params = sum(p.numel() for p in task.model.parameters())  # which the first trace shortens
     space, measured = calibrated(space)
     found = search_in(space, say, fewest=True)
-    experts = [EVENLY.format(search.expert_parallel)] if search.expert_parallel > 1 else []
-    remarks = [*task.remarks, *experts]
-    made = Plan(
-        task=task,
-        workload=workload,
-        space=space,
-        found=found,
-        num_params=num_params,
-        measured=measured,
-        remarks=remarks,
-    )
+    made = Plan(task=task, workload=workload, space=space, found=found, num_params=num_params, measured=measured)
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -59,7 +58,6 @@ class Plan:
         log: of the best one, or of the one that comes closest.
         num_params: of the whole model.
         measured: which step, if any, was measured and calibrates the times.
-        remarks: on the model, and on how it is planned.
     """
 
     task: Trained
@@ -69,7 +67,6 @@ class Plan:
     num_params: int
     log: Log | None = None
     measured: str = ""
-    remarks: Sequence[str] = ()
 
     @property
     def cluster(self) -> Cluster:
@@ -299,7 +296,7 @@ class Plan:
             "host": host_assumed(self.cluster),
             "substituted": {} if self.log is None else self.log.substituted,
             "unmodelled": {} if self.log is None else self.log.unmodelled,
-            "remarks": list(self.remarks),
+            "remarks": list(self.task.remarks),
             "not_known": NOT_KNOWN,
         }
 

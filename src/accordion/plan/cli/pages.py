@@ -183,7 +183,7 @@ def _speed(plan: Plan, c: Candidate) -> float:
 
 def _notes(plan: Plan, change: str) -> list[str]:
     notes = [f"nothing fits; the smallest change that would make it: {change}"] if change else []
-    notes += plan.remarks
+    notes += plan.task.remarks
     assumed = plan.assumptions()
     notes += [
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) below the card's memory",

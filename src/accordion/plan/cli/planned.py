@@ -113,7 +113,7 @@ def sharding_of(o: Options) -> dict[str, Any]:
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
-        fixed[name.strip()] = int(value) if value.isdecimal() and len(value) < 10 else value
+        fixed[name.strip()] = int(value) or None if value.isdecimal() and len(value) < 10 else value
     return {"precision": precision_of(o.precision), **fixed}
 
 
