@@ -1,6 +1,6 @@
 """The words of a command line as a frozen dataclass: one flag a field, every mistake one sentence with the nearest flag.
 
-The field `gpu_memory_gib` is `--gpu-memory-gib`, and a field of `bool` that is False takes no value. A field that is a
+The field `max_new_tokens` is `--max-new-tokens`, and a field of `bool` that is False takes no value. A field that is a
 dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is given without a
 flag. The help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the dataclass. A
 dataclass with a method `parsers` gives the functions that parse the words of its other fields.

@@ -38,7 +38,7 @@ def language_model(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
             f"{where} is of type {config.model_type!r}, of which transformers has no causal language model; plan and "
-            "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard."
+            "train a module of any other kind from Python, with accordion.Workload(model, loss, batch) and accordion.shard."
         )
     return built(AutoModelForCausalLM, config, where, attention, dtype)
 

@@ -81,7 +81,7 @@ def _check_config(config: Any, model: str) -> None:
     ):  # its decoder alone is a causal language model of transformers, too
         raise UsageError(
             f"model {model!r} is of type {config.model_type!r}, an encoder with a decoder; plan it as a task (--task), or from "
-            "Python, with accordion.plan(model, loss, batch)."
+            "Python, as accordion.Workload(model, loss, batch)."
         )
     quantized = getattr(config, "quantization_config", None)
     if quantized and not _is_four_bits(config):
