@@ -34,7 +34,7 @@ def folder_of(tmp_path, kind, **sizes):
 
 @pytest.mark.parametrize("kind", ["vit", "clip", "whisper", "t5"])
 def test_other_kinds_of_configurations_are_refused_with_the_way_to_plan_them(tmp_path, kind):
-    with pytest.raises(acc.UsageError, match=f"{kind}.*from Python, with accordion.plan"):
+    with pytest.raises(acc.UsageError, match=f"{kind}.*from Python, (as|with) accordion.Workload"):
         planned(folder_of(tmp_path, kind), seq=48, micro_batch=2, **ONE)
 
 

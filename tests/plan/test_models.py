@@ -83,7 +83,7 @@ def test_a_model_that_can_be_built_but_not_run_is_told_of_in_one_line(tmp_path, 
 
 def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "wav2vec2"}')
-    said = r"type 'wav2vec2', .*from Python, with accordion\.plan\(model, loss, batch\)"
+    said = r"type 'wav2vec2', .*from Python, with accordion\.Workload\(model, loss, batch\)"
     with pytest.raises(acc.UsageError, match=said):
         planned(str(tmp_path), gpus=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterable
 
@@ -23,6 +24,12 @@ def advise(error: BaseException) -> None:
     """Add a note with the ways out to torch's error; do nothing to other errors."""
     if MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ()):
         error.add_note(WAYS_OUT)
+
+
+def print_advice(error: BaseException) -> None:
+    """Print the ways out at the exit of a program that torch's error ended, unless they were printed as its note."""
+    if MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ()):
+        print(f"accordion: {WAYS_OUT}", file=sys.stderr, flush=True)
 
 
 def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:

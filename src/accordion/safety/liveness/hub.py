@@ -32,6 +32,7 @@ from accordion.safety.liveness.messages import (
     StepsDiffer,
 )
 from accordion.safety.liveness.polling import poll
+from accordion.safety.mixed_tensors import print_advice
 
 log = logging.getLogger("accordion")
 KEPT = "accordion/hub/"  # prefix of the names under which hubs are kept with the job
@@ -158,6 +159,7 @@ class Hub:
         error = _last_error() if is_exit else sys.exception()
         if is_exit and error is not None:
             self.explain(error)
+            print_advice(error)
         text = wording.PROGRAM_END if is_exit else wording.LEFT_END.format(wording.while_handling(error))
         self.say_ended(text, echo=error is not None and wording.is_echo(error))
         self._links.close()
