@@ -49,7 +49,18 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    flags = ["--model.path", "llama", "--model.init", "pretrained", "--train.steps", "6", "--run.record", "full"]
+    flags = [
+        "--model.path",
+        "llama",
+        "--model.init",
+        "pretrained",
+        "--train.steps",
+        "6",
+        "--run.report",
+        "true",
+        "--log.tensorboard",
+        "true",
+    ]
     found = train("run", *flags)
     assert found[-1] < found[0]
     return "run"

@@ -65,7 +65,7 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
     flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
     parts = ["--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2"]
-    two = train("two", *flags, *parts, "--run.record", "full")
+    two = train("two", *flags, *parts, "--run.report", "true", "--log.tensorboard", "true")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)

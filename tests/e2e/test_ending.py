@@ -23,7 +23,18 @@ from tests.support import forked, own_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SLOW = f"{own_tasks.__file__}:Slow"
-FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", "--run.record", "metrics"]
+FLAGS = [
+    "--launch.device",
+    "cpu",
+    "--launch.nproc",
+    "2",
+    "--train.micro_batch",
+    "2",
+    "--run.report",
+    "false",
+    "--log.tensorboard",
+    "false",
+]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,12 @@ TINY += ["--data.seq_len", "16", "--train.micro_batch", "2", *forked.NO_REPORT]
 # Where, on which rank, at which steps; and the flags of the run.
 JOBS: dict[str, tuple[str, int, list[int], list[str]]] = {
     "loss stops": ("loss", 1, [3], []),
-    "gradients skipped": ("backward", 1, [2], ["--train.on_nonfinite", "skip", "--run.record", "full"]),
+    "gradients skipped": (
+        "backward",
+        1,
+        [2],
+        ["--train.on_nonfinite", "skip", "--run.report", "true", "--log.tensorboard", "true"],
+    ),
     "forward skipped in fp16": ("forward", 0, [2], ["--train.on_nonfinite", "skip", "--shard.precision", "fp16"]),
     "gradients stop fp16": ("backward", 1, [1], ["--shard.precision", "fp16"]),
     "a scale too large": ("scale", 0, [], ["--shard.precision", "fp16", "--train.steps", "5"]),

@@ -19,7 +19,7 @@ from accordion.train import launch
 from tests import pool
 
 # Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
-NO_REPORT = ["--run.record", "metrics"]
+NO_REPORT = ["--run.report", "false", "--log.tensorboard", "false"]
 
 
 @contextlib.contextmanager

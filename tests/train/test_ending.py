@@ -19,7 +19,7 @@ from torch import nn
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import ending as ending_module
-from accordion.train.config import Config, LogConfig, RunConfig
+from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
@@ -236,7 +236,7 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     module = types.ModuleType("wandb")
     module.init = lambda **words: calls.append(("init", words["project"], words["id"], words["resume"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    config, said = Config(run=RunConfig(record="metrics"), log=LogConfig(wandb="mine")), list[str]()
+    config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
     for goes_on in (False, True):
         opened = trackers_of(config, tmp_path, int(goes_on), said.append)
         with MetricsLog(tmp_path, 0, said.append, opened) as log:
@@ -258,7 +258,7 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
     tracking = pytest.importorskip("mlflow.tracking")
     uri = f"file:{tmp_path}/ml"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    config = Config(run=RunConfig(record="metrics"), log=LogConfig(mlflow="mine"))
+    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for number in (1, 2):
         opened = trackers_of(config, tmp_path, number - 1, pytest.fail)
         with MetricsLog(tmp_path, number - 1, print, opened) as log:
@@ -314,7 +314,7 @@ def test_figures_go_to_one_run_of_mlflow_and_one_that_fails_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow, said = FakeMlflow(monkeypatch), list[str]()
-    config = Config(run=RunConfig(record="metrics"), log=LogConfig(mlflow="mine"))
+    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for done in (0, 1):
         with MetricsLog(tmp_path, done, said.append, trackers_of(config, tmp_path, done, said.append)) as log:
             log.step(step(done + 1))

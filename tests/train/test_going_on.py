@@ -28,7 +28,7 @@ from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "run.record": "metrics"}
+QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "run.report": False, "log.tensorboard": False}
 BEST = {"train_eval_every": 3, "train_keep_best": True}
 
 
@@ -238,7 +238,7 @@ def test_a_page_that_cannot_be_drawn_is_told_of_and_the_run_is_finished(
         raise ValueError("of the one\nthat draws")
 
     monkeypatch.setattr(show, "as_html", broken)
-    assert fit(Curve(), train_steps=1, run_record="full").state == "finished"
+    assert fit(Curve(), train_steps=1, run_report=True).state == "finished"
     assert "no report.html: ValueError: of the one that draws\n" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accordion.checkpoint import save
 from accordion.describe import Report, UnitReport
 from accordion.train import checkpoints, trackers
-from accordion.train.config import Config, RunConfig, TrainConfig
+from accordion.train.config import Config, LogConfig, TrainConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, last_line, lines_of, peak_bytes
 from accordion.train.rates import lr_at
 from accordion.train.report import page_of
@@ -78,7 +78,7 @@ def test_without_tensorboard_a_line_says_how_to_have_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     assert not trackers_of(Config(), tmp_path, 0, said.append)
     assert said[0].startswith("not recorded in tensorboard: it is not installed here; pip install tensorboard")
-    assert not trackers_of(Config(run=RunConfig(record="metrics")), tmp_path, 0, pytest.fail)
+    assert not trackers_of(Config(log=LogConfig(tensorboard=False)), tmp_path, 0, pytest.fail)
 
 
 def test_a_record_that_goes_on_keeps_what_it_has_where_the_disk_is_full(tmp_path: Path) -> None:

@@ -196,15 +196,16 @@ class RunConfig:
 
     dir: str | None = None
     """folder for the record and checkpoints; without it: `runs/<model>-<data>`"""
-    record: Literal["full", "metrics"] = "full"
-    """`full`: metrics.jsonl, TensorBoard files, and report.html at the end (loss, speed and memory, and what was planned next to
-    what came); `metrics`: metrics.jsonl alone"""
+    report: bool = True
+    """write report.html at the end: loss, speed and memory, and what was planned beside what came"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """Where else the figures go."""
 
+    tensorboard: bool = True
+    """files of TensorBoard in the run folder"""
     wandb: str | None = None
     """project of Weights & Biases; without it: not there. WANDB_MODE=offline writes into the run folder, for `wandb sync`"""
     mlflow: str | None = None

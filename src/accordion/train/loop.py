@@ -69,7 +69,7 @@ def train(
         step, over = _steps(run, saves, log, done, stack)
         _finish(run, saves, log, step, over)
         state.ended(over.state, over.why)
-        if log is not None and config.run.record == "full" and run.ending.decided != IS_PREEMPTED:
+        if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
             _report(run, over, log)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     held.close()
@@ -223,7 +223,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     held = str(newest) if saves.lost is None and newest.is_dir() else None
     at = held or (checkpoints.kept(folder) if saves.lost is not None else None) or run.prepared.resume
     note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
-    shown = f"; tensorboard --logdir {run_dir}" if run.config.run.record == "full" else ""
+    shown = f"; tensorboard --logdir {run_dir}" if run.config.log.tensorboard else ""
     note(f"metrics: {Path(run_dir) / 'metrics.jsonl'}{shown}")
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         note(f"best: {folder / BEST}, validation loss {best[0]:.4f} after {best[1]} steps")

@@ -20,7 +20,6 @@ REMOVED = {
     "shard.offload_host_gib": (None, f"{OFFLOAD}optimizer=disk:/folder,host_bytes=16GiB"),
     "train.decay_every": (0, "write train.decay_steps"),
     "train.max_skips": (10, "write train.on_nonfinite: skip:3, for example"),
-    **dict.fromkeys(("run.report", "log.tensorboard"), (True, "write run.record: metrics")),
     "log.wandb_mode": ("online", "set WANDB_MODE=offline in the environment"),
     "log.mlflow_uri": (None, "set MLFLOW_TRACKING_URI in the environment"),
 }

@@ -56,7 +56,7 @@ def check_trackers(log: LogConfig) -> None:
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
     """Return those that `config.log` names, opened. One that cannot be opened is told of and left out."""
     named: dict[str, tuple[bool, RunTracker]] = {
-        "tensorboard": (config.run.record == "full", _TensorBoard()),
+        "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),
         "mlflow": (config.log.mlflow is not None, _Mlflow()),
     }
@@ -88,7 +88,7 @@ class _TensorBoard:
 
     def open(self, start: Start) -> None:
         if find_spec("tensorboard") is None:
-            raise UsageError("it is not installed here; pip install tensorboard, or give --run.record metrics")
+            raise UsageError("it is not installed here; pip install tensorboard, or give --log.tensorboard false")
         from torch.utils.tensorboard import SummaryWriter
 
         purged = start.first_step + 1 if start.first_step else None  # steps that come anew
