@@ -400,6 +400,9 @@ WRONG = {
     "nowhere out": "does not exist",
     "other out --format safetensors --like nowhere": "",
     "other out --format onnx": "--like a folder",
+    "llama out --format gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama out.gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama OUT.GGUF": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
     "llama out.onnx --format hf": "is the name of a file of onnx",
     "lost out": "which is no folder here; export it with --like",
 }

@@ -37,8 +37,12 @@ from accordion.options import one_of, place
 
 PROG = "accordion export"
 NEEDS = ("onnx", "onnxscript", "onnx_ir")  # packages for --format onnx
-FORMATS = (*convert.FORMATS, "onnx", "peft")
-SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors"}  # of a TARGET that is one file
+FORMATS = (*convert.FORMATS, "onnx", "peft", "gguf")
+SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors", ".gguf": "gguf"}  # of a TARGET that is one file
+GGUF = (
+    "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
+    "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
+)
 OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
 OF_ONNX = (torch.float32, torch.float16)
 
@@ -95,6 +99,8 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             raise UsageError(f"{key.upper()} is empty; give a path.")
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
+    if form == "gguf":
+        raise UsageError(GGUF)
     if named is not None and named != form:
         raise UsageError(
             f"--format is {form} and TARGET {options.target!r} is the name of a file of {named}; change one of them."
