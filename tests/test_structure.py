@@ -332,3 +332,52 @@ def test_folders_keep_their_line_budgets() -> None:
     assert counted.keys() == BUDGETS.keys()
     over = {folder: (lines, BUDGETS[folder]) for folder, lines in counted.items() if lines > BUDGETS[folder]}
     assert not over, f"growth needs a line in CHANGELOG.md that names its user: {over}"
+
+
+FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+}
+TAKES_ANY_DEVICE = (
+    "bench",
+    "plan",
+    "compat",
+)  # models of their own, and traces: there the caller's device is meant
+
+
+def test_memory_names_its_device():
+    """Under `torch.set_default_device` a factory that names none allocates on the accelerator, also where the host is meant."""
+    nameless = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node.func)}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.relative_to(SOURCE).parts[0] not in TAKES_ANY_DEVICE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        and not {"device", None} & {word.arg for word in node.keywords}
+    ]
+    assert not nameless
+
+
+def code_says_cuda(path: Path) -> bool:
+    """Whether a name, an attribute or a text has the word in it, docstrings aside."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    said = (getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(tree))
+    texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docstrings)
+    return any(isinstance(word, str) and "cuda" in word.lower() for word in [*said, *texts])
+
+
+def test_any_accelerator_will_do_but_in_these_places():
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if code_says_cuda(path)}
+    assert sorted(found) == sorted(SAYS_CUDA)
