@@ -793,8 +793,9 @@ def fake_metadata(tensor: Any) -> Any:
 
 
 def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
-    """What makes a fake tensor with the metadata of one, in memory of its own; None if it does not fill its memory. Takes a
-    fifth of the time that the mode takes. No public name (all versions).
+    """Return a function that makes fake tensors like `tensor` in memory of their own, in a fifth of the time of the mode.
+
+    None if `tensor` does not fill its memory. No public name (all versions).
     """
     metadata = fake_metadata(tensor)
     if metadata is None or tensor.storage_offset():
@@ -813,8 +814,9 @@ def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
 
 
 def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives that views the memory of a fake tensor, by its kernel for the meta device, as the mode has it; a
-    tenth of the time of the mode. None for other tensors. No public name (all versions).
+    """Return the result of an operator that views a fake tensor, in a tenth of the time of the mode; None for other tensors.
+
+    As in the mode, the operator's kernel for the meta device makes it. No public name (all versions).
     """
     tensor: Any = args[0] if args else None
     if fake_metadata(tensor) is None:

@@ -188,7 +188,7 @@ class WholeStep(Wrapped, _torch.WholeVectors):
 
 
 class StepHooks:
-    """What torch calls before and after the step of any optimizer, once for all models and for good.
+    """The hooks that torch calls before and after the step of any optimizer: one pair for all models, never removed.
 
     Does nothing to an optimizer of other parameters. A hook of each model, removed whenever that is collected, would change the
     mapping that some step is walking through.
@@ -227,7 +227,7 @@ class StepHooks:
 
 
 class StepListener(Protocol):
-    """What `StepHooks` calls."""
+    """The callbacks of `StepHooks`."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, of any model."""

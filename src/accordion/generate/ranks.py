@@ -5,30 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 import accordion as acc
-from accordion.devices import backend_of
 from accordion.generate.memory import SHARE, Need, free_bytes, need_of
 from accordion.generate.options import GenerateOptions
 from accordion.generate.printer import Printer
 from accordion.generate.prompts import Prompt, num_new
 from accordion.generate.writer import TextWriter
 from accordion.models.stored import StoredModel, computing, dtype_of, meta_model, tokenizer_of
-from accordion.train.launch import RankPlace
+from accordion.train.launch import RankPlace, join_group
 from accordion.weights.export import load_exported
 from accordion.weights.meta_start import load_saved
 
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
-TIMEOUT = timedelta(minutes=10)  # after which a rank exits that waits for another one
+TIMEOUT_S = 600  # after which a rank exits that waits for another one
 
 
 def generate(
@@ -40,7 +38,7 @@ def generate(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = _join(place, store, kind)
+    device = join_group(place, store, kind, TIMEOUT_S)
     whole = meta_model(stored, dtype_of(stored) if options.dtype == "auto" else DTYPES[options.dtype])
     model = computing(whole)
     new = num_new(options, prompts, model.config)
@@ -70,22 +68,6 @@ def _answer(writer: TextWriter, prompts: Sequence[Prompt], mine: range, batch: i
         chosen = mine[at : at + batch]
         printer.keep(writer.write({i: prompts[i].ids for i in chosen}, printer.streamer()))
         printer.show()
-
-
-def _join(place: RankPlace, store: Store, kind: str) -> torch.device:
-    """Take this rank's device and join the group of all ranks."""
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
-    if kind != "cpu":
-        torch.accelerator.set_device_index(place.local_rank)
-    dist.init_process_group(
-        backend_of(kind),
-        store=PrefixStore("accordion/group", store),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=TIMEOUT,
-        device_id=None if kind == "cpu" else device,
-    )
-    return device
 
 
 def _held(options: GenerateOptions, need: Need, place: RankPlace, device: torch.device) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""Where a page goes: tables on the screen, and one HTML file that needs nothing beside it."""
+"""Show a page as tables on the screen, and as one HTML file that needs nothing beside it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Choice:
         engine: str = "accordion",
         device: Literal["cuda", "cpu"] = "cuda",
     ) -> TrainingSetup:
-        """What is traced for this choice: no more micro-batches than differ, with the host in place of a disk."""
+        """Return the choice to trace for this one: no more micro-batches than differ, with the host in place of a disk."""
         return TrainingSetup(
             engine=engine,
             ranks=self.gpus,
@@ -161,7 +161,7 @@ def moved_as(choice: Choice) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What a plan looks through. Fields that a sharding fixes are not looked through.
+    """The values that a plan tries. Fields that a sharding fixes are not tried.
 
     Args:
         strategies: strategies, or their names.

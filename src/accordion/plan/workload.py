@@ -39,7 +39,7 @@ LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a ten
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained.
+    """The model that is trained, its loss and its batches.
 
     Args:
         model: the name of a preset, a folder of transformers or a config.json, or "file.py:build", a function that gives a

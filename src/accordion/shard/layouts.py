@@ -39,7 +39,7 @@ class TensorParallelView:
         self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
     def __call__(self, full: Tensor) -> Tensor:
-        """What modules see of a gathered tensor."""
+        """Return the tensor that modules see in place of a gathered one."""
         if self.summed:
             return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
         return self.seen(full)
@@ -64,7 +64,7 @@ class TensorParallelView:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first on every axis."""
+        """Return True if this rank is the first on every axis."""
         return not any(self.mesh.get_coordinate() or ())
 
 

@@ -77,7 +77,7 @@ def planned(
 def space_of(
     config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str, task: LoadedTask | None = None
 ) -> Space:
-    """What is left to look for. `task`: if text is not what is trained."""
+    """Return the space of choices that is left. `task`: the task, if the run does not train on text."""
     if isinstance(config, Config):
         model, subject_for = trained_model(config), partial(_subject, config)
     else:
@@ -99,7 +99,7 @@ def space_of(
 
 
 def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device: str) -> Search:
-    """What is looked through beside what keys name. On CPU ranks the host is the device: there is nowhere to offload to."""
+    """Return the values to try, without those that keys name. On CPU ranks nothing can be offloaded: the host is the device."""
     # A disk takes a folder, which nobody named.
     search = Search(
         micro_batches=[config.train.micro_batch],
@@ -112,7 +112,7 @@ def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device
 
 
 def sharding_of(shard: ShardConfig, device: str) -> Sharding:
-    """What keys say of the sharding, as far as a plan knows it: of places on a disk it knows those of states and inputs."""
+    """Return the sharding that the keys describe, as far as a plan knows it: of places on a disk, those of states and inputs."""
     own, inputs = shard.offload, Offload(activations=shard.offload.activations)
     params = HOST if own.params != DEVICE and own.optimizer != DEVICE else DEVICE
     offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=own.optimizer)

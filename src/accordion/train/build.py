@@ -1,23 +1,20 @@
-"""What a rank trains with: its device, the group of all ranks, and the model with its optimizer and data."""
+"""Build what a rank trains with: its device, the group of all ranks, and the model with its optimizer and data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import _torch
 from accordion.compat.deepspeed import Settings
 from accordion.config import Place, Precision
 from accordion.describe import describe
-from accordion.devices import backend_of
 from accordion.errors import DivergenceError
 from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, wrap_optimizer
@@ -64,22 +61,6 @@ class Run:
     @property
     def config(self) -> JobConfig:
         return self.prepared.config
-
-
-def join(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout_s`."""
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
-    if kind != "cpu":
-        torch.accelerator.set_device_index(place.local_rank)
-    dist.init_process_group(
-        backend_of(kind),
-        store=PrefixStore("accordion/group", store),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=None if kind == "cpu" else device,
-    )
-    return device
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:

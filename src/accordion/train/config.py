@@ -202,7 +202,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where else the figures go."""
+    """Other places that figures are written to."""
 
     tensorboard: bool = True
     """files of TensorBoard in the run folder"""

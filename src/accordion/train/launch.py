@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -33,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from accordion.devices import Devices, devices_named, num_cores
+from accordion.devices import Devices, backend_of, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
@@ -513,3 +514,19 @@ def _wait_for(store: Store, key: str) -> None:
     store.wait([key], LONG)
     if message := store.get(key).decode():
         raise UsageError(message)
+
+
+def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
+    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout_s`."""
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
+    if kind != "cpu":
+        torch.accelerator.set_device_index(place.local_rank)
+    dist.init_process_group(
+        backend_of(kind),
+        store=PrefixStore("accordion/group", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=None if kind == "cpu" else device,
+    )
+    return device

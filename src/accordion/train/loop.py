@@ -15,10 +15,10 @@ from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.train import checkpoints, run_state
 from accordion.train.auto_plan import beside
-from accordion.train.build import Run, agree, join, run_of
+from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
-from accordion.train.launch import RankPlace, first_of_all
+from accordion.train.launch import RankPlace, first_of_all, join_group
 from accordion.train.metrics import MetricsLog, StepMetrics, lines_of
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
@@ -55,7 +55,7 @@ def train(
         state = stack.enter_context(
             run_state.StateFile(run_dir, config.train.steps, prepared.checkpoint_dir, leads=leads)
         )
-        device = join(place, store, kind, config.launch.timeout_s)
+        device = join_group(place, store, kind, config.launch.timeout_s)
         held.callback(dist.destroy_process_group)
         agree(prepared, place)
         run = run_of(prepared, place, device, signals, screen)
@@ -86,7 +86,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What follows a step, the same on all ranks. `over`: why training ends with it, None if it goes on."""
+    """The decision after a step, the same on all ranks. `over`: why training ends with it, None if it goes on."""
 
     over: Over | None
     saves: bool = False

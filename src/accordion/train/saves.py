@@ -170,7 +170,7 @@ class RunSaves:
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds of a run next to its tensors; `resume` reads it."""
+        """Return the state of the run that a checkpoint holds beside its tensors; `resume` reads it."""
         run = self._run
         return {
             **run.prepared.work.progress(run.model),
@@ -184,7 +184,7 @@ class RunSaves:
         }
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds for each rank."""
+        """Return the state that a checkpoint holds for each rank."""
         run = self._run
         return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 

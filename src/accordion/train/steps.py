@@ -237,5 +237,5 @@ class Counted:
 
 
 def _at_least_something(count: Tensor) -> Tensor:
-    """Where nothing counts, the sums are zero too, whatever divides them."""
+    """If nothing counts, the sums are zero too, whatever divides them."""
     return torch.where(count == 0, torch.ones_like(count), count)

@@ -30,7 +30,7 @@ PART = "_accordion_part"  # where a module keeps its part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one call of `fully_shard` asks for, checked.
+    """The checked arguments of one call of `fully_shard`.
 
     Args:
         mesh: over which data parallelism shards and sums.

@@ -38,7 +38,7 @@ from accordion.units import Owned, owned_parameters
 
 @dataclass(slots=True)
 class PartSettings:
-    """What the setters of `FSDPModule` have set on a part.
+    """The values that the setters of `FSDPModule` have set on a part.
 
     Args:
         stays: the memory of full parameters stays when they are resharded.

@@ -21,7 +21,7 @@ from accordion.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAnswer:
-    """What the command says of a plan. `data`: what JSON holds. `page`: what the screen shows."""
+    """The answer of the command. `data`: for JSON. `page`: for the screen."""
 
     fits: bool
     data: dict[str, Any]
@@ -51,7 +51,7 @@ def place_of(o: Options) -> Path | None:
 
 
 def _text(file: Path) -> str:
-    """What a file holds; empty if it cannot be read."""
+    """Return the content of a file; empty if it cannot be read."""
     try:
         return read_text(file)
     except (OSError, ValueError):

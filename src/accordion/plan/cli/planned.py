@@ -118,7 +118,7 @@ def sharding_of(o: Options) -> dict[str, Any]:
 
 
 def search_of(o: Options) -> Search:
-    """What is looked through, beside what is fixed. Raises `UsageError`."""
+    """Return the values to try, beside those that are fixed. Raises `UsageError`."""
     return Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
         replicas=o.replicas,

@@ -160,7 +160,7 @@ class _Clock:
         self._wait(stream, waited, self._streams.get(transfer, ""))
 
     def step(self) -> Step:
-        """What the whole log takes: until the last stream is done."""
+        """Return the seconds of the whole log: until the last stream is done."""
         busy = self._busy
         total = max(busy.values(), default=0.0)
         self._in_place[0] += total - self._entered
@@ -196,7 +196,7 @@ def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
 
 
 def kind_of(event: Op | Collective) -> str:
-    """What a kernel of the compute stream, or a message, does; of other kernels, the stream that they run on."""
+    """Return the kind of a kernel of the compute stream or of a message; for other kernels, the stream that they run on."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind

@@ -1,4 +1,4 @@
-"""What each choice of a search takes: traced, worked out from other traces, or ruled out by a bound."""
+"""Bytes and seconds of each choice of a search: traced, derived from other traces, or ruled out by a bound."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def search_in(
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """What is chosen everywhere: units, offload and copies are tried next to some choices."""
+    """Return the choices to evaluate first; units, offload and copies are tried next to some of them."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 

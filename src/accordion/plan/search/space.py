@@ -18,7 +18,7 @@ from accordion.units import UnitChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What is looked through.
+    """The resolved choices of a search.
 
     Args:
         subject_for: the training with a micro-batch of that size.
@@ -45,7 +45,7 @@ class Space:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """What is traced for a choice."""
+        """Return the choice to trace for another one."""
         return choice.setup(self.cluster.node, self.optimizer, self.engine, self.device)
 
     @property

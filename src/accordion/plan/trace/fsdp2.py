@@ -78,7 +78,7 @@ def apply(
 
 
 def has(strategy: Strategy) -> bool:
-    """Whether FSDP2 has a strategy."""
+    """Return True if FSDP2 has a strategy."""
     return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
 
 

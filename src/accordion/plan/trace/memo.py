@@ -58,7 +58,7 @@ def _described(value: Any) -> Any:
 
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
-    """What makes the result anew; None if nothing does."""
+    """Return a function that makes the result again; None if there is none."""
     schema, given = func._schema, tensors_of((args, kwargs))
     writes = any(a.alias_info is not None for a in schema.arguments)
     if writes:

@@ -45,7 +45,7 @@ WARNED = -1  # in place of a digest of inputs, after the warning
 
 
 class Position:
-    """Where this rank is: what it is `doing` with others, if anything, and the `phase` of its step, both as words."""
+    """The position of this rank: what it is `doing` with others, if anything, and the `phase` of its step, both as words."""
 
     def __init__(self) -> None:
         self.doing: str | None = None
@@ -348,7 +348,7 @@ HANDLERS: Mapping[type[HubMessage], Callable[[Hub, Any], None]] = {
 
 
 class _FirstRank:
-    """What the first rank does for all: it passes messages on, counts arrivals, and compares digests."""
+    """The duties of the first rank: pass messages on, count arrivals, and compare digests."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

@@ -1,4 +1,4 @@
-"""What ranks send each other over a hub: frozen dataclasses, one JSON line each."""
+"""The messages that ranks send each other over a hub: frozen dataclasses, one JSON line each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """What `rank` does with a model: `what`, the `ranks` it waits for, or why it has `failed`; None if that holds no longer."""
+    """The state of `rank`: `what` it does, the `ranks` it waits for, or why it has `failed`; None if that has ended."""
 
     model: str
     said: dict[str, Any] | None
@@ -43,7 +43,7 @@ class PositionQuestion(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionAnswer(HubMessage):
-    """Where `rank` is, for the rank `to` that asked."""
+    """The position of `rank`, for the rank `to` that asked."""
 
     number: int
     to: int
