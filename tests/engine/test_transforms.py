@@ -30,8 +30,8 @@ class Unit(nn.Module):
 
 def pair(mesh, strategy: acc.Strategy = acc.FULL_SHARD) -> list[nn.Module]:
     """A model of four units, without sharding and with it."""
-    with warnings.catch_warnings():  # torch's own, once a process
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings():  # torch warns once a process, of another class in each version
+        warnings.simplefilter("ignore")
         torch.func.jvp(torch.sin, (torch.ones(1),), (torch.ones(1),))
     made = []
     for _ in range(2):
