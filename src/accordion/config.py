@@ -272,11 +272,12 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """What `shard(debug=)` asks for. Raises `UsageError` naming the nearest mode."""
-    modes = frozenset([asked] if isinstance(asked, str) else asked)
-    for mode in sorted(modes - set(DEBUG_MODES)):
-        raise UsageError(f"debug={mode!r} is not known; {nearest(mode, list(DEBUG_MODES))}")
-    return modes
+    """Return the modes that `shard(debug=...)` names. Raises `UsageError` for others, with the nearest mode."""
+    modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
+    for mode in modes:
+        if mode not in DEBUG_MODES:
+            raise UsageError(f"debug={mode!r} is not known; {nearest(str(mode), list(DEBUG_MODES))}")
+    return frozenset(modes)
 
 
 UnitRule = Callable[[str, nn.Module], bool]

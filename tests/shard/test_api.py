@@ -179,6 +179,9 @@ def by_name(mesh) -> None:
         acc.shard(models.plain(), mesh, strategy="full_shart")
     with pytest.raises(acc.UsageError, match="strategy is 3, of type int; pass a name such as 'full_shard'"):
         acc.shard(models.plain(), mesh, strategy=3)
+    for debug in (True, "ordr", ["order", "ordr"]):
+        with pytest.raises(acc.UsageError, match=r"debug=(True|'ordr') is not known; .*valid: streams, order, finite"):
+            acc.shard(models.plain(), mesh=mesh, debug=debug)
 
 
 def test_a_strategy_is_taken_by_its_name(world):
