@@ -13,26 +13,6 @@ from accordion.compat import deepspeed
 from tests.devices import device
 
 
-def sums(mesh: DeviceMesh) -> None:
-    """Gradients that are summed and not averaged, and fp16 with the scale of the file."""
-    grads = {}
-    for op in ("mean", "sum"):
-        settings = deepspeed.read(
-            {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": op, "fp16": {"enabled": True}}
-        )
-        torch.manual_seed(0)
-        model = acc.shard(torch.nn.Linear(4, 4), mesh, settings.sharding)
-        scaler = settings.scaler()
-        scaler.scale(model(torch.ones(2, 4, device=device())).float().mean()).backward()
-        assert scaler.get_scale() == 2.0**16
-        grads[op] = model.weight.grad.full_tensor()
-    torch.testing.assert_close(grads["sum"], grads["mean"] * mesh.size())
-
-
-def test_sums_of_gradients(world):
-    world.run(2, sums)
-
-
 def given(mesh: DeviceMesh) -> None:
     """The caller's own optimizer, scheduler and parameter groups, made before; what is not supported."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
@@ -66,6 +46,10 @@ def given(mesh: DeviceMesh) -> None:
             deepspeed.initialize(**options)
 
 
+def test_what_initialize_is_given(world):
+    world.run(4, given)
+
+
 def test_arguments_of_a_command_line():
     args = deepspeed.add_config_arguments(ArgumentParser()).parse_args(
         ["--deepspeed", "--deepspeed_config", "none.json"]
@@ -76,7 +60,3 @@ def test_arguments_of_a_command_line():
         _ = deepspeed.zero
     with pytest.raises(AttributeError, match="has no 'nothing'"):
         _ = deepspeed.nothing
-
-
-def test_what_initialize_is_given(world):
-    world.run(4, given)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.compat.deepspeed import LossScaler, Schedule, read
-from accordion.compat.deepspeed.keys import KEYS, Use, render
+from accordion.compat.deepspeed import Schedule, read
+from accordion.compat.deepspeed.keys import KEYS, SECTIONS, Use, render
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
 from tests.pool import fake_world
@@ -84,7 +84,7 @@ def test_a_file_of_the_trainer_with_its_autos() -> None:
     assert settings.sharding.precision.params is torch.bfloat16
     assert settings.sharding.precision.master is torch.float32
     assert settings.clip == 1.0
-    assert settings.loss_scale is None
+    assert not settings.scaler().is_enabled()
     assert settings.batch(8).train_batch == 64
     assert settings.mesh() is None
     assert settings.scheduler is not None
@@ -282,8 +282,8 @@ def test_loss_scaling_by_deepspeeds_rules() -> None:
 
 
 def test_a_scaler_remembers_the_overflows_that_are_left() -> None:
-    rules = read({"fp16": {"enabled": True}}).loss_scale
-    before, after = LossScaler(rules, "cpu"), LossScaler(rules, "cpu")
+    fp16 = {"fp16": {"enabled": True}}
+    before, after = read(fp16).scaler("cpu"), read(fp16).scaler("cpu")
     before._left = 1
     after.load_state_dict(before.state_dict())
     assert after._left == 1
@@ -343,15 +343,15 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.REFUSED])
 def test_what_is_not_supported_is_refused_by_name_and_may_be_off(name: str) -> None:
     with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
-        read(nested(name, {"enabled": True} if KEYS[name].section else "wanted"))
+        read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
     assert KEYS[name].why in str(error.value)
-    for off in (None, False, *KEYS[name].off, *([{"enabled": False}] if KEYS[name].section else [])):
+    for off in (None, False, *KEYS[name].off, *([{"enabled": False}] if name in SECTIONS else [])):
         read(nested(name, off))
 
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.NOT_NEEDED])
 def test_what_is_not_needed_is_accepted_and_told(name: str) -> None:
-    value = {"anything": 1} if KEYS[name].section else "auto"
+    value = {"anything": 1} if name in SECTIONS else "auto"
     ignored = read(nested(name, value)).ignored
     assert [key for key in ignored if key == name or key.startswith(f"{name}.")]
 

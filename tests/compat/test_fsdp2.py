@@ -113,13 +113,10 @@ def like_theirs(mesh, build: str, **options: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("build", ["plain", "frozen", "wide"])
-def test_training_is_that_of_fully_shard(world, build):
-    world.run(1 if build == "frozen" else 2, like_theirs, build)
-
-
-def test_rows_that_ranks_do_not_divide_lie_as_with_fully_shard(world):
-    world.run(4, like_theirs, "narrow")
+# "narrow" has rows that ranks do not divide.
+@pytest.mark.parametrize(("build", "num_ranks"), [("plain", 2), ("frozen", 1), ("wide", 2), ("narrow", 4)])
+def test_training_is_that_of_fully_shard(world, build, num_ranks):
+    world.run(num_ranks, like_theirs, build)
 
 
 def offloaded(mesh) -> None:
@@ -247,10 +244,10 @@ def test_hooks_on_accumulated_gradients_see_the_sharded_ones(world):
 # -- policies
 
 
-def mixed(mesh, policy: dict[str, Any]) -> None:
+def mixed(mesh, policy: dict[str, Any], own: torch.dtype) -> None:
     pair = []
     for api in SIDES:
-        model = models.plain()
+        model = models.plain().to(own)
         inner = api.MixedPrecisionPolicy(**{**policy, "output_dtype": None})
         for block in model.blocks:
             api.fully_shard(block, mesh=mesh, mp_policy=inner)
@@ -267,37 +264,20 @@ def mixed(mesh, policy: dict[str, Any]) -> None:
     assert seen[0] == seen[1]
     assert_same_gradients(*pair, tolerance=3e-2)
     for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
-        assert a.grad.dtype == b.grad.dtype == a.dtype == b.dtype
+        assert a.grad.dtype == b.grad.dtype == a.dtype == b.dtype == own
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32},
-        {"param_dtype": torch.bfloat16},
-        {"reduce_dtype": torch.float32, "output_dtype": torch.bfloat16},
-    ],
-    ids=["bf16", "bf16 reduce", "output"],
-)
-def test_mixed_precision(world, policy):
-    world.run(2, mixed, policy)
+POLICIES = {
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32},
+    "bf16 reduce": {"param_dtype": torch.bfloat16},
+    "output": {"reduce_dtype": torch.float32, "output_dtype": torch.bfloat16},
+    "a model in bf16": {},
+}
 
 
-def own_dtype(mesh) -> None:
-    pair = []
-    for api in SIDES:
-        model = models.plain().to(torch.bfloat16)
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh)
-        pair.append(api.fully_shard(model, mesh=mesh))
-    for m in pair:
-        one_loss(m).backward()
-    assert {p.dtype for p in pair[1].parameters()} == {p.grad.dtype for p in pair[1].parameters()} == {torch.bfloat16}
-    assert_same_gradients(*pair, tolerance=3e-2)
-
-
-def test_parameters_keep_the_dtype_that_they_came_in(world):
-    world.run(2, own_dtype)
+@pytest.mark.parametrize("name", POLICIES)
+def test_mixed_precision(world, name):
+    world.run(2, mixed, POLICIES[name], torch.float32 if POLICIES[name] else torch.bfloat16)
 
 
 def leases(model: nn.Module) -> list[int]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
@@ -103,34 +102,6 @@ def test_replicas_shards_and_tensor_parallelism_on_eight_ranks():
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)]
-
-
-def pipelined(mesh) -> None:
-    """Stages of torch's pipeline over one axis, each sharded over the other; micro-batches add up."""
-    at, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    x, target = (
-        torch.randn(4, 8, generator=torch.Generator().manual_seed(row)).to(device()),
-        torch.zeros(4, 8, device=device()),
-    )
-    plain, stage = here(nn.Sequential(*layers())), here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
-    for layer in stage:
-        ours.fully_shard(layer, mesh=mesh["dp"])
-    ours.fully_shard(stage, mesh=mesh["dp"])
-    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
-    schedule = ScheduleGPipe(running, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(plain(x), target).backward()
-    for _ in range(2):
-        schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
-        found = {f"{int(n[0]) + 2 * at}{n[1:]}": g for n, g in grads_of(stage).items()}
-        wanted = {n: p.grad.clone() for n, p in plain.named_parameters() if n in found}
-        for grad in wanted.values():
-            dist.all_reduce(grad, group=mesh["dp"].get_group())
-        assert_close(found, {n: g / 2 for n, g in wanted.items()}, 1e-5)
-        stage.zero_grad()
-
-
-def test_stages_of_a_pipeline(world):
-    world.run_mesh((2, 2), ("pp", "dp"), pipelined)
 
 
 # -- several axes of other parallelism

@@ -16,7 +16,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.compat import fsdp2
-from accordion.compat.fsdp2.launching import split
+from accordion.compat.fsdp2.launching import arguments
 from accordion.engine.hooks import engine_of
 from tests.compat.test_migrate import EXAMPLES, program, where
 from tests.integrations.jobs import needs
@@ -96,11 +96,18 @@ def test_accelerates_preparation_of_a_model(world):
 
 
 def test_options_are_torchruns_and_the_rest_is_the_programs():
-    assert split(["--nproc", "2", "p.py", "--nproc", "9"]) == (["--nproc-per-node", "2"], ["p.py", "--nproc", "9"])
-    assert split(["--standalone", "--nproc=2", "p.py"]) == (["--standalone", "--nproc-per-node=2"], ["p.py"])
-    assert split(["--nnodes", "2", "-m", "a.b", "-m"]) == (["--nnodes", "2"], ["-m", "a.b", "-m"])
+    def read(*words: str) -> tuple[Any, ...]:
+        args = arguments(list(words))
+        assert (args.module, args.training_script) == (True, "accordion.compat.fsdp2")
+        return args.nproc_per_node, args.nnodes, args.standalone, args.training_script_args
+
+    assert read("--nproc", "2", "p.py", "--nproc", "9") == ("2", "1:1", False, ["p.py", "--nproc", "9"])
+    assert read("--standalone", "--nproc=2", "p.py", "-x") == ("2", "1:1", True, ["p.py", "-x"])
+    assert read("--nnodes", "2", "-m", "a.b", "-m") == ("1", "2", False, ["-m", "a.b", "-m"])
     with pytest.raises(acc.UsageError, match="names no program"):
-        split(["--nproc", "2"])
+        read("--nproc", "2")
+    with pytest.raises(acc.UsageError, match="--nproces"):
+        read("--nproces", "2", "p.py")
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -180,12 +178,3 @@ def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
 @GPU
 def test_the_transformer_program_learns_the_same_and_goes_on(world, tmp_path):
     world.run(4, runs_transformer, str(tmp_path))
-
-
-@pytest.mark.cpu("it takes CUDA or the CPU")
-@pytest.mark.slow
-def test_a_program_runs_under_torchrun():
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fsdp2_after.py")]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("loss ")

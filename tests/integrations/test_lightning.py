@@ -18,6 +18,7 @@ from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, s
 pytestmark = needs("lightning")
 
 WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 6
+KINDS = [("ddp", False, {}), ("full", True, {}), ("sharded", True, {"state_dict_type": "sharded"})]
 
 
 def blocks(depth: int = 3) -> nn.Sequential:
@@ -82,9 +83,8 @@ def module(pl: Any, **options: Any) -> Any:
 
 
 def trainer(pl: Any, ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
-    name = pl.__name__.replace("lightning.pytorch", "lightning")
-    kind = importlib.import_module(f"accordion.integrations.{name}").AccordionStrategy if ours else None
-    made = kind(**(strategy or {})) if kind else pl.strategies.DDPStrategy(**(strategy or {}))
+    kind = importlib.import_module("accordion.integrations.lightning").AccordionStrategy if ours else None
+    made = (kind or pl.strategies.DDPStrategy)(**(strategy or {}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     usual = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False}
     here = {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": made, "default_root_dir": str(folder)}
@@ -113,8 +113,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trains(mesh: Any, folder: Path, package: str, changes: dict[str, Any]) -> None:
-    pl, found = importlib.import_module(package), []
+def trains(mesh: Any, folder: Path, changes: dict[str, Any]) -> None:
+    pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job():
             options = {"sharding": {"precision": acc.Precision()}} if ours else {}
@@ -136,12 +136,7 @@ def trains(mesh: Any, folder: Path, package: str, changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_under_ddp(ranks, tmp_path, case):
-    ranks(2).run(2, trains, tmp_path, "lightning.pytorch", CASES[case])
-
-
-@needs("pytorch_lightning")
-def test_the_older_package_trains_too(ranks, tmp_path):
-    ranks(2).run(2, trains, tmp_path, "pytorch_lightning", {})
+    ranks(2).run(2, trains, tmp_path, CASES[case])
 
 
 def low_precision(mesh: Any, folder: Path) -> None:
@@ -298,11 +293,7 @@ def test_manual_optimisation_with_several_optimizers(ranks, tmp_path):
 def saves(mesh: Any, folder: Path) -> None:
     pl = lightning()
     with torchrun_job():
-        for name, ours, options in (
-            ("full", True, {}),
-            ("sharded", True, {"state_dict_type": "sharded"}),
-            ("ddp", False, {}),
-        ):
+        for name, ours, options in KINDS:
             lit = module(pl)
             kept = pl.callbacks.ModelCheckpoint(dirpath=folder / name, filename="{epoch}", save_top_k=-1)
             one = trainer(pl, ours, folder, options, enable_checkpointing=True, callbacks=[kept])
@@ -338,14 +329,12 @@ def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
         assert float(first) < losses[0]
 
 
-RESUMED = [(count, name) for count in (1, 2, 3) for name in ("full", "sharded", "ddp")]
-USUAL = [(1, "sharded"), (2, "full"), (2, "ddp"), (3, "full"), (3, "sharded")]
+RESUMED = [(1, "sharded"), (2, "full"), (2, "ddp"), (3, "full"), (3, "sharded")]
 
 
-@pytest.mark.parametrize("resumed", [USUAL, pytest.param(RESUMED, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path, resumed):
+def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path):
     ranks(2).run(2, saves, tmp_path)
-    for count, name in resumed:
+    for count, name in RESUMED:
         ranks(count).run(count, resumes, tmp_path, name, True)
     ranks(2).run(2, resumes, tmp_path, "full", False)  # without sharding
 
@@ -385,11 +374,7 @@ def with_callbacks(mesh: Any, folder: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
     pl, found = lightning(), []
-    for name, ours, options in (
-        ("ddp", False, {}),
-        ("full", True, {}),
-        ("sharded", True, {"state_dict_type": "sharded"}),
-    ):
+    for name, ours, options in KINDS:
         with torchrun_job():
             lit = module(pl)
             best = ModelCheckpoint(folder / name, "{epoch}", monitor="val", mode="max", save_top_k=1, save_last=True)
@@ -472,11 +457,7 @@ def fine_tuned(mesh: Any, folder: Path) -> None:
         return lit
 
     found = []
-    for name, ours, options in (
-        ("ddp", False, {}),
-        ("full", True, {}),
-        ("sharded", True, {"state_dict_type": "sharded"}),
-    ):
+    for name, ours, options in KINDS:
         with torchrun_job():
             path, calls = folder / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
             one = trainer(pl, ours, folder, options, callbacks=calls())
@@ -579,11 +560,10 @@ def test_what_configure_model_shards_is_left_as_it_is(ranks, tmp_path):
 # -- Fabric
 
 
-def fabric(ours: bool, options: Any = None, package: str = "lightning.fabric", **changes: Any) -> Any:
-    made = importlib.import_module(package)
-    name = "lightning" if package == "lightning.fabric" else "pytorch_lightning"
-    mine = importlib.import_module(f"accordion.integrations.{name}").FabricStrategy
-    strategy = mine(**(options or {})) if ours else made.strategies.DDPStrategy(**(options or {}))
+def fabric(ours: bool, options: Any = None, **changes: Any) -> Any:
+    made = importlib.import_module("lightning.fabric")
+    mine = importlib.import_module("accordion.integrations.lightning").FabricStrategy
+    strategy = (mine if ours else made.strategies.DDPStrategy)(**(options or {}))
     one = made.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **changes)
     one.launch()
     return one
@@ -609,12 +589,12 @@ def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: i
     return found
 
 
-def fabric_trains(mesh: Any, package: str) -> None:
+def fabric_trains(mesh: Any) -> None:
     for by in ("norm", "value"):
         found = []
         for ours in (False, True):
             with torchrun_job():
-                one = fabric(ours, package=package)
+                one = fabric(ours)
                 torch.manual_seed(0)
                 model = blocks()
                 model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -622,7 +602,7 @@ def fabric_trains(mesh: Any, package: str) -> None:
                 assert (engine_of(model) is not None) == ours
         assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():
-        one = fabric(True, package=package, precision="bf16-mixed")
+        one = fabric(True, precision="bf16-mixed")
         torch.manual_seed(0)
         with one.init_module(empty_init=True):
             model = blocks()
@@ -634,9 +614,8 @@ def fabric_trains(mesh: Any, package: str) -> None:
         assert low[-3] < low[0]
 
 
-@pytest.mark.parametrize("package", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
-def test_fabric_trains_as_under_ddp(ranks, package):
-    ranks(2).run(2, fabric_trains, package)
+def test_fabric_trains_as_under_ddp(ranks):
+    ranks(2).run(2, fabric_trains)
 
 
 def fabric_saves(mesh: Any, folder: Path) -> None:

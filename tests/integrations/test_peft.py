@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import accordion as acc
-from tests.integrations.jobs import VOCABULARY, full, held, library_job, llama, needs
+from tests.integrations.jobs import VOCABULARY, full, held, library_job, llama, needs, sizes_of_steps
 from tests.support.sample import sampled
 
 pytestmark = needs("peft", "transformers")
@@ -52,25 +52,17 @@ def most(params: Iterable[Tensor]) -> int:
     return sum(-(-p.shape[0] // 2) * p[0].numel() for p in params)
 
 
-def learn(model: Any, ranks: list[int], steps: int = 3, sizes: dict[str, int] | None = None) -> list[float]:
-    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them.
-
-    `sizes`: takes the elements that this rank holds of parameters, of gradients and of an optimizer's states.
-    """
+def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
+    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
     for step in range(steps):
         loss = sum(model(input_ids=(x := batch(rank, step)), labels=x).loss for rank in ranks) / len(ranks)
         loss.backward()
-        if sizes is not None:
-            sizes["gradients"] = held(p.grad for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    if sizes is not None:
-        sizes["parameters"] = held(model.parameters())
-        sizes["states"] = held(t for state in optimizer.state.values() for t in state.values())
     return losses
 
 
@@ -79,23 +71,21 @@ def trains_and_is_saved(mesh: Any, name: str, folder: Path) -> None:
 
     rank = mesh.get_local_rank()
     with library_job():
-        plain = tuned(name)
-        whole: dict[str, int] = {}
-        mine: dict[str, int] = {}
-        expected = learn(plain, [0, 1], sizes=whole)
-        model = acc.shard(tuned(name), mesh)
-        found = torch.tensor(learn(model, [rank], sizes=mine))
+        plain, model = tuned(name), acc.shard(tuned(name), mesh)
+        with sizes_of_steps() as whole:
+            expected = learn(plain, [0, 1])
+        with sizes_of_steps() as mine:
+            found = torch.tensor(learn(model, [rank]))
         torch.distributed.all_reduce(found)
         assert (found / 2).tolist() == pytest.approx(expected, rel=1e-4)
         torch.testing.assert_close(full(model), full(plain), rtol=1e-3, atol=1e-4)
+        mine["all"], whole["all"] = held(model.parameters()), held(plain.parameters())
         shared = torch.tensor([mine[key] for key in whole])
         torch.distributed.all_reduce(shared)
         assert shared.tolist() == list(whole.values()), "all ranks together hold each element once"
-        params = list(plain.parameters())
-        learned = most(p for p in params if p.requires_grad)
-        assert mine["parameters"] <= most(params)
-        assert mine["gradients"] <= learned
-        assert mine["states"] <= 2 * learned
+        learned = most(p for p in plain.parameters() if p.requires_grad)
+        limits = {"all": most(plain.parameters()), "parameters": learned, "gradients": learned, "states": 2 * learned}
+        assert all(mine[key] <= limit for key, limit in limits.items()), (mine, limits)
 
         acc.save_pretrained(model, folder / "adapter")
         assert not list(folder.glob(".full-*"))

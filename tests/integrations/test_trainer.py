@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,8 +27,6 @@ from tests.integrations.jobs import (
 pytestmark = needs("transformers", "accelerate")
 
 STEPS = 12
-ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(ROOT)])  # of the library and of the tests
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
@@ -358,43 +353,6 @@ def cut_short(mesh: Any, folder: Path) -> None:
 
 def test_a_torn_checkpoint_is_never_resumed(ranks, tmp_path):
     ranks(2).run(2, cut_short, tmp_path)
-
-
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch.distributed as dist
-from tests.integrations.test_trainer import resumable
-
-folder, after = Path(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo")
-done = resumable(folder, max_steps=4, save_steps=2)
-if after:
-    own = getattr(done, after)
-    def killed(*args, **kwargs):
-        own(*args, **kwargs)
-        if done.state.global_step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-    setattr(done, after, killed)
-done.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-print("ended at", done.state.global_step)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["_save", "_save_optimizer_and_scheduler"])
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path, after):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    for kill in (after, ""):
-        words = [*command, str(tmp_path / "program.py"), str(tmp_path / "run"), kill]
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": PATHS}
-        )
-        assert (done.returncode == 0) == (not kill), done.stderr
-        assert done.stdout.count("ended at 4") == (0 if kill else 2)
-    assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").exists()
 
 
 # -- a model that fits no rank

@@ -21,32 +21,25 @@ class Seam:
 
 TRAINER = ("transformers.trainer", "Trainer", "5.0.0, 5.23.0")
 LIGHTNING = [
-    (package, *rest)
-    for package, fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-    for package, *rest in (
-        (package, "strategies.parallel", "ParallelStrategy", "_layer_sync", "batch norms are synchronised as it says"),
-        (
-            package,
-            "callbacks.weight_averaging",
-            "WeightAveraging",
-            "_average_model",
-            "the copy of the model that is averaged is sharded too",
-        ),
-        (
-            fabric,
-            "strategies.ddp",
-            "DDPStrategy",
-            "_backward_sync_control",
-            "fabric.no_backward_sync adds gradients up without communication",
-        ),
-        (
-            fabric,
-            "strategies.strategy",
-            "Strategy",
-            "_convert_stateful_objects_in_state",
-            "a full checkpoint has what Fabric's own has, filtered as it is told",
-        ),
-    )
+    ("pytorch.strategies.parallel", "ParallelStrategy", "_layer_sync", "batch norms are synchronised as it says"),
+    (
+        "pytorch.callbacks.weight_averaging",
+        "WeightAveraging",
+        "_average_model",
+        "the copy of the model that is averaged is sharded too",
+    ),
+    (
+        "fabric.strategies.ddp",
+        "DDPStrategy",
+        "_backward_sync_control",
+        "fabric.no_backward_sync adds gradients up without communication",
+    ),
+    (
+        "fabric.strategies.strategy",
+        "Strategy",
+        "_convert_stateful_objects_in_state",
+        "a full checkpoint has what Fabric's own has, filtered as it is told",
+    ),
 ]
 SEAMS = [
     *(
@@ -79,8 +72,8 @@ SEAMS = [
         }.items()
     ),
     *(
-        Seam(module=f"{package}.{module}", owner=owner, name=name, versions="lightning 2.6.6", use=use)
-        for package, module, owner, name, use in LIGHTNING
+        Seam(module=f"lightning.{module}", owner=owner, name=name, versions="lightning 2.6.6", use=use)
+        for module, owner, name, use in LIGHTNING
     ),
 ]
 

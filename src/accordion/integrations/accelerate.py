@@ -18,9 +18,8 @@ from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-from accordion.integrations.pairs import Pair, engines_of, paired, parts, why_incomplete
 from accordion.integrations.sharding import ShardArguments, step_on_shards
-from accordion.integrations.whole_states import Beside
+from accordion.integrations.states import Beside, Pair, engines_of, paired, parts, why_incomplete
 from accordion.optim import clip_norm_of
 from accordion.sharding import Sharding
 from accordion.state import full_state_dict, no_sync

@@ -1,8 +1,531 @@
-"""`AccordionStrategy` for `Trainer` and `FabricStrategy` for `Fabric` of the package `lightning`."""
+"""Strategies for the `Trainer` and the `Fabric` of Lightning that shard modules in place of wrapping them in DDP."""
 
-from accordion.integrations.lightning_common import over_ddp
-from accordion.integrations.lightning_fabrics import FabricMixin
-from accordion.integrations.lightning_trainer import TrainerMixin
+from __future__ import annotations
 
-AccordionStrategy = over_ddp("AccordionStrategy", TrainerMixin, "lightning.pytorch", __name__)
-FabricStrategy = over_ddp("FabricStrategy", FabricMixin, "lightning.fabric", __name__)
+import inspect
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import lightning.fabric.strategies
+import lightning.pytorch.strategies
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from accordion.checkpoint import load, save
+from accordion.checkpoint.collective import Team
+from accordion.engine.hooks import attached_to, engine_of
+from accordion.engine.tree import map_tensors
+from accordion.errors import CheckpointError, UsageError
+from accordion.integrations.sharding import ShardArguments, step_on_shards
+from accordion.integrations.states import (
+    engines_of,
+    load_whole,
+    paired,
+    parts,
+    placed,
+    state_for_all,
+    whole,
+    why_incomplete,
+)
+from accordion.optim import clip_norm_of
+from accordion.shard.api import entry_point
+from accordion.sharding import Sharding
+from accordion.state import no_sync, settle
+from accordion.weights.initialise import initialise
+from accordion.weights.meta_start import source_of
+
+MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names, in those of `ShardArguments.applied`
+META = "meta.pt"  # what is neither model nor optimizer; written last, so that it says that all of it is there
+KINDS = ("full", "sharded")
+NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+NAMES = "accordion_names"  # in a sharded checkpoint: the model's own name of each tensor that a hook has renamed
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys that are loaded into what is sharded
+
+
+class ShardedStrategy:
+    """What both have: how to shard, the mesh of the job, and folders of sharded checkpoints."""
+
+    accelerator: Any
+    checkpoint_io: Any
+    root_device: torch.device
+    num_nodes: int
+    is_global_zero: bool
+    broadcast: Callable[[Any], Any]
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding | Mapping[str, Any] | None = None,
+        state_dict_type: str = "full",
+        **kwargs: Any,
+    ) -> None:
+        self.shard_arguments = ShardArguments.of(sharding)
+        if state_dict_type not in KINDS:
+            raise UsageError(f"state_dict_type={state_dict_type!r} is none of {', '.join(map(repr, KINDS))}.")
+        self.state_dict_type = state_dict_type
+        known = inspect.signature(super().__init__).parameters
+        for name, given in kwargs.items():
+            if name not in known or name in NOT_WRAPPED:
+                raise UsageError(
+                    f"{name}={given!r} is not taken: nothing is wrapped in DistributedDataParallel; what `accordion.shard` takes "
+                    "goes into sharding=dict(...)."
+                )
+        super().__init__(*args, **kwargs)
+        self._mesh: DeviceMesh | None = None
+
+    def _sharded(self, module: nn.Module, precision: object) -> nn.Module:
+        """`module`, sharded in place as told; what is on the meta device is read from its folder, or else initialised."""
+        on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
+        self._over_nodes().applied(module, MIXED.get(str(precision), "no"))
+        if on_meta:
+            _initialise(module)
+        return module
+
+    def _over_nodes(self) -> ShardArguments:
+        """Return the arguments with their mesh: for a hybrid, replicas are nodes."""
+        if self.shard_arguments.mesh is not None:
+            return self.shard_arguments
+        if self._mesh is None:
+            ranks, device = dist.get_world_size(), self.root_device.type
+            if self.shard_arguments.sharding.strategy.hybrid:
+                shape = (self.num_nodes, ranks // self.num_nodes)
+                self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            else:
+                self._mesh = init_device_mesh(device, (ranks,))
+        return replace(self.shard_arguments, mesh=self._mesh)
+
+    def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
+        """`models`: under each name what `parts` gives. Not complete before the last file, `META`, is there."""
+        team = Team.of(())
+
+        def begin() -> None:
+            if self.is_global_zero:
+                if folder.is_file():
+                    folder.unlink()
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / META).unlink(missing_ok=True)
+
+        team.agree(begin)
+        for prefix, found in models.items():
+            for name, model, optimizer in found:
+                save(folder / f"{prefix}{name}", model, optimizer)
+        team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
+
+    def _read_folder(self, folder: Path, models: Mapping[str, list[Any]], **kwargs: Any) -> dict[str, Any]:
+        """Fill what was saved so, and return the rest. Raises `CheckpointError` on all ranks where the folder is not whole."""
+        names = [f"{prefix}{name}" for prefix, found in models.items() for name, _, _ in found]
+
+        def rest() -> dict[str, Any]:
+            if not (folder / META).is_file():
+                raise CheckpointError(
+                    f"{folder} has no {META}: it is no checkpoint of this strategy, or its save was cut short."
+                )
+            lost = [f"{name}: {why}" for name in names if (why := why_incomplete(folder / name))]
+            if lost:
+                raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(lost)}.")
+            return self.checkpoint_io.load_checkpoint(folder / META, **kwargs)  # type: ignore[no-any-return]
+
+        found = Team.of(()).agree(rest)
+        for prefix, wanted in models.items():
+            for name, model, optimizer in wanted:
+                load(folder / f"{prefix}{name}", model, optimizer)
+        return found
+
+    def _clear(self, path: str) -> None:
+        """A folder of that name is in the way of a file."""
+        if self.is_global_zero and (Path(path) / META).is_file():
+            shutil.rmtree(path)
+
+
+class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrategy):  # type: ignore[misc]
+    """Shards the LightningModule in place of wrapping it.
+
+    `sharding`: a `Sharding`, or a dict of the arguments of `accordion.shard`; a hybrid strategy's replicas are nodes.
+    `state_dict_type`: "full" writes the file that Lightning writes without sharding, of tensors that are gathered one by one to
+    the first rank; "sharded" a folder, of what `accordion.save` writes. Both load on any number of ranks, whatever is said here.
+
+    The module is sharded as a whole, and its steps use full parameters as a forward does. With manual optimisation each module
+    in it is sharded by itself, so that steps of optimizers may lie between their calls. What `configure_model` has sharded
+    is left as it is. What is on the meta device is read from the folder of its weights, or initialised.
+    Raises `UsageError` for options of DistributedDataParallel.
+    """
+
+    lightning_module: Any
+    model: Any
+    precision_plugin: Any
+    cluster_environment: Any
+    optimizers: Any
+    _folder: Path | None = None  # the sharded checkpoint from which the model was filled
+    _own_state: Mapping[str, Any] = {}  # the model's tensors as a checkpoint's hooks were given them
+
+    # -- setting up
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        self._shard_all(trainer)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        plugin = self.precision_plugin
+        if _is_lightnings(type(plugin).clip_grad_by_norm):
+            vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
+
+    def _shard_all(self, trainer: Any) -> None:
+        """Shard the LightningModule and its averages, unless they are already."""
+        fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
+        model = self.lightning_module
+        self.roots = _roots(model)
+        if not self.roots:
+            model = layer_sync.apply(model) if fitting and layer_sync else model
+            model = self.precision_plugin.convert_module(model)
+            self.roots = self._shard(model)
+        self.model = model
+        self._averages = list(_averages_of(trainer))
+        for average in self._averages:
+            if not _roots(average):
+                self._shard(average)
+
+    def _shard(self, model: Any) -> list[nn.Module]:
+        precision = getattr(self.precision_plugin, "precision", "32-true")
+        roots = [model] if model.automatic_optimization else _models_in(model)
+        for root in roots:
+            self._sharded(root, precision)
+        if model.automatic_optimization:
+            for name in STEPS:
+                if not _is_lightnings(getattr(type(model), name)):
+                    entry_point(model, name)
+        return roots
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            step_on_shards(optimizer)
+        self.optimizers = self.optimizers  # Lightning's own around them take their class after them
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Whole models stay off the device: `empty_init` begins on meta."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def teardown(self) -> None:
+        """As Lightning's; the model stays sharded where it is."""
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for one in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            if one is not None:
+                one.teardown()
+
+    # -- steps
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for root in self.roots:
+                stack.enter_context(no_sync(root))
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None: ...
+    def post_backward(self, closure_loss: Tensor) -> None: ...
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_norm_of(engines_of(self.roots), self.precision_plugin.main_params(optimizer), clip_val)
+
+    # -- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of sharded tensors; `save_checkpoint` gathers them. Called by all ranks together."""
+        for engine in engines_of(self.roots):
+            settle(engine, "takes the state dict")
+        state = self.lightning_module.state_dict()
+        self._own_state = dict(state)
+        return state  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return state_for_all(inner) if self.state_dict_type == "full" else {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        path = str(self.broadcast(filepath))
+        if self.state_dict_type == "sharded":
+            if storage_options is not None:
+                raise UsageError("storage_options are not taken with state_dict_type='sharded'; leave them out.")
+            with_states = "optimizer_states" in checkpoint
+            averaged = "averaging_state" in checkpoint
+            rest = {key: one for key, one in checkpoint.items() if key not in OF_MODEL}
+            rest = whole(rest, self.is_global_zero, mark=True)
+            if not averaged:
+                rest |= whole(self._changes(checkpoint.get("state_dict", {})), self.is_global_zero)
+            self._write_folder(Path(path), self._parts(with_states, averaged), rest)
+            return
+        keep, write = self.is_global_zero, super().save_checkpoint
+        full = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
+        Team.of(()).agree(lambda: self._clear(path))
+        Team.of(()).agree(lambda: write(full, path, storage_options))
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what a file holds, or the rest of what a folder does, from which the model is filled here.
+
+        Lightning calls this before `setup`, so that callbacks have their states when fitting starts, as without sharding.
+        """
+        path = str(self.broadcast(checkpoint_path))
+        self._shard_all(self.lightning_module.trainer)
+        self._folder = Path(path) if Path(path).is_dir() else None
+        if self._folder is None:
+            read = super().load_checkpoint
+            restored = Team.of(()).agree(lambda: read(path, *args, **kwargs))
+            return placed(restored, self.roots)
+        averaged = (self._folder / "average_sharded_0").is_dir()
+        restored = placed(
+            self._read_folder(self._folder, self._parts(False, averaged and bool(self._averages)), **kwargs), self.roots
+        )
+        if averaged and self._averages:  # its callback loads both from here, which are in place already
+            restored["current_model_state"] = self.lightning_module.state_dict()
+        elif averaged:
+            for name, model, _ in parts(paired(self.roots, ())):
+                load(self._folder / f"average_{name}", model)
+        source = self._averages[0] if averaged and self._averages else self.lightning_module
+        own = self._own_state = source.state_dict()
+        names = restored.pop(NAMES, {name: name for name in own})
+        restored["state_dict"] = {**{name: own[old] for name, old in names.items()}, **restored.get("state_dict", {})}
+        return {**restored, "optimizer_states": []}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state, own = checkpoint["state_dict"], self._own_state
+        if self._folder is not None:
+            if state.keys() == own.keys() and all(state[name] is own[name] for name in own):
+                return  # in place already
+            # Copies, as a hook may have given a tensor of the model the name of another.
+            checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            for name, model, optimizer in parts(paired(self.roots, self.optimizers)):
+                load(self._folder / name, model, optimizer, only=())
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_whole(optimizer, state)
+
+    def _changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what hooks of the checkpoint made of the model's state dict: other tensors, and other names of its own."""
+        old = {id(tensor): name for name, tensor in self._own_state.items()}
+        names = {name: old[id(one)] for name, one in state.items() if id(one) in old}
+        if names == {name: name for name in self._own_state} and len(names) == len(state):
+            return {}
+        return {NAMES: names, "state_dict": {name: one for name, one in state.items() if name not in names}}
+
+    def _parts(self, with_states: bool, averaged: bool) -> dict[str, list[Any]]:
+        found = {"": list(parts(paired(self.roots, self.optimizers if with_states else ())))}
+        if averaged:
+            found["average_"] = list(parts(paired(_roots(self._averages[0]), ())))
+        return found
+
+
+class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
+    """Shards modules in place of wrapping them.
+
+    `sharding`, `state_dict_type`: as of the Trainer's strategy. `fabric.setup(model, optimizer)` takes optimizers made before.
+    """
+
+    precision: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._backward_sync_control = self  # whose `no_backward_sync` Fabric calls
+        self._modules: WeakSet[nn.Module] = WeakSet()  # that were set up
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if engine_of(module) is None and next(module.parameters(), None) is not None:
+            self._sharded(module, getattr(self.precision, "precision", "32-true"))
+        self._modules.add(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        step_on_shards(optimizer)
+        return optimizer
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta") if empty_init else nullcontext(), self.precision.module_init_context():
+            yield
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        params = self.precision.main_params(optimizer)
+        return clip_norm_of(engines_of([module]), params, max_norm, norm_type, error_if_nonfinite)
+
+    # -- checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        engine = engine_of(module)
+        if engine is not None:
+            settle(engine, "takes the state dict")
+        return module.state_dict()
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return state_for_all(optimizer)
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        path = str(self.broadcast(path))
+        if self.state_dict_type == "sharded":
+            if storage_options is not None or filter is not None:
+                raise UsageError(
+                    "storage_options and filter are not taken with state_dict_type='sharded'; leave them out."
+                )
+            rest = {key: one for key, one in state.items() if not isinstance(one, (nn.Module, Optimizer))}
+            rest = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
+            rest = whole(rest, self.is_global_zero, mark=True)
+            self._write_folder(Path(path), self._parts(state), rest)
+            return
+        states = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        checkpoint = {
+            key: whole(one, self.is_global_zero, mark=not isinstance(state[key], (nn.Module, Optimizer)))
+            for key, one in states.items()
+        }
+        Team.of(()).agree(lambda: self._clear(path))
+        write = partial(self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options)
+        Team.of(()).agree(lambda: write() if self.is_global_zero else None)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
+        path = str(self.broadcast(path))
+        if Path(path).is_dir():
+            if not isinstance(state, dict):
+                raise UsageError(f"{path} is a sharded checkpoint; load it with a dict of the objects that were saved.")
+            found = placed(self._read_folder(Path(path), self._parts(state), **kwargs), self._modules)
+        else:
+            read = super().load_checkpoint
+            found = placed(Team.of(()).agree(lambda: read(path, None, **kwargs)), self._modules)
+            if not state:
+                return found
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._fill(state, found, strict)
+            return {}
+        done = (
+            {key for key, one in state.items() if isinstance(one, (nn.Module, Optimizer))}
+            if Path(path).is_dir()
+            else ()
+        )
+        lost = [key for key in state if key not in found and key not in done]
+        if strict and lost:
+            raise KeyError(f"{path} has no {', '.join(map(repr, lost))}; pass strict=False to load the rest.")
+        for key, one in list(state.items()):
+            if key in found and hasattr(one, "load_state_dict"):
+                self._fill(one, found.pop(key), strict)
+            elif key in found:
+                state[key] = found.pop(key)
+        return found
+
+    def _fill(self, one: Any, given: Any, strict: bool) -> None:
+        if isinstance(one, nn.Module):
+            one.load_state_dict(given, strict=strict)
+        elif isinstance(one, Optimizer):
+            load_whole(one, given)
+        else:
+            one.load_state_dict(given)
+
+    def _parts(self, state: Mapping[str, Any]) -> dict[str, list[Any]]:
+        models = [one for one in state.values() if isinstance(one, nn.Module)]
+        return {"": list(parts(paired(models, [one for one in state.values() if isinstance(one, Optimizer)])))}
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _initialise(module: nn.Module) -> None:
+    """The same numbers on all ranks: where their generators differ, from a seed that the first one draws."""
+    seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
+    if len(set(seen)) == 1:
+        initialise(module)
+        return
+    seed = int(Team.of(()).shared(str(torch.initial_seed()))[0])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        initialise(module)
+
+
+def _is_lightnings(method: Callable[..., Any]) -> bool:
+    return method.__module__.partition(".")[0] == "lightning"
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """The models that are sharded in it, each by its outermost module. Raises `UsageError` for parameters outside of them."""
+    roots: dict[int, nn.Module] = {}
+    for module in model.modules():
+        hooks = attached_to(module)
+        if hooks is not None:
+            roots.setdefault(id(hooks.engine), module)
+    found = list(roots.values())
+    inside = {id(param) for root in found for param in root.parameters()}
+    left = [name for name, param in model.named_parameters() if id(param) not in inside and param.requires_grad]
+    if found and left:
+        raise UsageError(
+            f"configure_model has sharded a part of {type(model).__name__} and not its parameter {left[0]!r}, whose gradients "
+            "nobody would sum; shard what holds it too."
+        )
+    return found
+
+
+def _models_in(model: nn.Module) -> list[nn.Module]:
+    """Each module in `model` that is called by itself. Raises `UsageError` for parameters that are in none, or in two."""
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    if own:
+        raise UsageError(
+            f"parameter {own[0]!r} lies in {type(model).__name__} itself; with manual optimisation each module in it is sharded "
+            "by itself, so put it into one."
+        )
+    found: list[nn.Module] = []
+    for child in model.children():
+        is_list = type(child).forward is nn.Module.forward
+        found += _models_in(child) if is_list else [child] if next(child.parameters(), None) is not None else []
+    holder: dict[int, nn.Module] = {}
+    for one in found:
+        for name, param in one.named_parameters():
+            if holder.setdefault(id(param), one) is not one:
+                raise UsageError(
+                    f"parameter {name!r} of {type(one).__name__} lies in another module too, and with manual optimisation each "
+                    "is sharded by itself; put both into one module, or shard them together in configure_model."
+                )
+    return found
+
+
+def _averages_of(trainer: Any) -> Iterator[Any]:
+    """The copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`)."""
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, AveragedModel):
+            yield average.module
+        elif isinstance(average, nn.Module):
+            yield average

@@ -17,8 +17,8 @@ from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
-from accordion.integrations.pairs import why_incomplete
 from accordion.integrations.sharding import ShardArguments
+from accordion.integrations.states import why_incomplete
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk

@@ -7,15 +7,13 @@ from typing import NoReturn
 
 from accordion.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
 from accordion.compat.deepspeed.optimizers import OptimizerChoice
-from accordion.compat.deepspeed.reading import read
-from accordion.compat.deepspeed.scaling import LossScale, LossScaler
+from accordion.compat.deepspeed.reading import BatchSizes, Settings, read
+from accordion.compat.deepspeed.scaling import LossScaler
 from accordion.compat.deepspeed.schedules import Schedule
-from accordion.compat.deepspeed.settings import BatchSizes, Settings
 
 __all__ = [
     "BatchSizes",
     "DeepSpeedEngine",
-    "LossScale",
     "LossScaler",
     "OptimizerChoice",
     "Schedule",

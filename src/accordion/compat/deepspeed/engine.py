@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accordion import checkpoint
-from accordion.compat.deepspeed.reading import read
-from accordion.compat.deepspeed.settings import Settings
+from accordion.compat.deepspeed.reading import Settings, read
 from accordion.config import Place
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
@@ -154,7 +153,7 @@ class DeepSpeedEngine(nn.Module):
         if not boundary:
             return
         self.scaler.unscale_(self.optimizer)
-        scales = self.settings.loss_scale is not None
+        scales = self.scaler.is_enabled()
         if self.settings.clip or scales:
             self._norm = clip_grad_norm_(self.module, self.settings.clip or float("inf"))
         self.scaler.step(self.optimizer)

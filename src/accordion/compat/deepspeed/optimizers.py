@@ -53,9 +53,8 @@ class OptimizerChoice:
         return self.cls(params, **self.params)
 
 
-def optimizer_of(section: Mapping[str, Any]) -> OptimizerChoice:
-    """Read the `optimizer` section. Raises `UsageError` naming the key."""
-    name = section.get("type")
+def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
+    """Read the `type` and `params` of an `optimizer` section. Raises `UsageError` naming the key."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     if name.lower() in ELSEWHERE:
@@ -63,7 +62,6 @@ def optimizer_of(section: Mapping[str, Any]) -> OptimizerChoice:
             f"optimizer.type {name!r} is not supported: it needs {ELSEWHERE[name.lower()]}; take a class of torch.optim, or "
             "leave the optimizer out of the file and make your own."
         )
-    params = dict(section.get("params") or {})
     ours = {key: params.pop(key) for key in OURS if key in params}
     cls = _class(name, ours.get("adam_w_mode", True))
     if name.lower() in ("adam", "adamw"):

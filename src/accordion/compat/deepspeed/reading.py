@@ -6,16 +6,18 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accordion.compat.deepspeed.keys import KEYS, Key, Use
-from accordion.compat.deepspeed.optimizers import optimizer_of
-from accordion.compat.deepspeed.scaling import LossScale
+from accordion.compat.deepspeed.keys import KEYS, SECTIONS, Key, Use
+from accordion.compat.deepspeed.optimizers import OptimizerChoice, optimizer_of
+from accordion.compat.deepspeed.scaling import LossScaler
 from accordion.compat.deepspeed.schedules import Schedule
-from accordion.compat.deepspeed.settings import Settings
 from accordion.config import (
     COMPUTE_DTYPES,
     DEVICE,
@@ -40,6 +42,76 @@ STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
 PLACES = {"none": DEVICE, "cpu": HOST}  # and "nvme", a folder
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """`train_batch` = `micro_batch` x `accumulation` x ranks, in samples."""
+
+    train_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A `ds_config.json`, read.
+
+    `clip`: largest gradient norm, 0: no clipping. `optimizer`, `scheduler`: None if the file leaves them to the program.
+    `group_ranks`: ranks that hold one sharded copy, if the file asks for a hybrid. `said`: the file's dotted keys that are used,
+    with their values after `"auto"`; `autos`: those that were. `ignored`: its keys that are not needed here.
+    """
+
+    sharding: Sharding
+    clip: float
+    optimizer: OptimizerChoice | None
+    scheduler: Schedule | None
+    group_ranks: int | None
+    said: dict[str, Any]
+    autos: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
+        """Return the mesh that `shard` needs, over all ranks; None for its default. Call it on every rank."""
+        if self.group_ranks is None:
+            return None
+        replicas = self.replicas(dist.get_world_size())
+        return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
+
+    def replicas(self, num_ranks: int) -> int:
+        """Return the number of sharded copies of the model over `num_ranks` ranks."""
+        if self.group_ranks is None:
+            return 1
+        if num_ranks % self.group_ranks:
+            raise UsageError(
+                f"zero_optimization asks for groups of {self.group_ranks} ranks, which do not divide {num_ranks} ranks; take a "
+                f"divisor of {num_ranks}."
+            )
+        return num_ranks // self.group_ranks
+
+    def scaler(self, device_type: str = "cpu") -> LossScaler:
+        """Return the gradient scaler, which does nothing unless fp16 is enabled."""
+        return LossScaler(_below(self.said, "fp16."), device_type)
+
+    def batch(self, num_ranks: int) -> BatchSizes:
+        """Return the three batch sizes, each one that is missing derived. Raises `UsageError` if they do not fit `num_ranks`."""
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        train, micro, accumulation = (self.said.get(key) for key in keys)
+        if train is None and micro is None:
+            raise UsageError(f"neither {keys[0]} nor {keys[1]} is given; give one of them.")
+        if accumulation is None:
+            accumulation = 1 if train is None or micro is None else train // micro // num_ranks
+        if micro is None:
+            assert train is not None
+            micro = train // num_ranks // accumulation
+        if train is None:
+            train = micro * accumulation * num_ranks
+        if micro < 1 or accumulation < 1 or train != micro * accumulation * num_ranks:
+            raise UsageError(
+                f"{keys[0]} is {train}, which is not {keys[1]} x {keys[2]} x ranks = {micro} x {accumulation} x {num_ranks}; "
+                "leave one of them out, or change the number of ranks."
+            )
+        return BatchSizes(train_batch=train, micro_batch=micro, accumulation=accumulation)
+
+
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
     """Read a `ds_config.json`, a path or what stands in it, into the words of this package.
 
@@ -57,13 +129,15 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     strategy, group_ranks = _strategy(said)
     if ignored:
         log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
-    optimizer = optimizer_of(_section(said, "optimizer")) if any(k.startswith("optimizer.") for k in said) else None
+    section = _below(said, "optimizer.")
+    optimizer = optimizer_of(section.get("type"), _below(section, "params.")) if section else None
     if said.get("scheduler.params.warmup_max_lr") == "auto":
         if optimizer is None:
             raise UsageError(
                 "scheduler.params.warmup_max_lr is 'auto' and the file has no optimizer whose lr it follows."
             )
         said["scheduler.params.warmup_max_lr"] = optimizer.lr
+    schedule = _below(said, "scheduler.")
     return Settings(
         sharding=Sharding(
             strategy=strategy,
@@ -73,8 +147,7 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
         ),
         clip=float(said.get("gradient_clipping", 0.0)),
         optimizer=optimizer,
-        scheduler=_schedule(said),
-        loss_scale=_loss_scale(said),
+        scheduler=Schedule(schedule.get("type", ""), _below(schedule, "params.")) if schedule else None,
         group_ranks=group_ranks,
         said=said,
         autos=autos,
@@ -130,7 +203,7 @@ def _row(name: str) -> str | None:
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
-        if row in KEYS and not (KEYS[row].section or row == "optimizer.params"):
+        if row in KEYS and row not in {*SECTIONS, "optimizer.params"}:
             return None
     return row or None
 
@@ -203,11 +276,9 @@ def _checked(name: str, value: Any) -> Any:
     return int(value)
 
 
-def _section(said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`{"type": ..., "params": {...}}` again."""
-    params = f"{name}.params."
-    inside = {key.removeprefix(params): value for key, value in said.items() if key.startswith(params)}
-    return {"type": said.get(f"{name}.type"), "params": inside}
+def _below(said: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of the keys that begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in said.items() if name.startswith(prefix)}
 
 
 def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
@@ -280,25 +351,4 @@ def _precision(said: Mapping[str, Any]) -> Precision:
         buffers=(COMPUTE_DTYPES[said["data_types.buffer_dtype"]] or torch.float32)
         if "data_types.buffer_dtype" in said
         else None,
-    )
-
-
-def _schedule(said: Mapping[str, Any]) -> Schedule | None:
-    if not any(name.startswith("scheduler.") for name in said):
-        return None
-    section = _section(said, "scheduler")
-    return Schedule(section["type"], section["params"])
-
-
-def _loss_scale(said: Mapping[str, Any]) -> LossScale | None:
-    if not said.get("fp16.enabled", False):
-        return None
-    fixed = float(said.get("fp16.loss_scale", 0))
-    return LossScale(
-        initial=fixed or 2.0 ** said.get("fp16.initial_scale_power", 16),
-        fixed=fixed > 0,
-        window=said.get("fp16.loss_scale_window", 1000),
-        hysteresis=said.get("fp16.hysteresis", 2),
-        consecutive_hysteresis=said.get("fp16.consecutive_hysteresis", False),
-        least=float(said.get("fp16.min_loss_scale", 1)),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,55 +10,51 @@ import torch
 from accordion.errors import AccordionError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
-    """The `fp16` section. `fixed`: the scale does not move; `hysteresis`: overflows before it is halved."""
-
-    initial: float
-    fixed: bool
-    window: int
-    hysteresis: int
-    consecutive_hysteresis: bool
-    least: float
-
-
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with hysteresis, a least scale and fixed scales. Owns how many overflows are left."""
+    """torch's GradScaler with hysteresis, a least scale and fixed scales. Does nothing unless fp16 is enabled.
 
-    def __init__(self, rules: LossScale | None, device_type: str) -> None:
-        self.rules = rules
-        self._left = 1 if rules is None else rules.hysteresis
-        if rules is None:
-            super().__init__(device_type, enabled=False)
-        else:
-            super().__init__(device_type, init_scale=rules.initial, growth_interval=rules.window)
+    `fp16`: that section of a `ds_config.json`.
+    """
+
+    def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
+        fixed = float(fp16.get("loss_scale", 0))
+        self._is_fixed, self._least = fixed > 0, float(fp16.get("min_loss_scale", 1))
+        self._hysteresis = self._left = fp16.get(
+            "hysteresis", 2
+        )  # overflows before the scale is halved, and those left
+        self._resets = fp16.get("consecutive_hysteresis", False)
+        super().__init__(
+            device_type,
+            init_scale=fixed or 2.0 ** fp16.get("initial_scale_power", 16),
+            growth_interval=fp16.get("loss_scale_window", 1000),
+            enabled=fp16.get("enabled", False),
+        )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """After each step. Raises `AccordionError` on all ranks where a dynamic scale would fall below its least."""
-        rules = self.rules
-        if rules is None or new_scale is not None:
+        """Call after each step. Raises `AccordionError` on all ranks if a dynamic scale would fall below its least."""
+        if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)
             return
         before = self.get_scale()
-        if rules.fixed:
+        if self._is_fixed:
             super().update(before)
             return
         super().update()
         after = self.get_scale()
         if after < before:
-            super().update(self._after_overflow(before, rules))
-        elif rules.consecutive_hysteresis or after > before:
-            self._left = rules.hysteresis
+            super().update(self._after_overflow(before))
+        elif self._resets or after > before:
+            self._left = self._hysteresis
 
-    def _after_overflow(self, scale: float, rules: LossScale) -> float:
+    def _after_overflow(self, scale: float) -> float:
         if self._left > 1:
             self._left -= 1
             return scale
-        if scale <= rules.least:
+        if scale <= self._least:
             raise AccordionError(
                 f"gradients overflow at the least loss scale, {scale}; lower the learning rate, or train in bf16."
             )
-        return max(scale * self.get_backoff_factor(), rules.least)
+        return max(scale * self.get_backoff_factor(), self._least)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

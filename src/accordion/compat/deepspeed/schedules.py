@@ -26,7 +26,7 @@ POSITIVE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size")
 class Schedule:
     """A schedule of a `ds_config.json`; call it with an optimizer for a scheduler of torch, stepped after each optimizer step.
 
-    Step for step as DeepSpeed sets the rate: the first step is made at the beginning of the warmup, and so is the second.
+    Rates are DeepSpeed's, step for step: both the first and the second step are made at the beginning of the warmup.
     """
 
     type: str
@@ -50,72 +50,66 @@ class Schedule:
             raise UsageError(f"scheduler.params.warmup_type is {self.params['warmup_type']!r}; valid: log, linear.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """A scheduler of torch; its first rates are set at once."""
+        """Return a scheduler of torch; its first rates are set at once."""
         for name in ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"):
-            given, groups = self.params.get(name), len(optimizer.param_groups)
-            if isinstance(given, (list, tuple)) and len(given) != groups:
-                raise UsageError(f"scheduler.params.{name} has {len(given)} rates for {groups} parameter groups.")
+            rates, groups = self.params.get(name), len(optimizer.param_groups)
+            if isinstance(rates, (list, tuple)) and len(rates) != groups:
+                raise UsageError(f"scheduler.params.{name} has {len(rates)} rates for {groups} parameter groups.")
         return Scheduled(optimizer, self)
 
+    @property
+    def warmup(self) -> int:
+        """Steps of the warmup; 0 if the schedule has none."""
+        return max(2, self.params.get("warmup_num_steps", 1000)) if "warmup_type" in TAKES[self.type] else 0
+
     def lr(self, done: int, own: float, group: int = 0) -> float:
-        """The rate of the step that follows `done` steps. `own`: rate of the group when the schedule began."""
+        """Return the rate of the step that follows `done` steps. `own`: rate of the group when the schedule began."""
         if self.type == "LRRangeTest":
             interval = done / int(self.params.get("lr_range_test_step_size", 2000))
             if self.params.get("lr_range_test_staircase", False):
                 interval = math.floor(interval)
             growth = 1 + float(self.params.get("lr_range_test_step_rate", 1.0)) * interval
-            return self._of("lr_range_test_min_lr", 1e-3, group) * growth
+            return self._rate("lr_range_test_min_lr", 1e-3, group) * growth
+        at = done - 1
         if self.type == "WarmupCosineLR":
-            return own * self._cosine(done - 1)
-        least = self._of("warmup_min_lr", 0.0, group)
-        most = self._of("warmup_max_lr", own if self.type == "WarmupLR" else 1e-3, group)
-        return least + (most - least) * self._share(done - 1)
+            return own * self._cosine(at)
+        least = self._rate("warmup_min_lr", 0.0, group)
+        most = self._rate("warmup_max_lr", own if self.type == "WarmupLR" else 1e-3, group)
+        share = 1.0
+        if at < self.warmup:
+            share = self._rise(at)
+        elif self.type == "WarmupDecayLR":
+            total = int(self.params["total_num_steps"])
+            share = max(0.0, (total - at) / max(1.0, total - self.warmup))
+        return least + (most - least) * share
 
-    def _of(self, name: str, default: float, group: int) -> float:
+    def _rate(self, name: str, default: float, group: int) -> float:
         value = self.params.get(name)
         if value is None:
             return default
         return float(value[group] if isinstance(value, (list, tuple)) else value)
 
-    @property
-    def warmup(self) -> int:
-        """Steps of the warmup; 0 where the schedule has none."""
-        return self._warmup() if "warmup_num_steps" in TAKES[self.type] else 0
-
-    def _warmup(self) -> int:
-        return max(2, int(self.params.get("warmup_num_steps", 1000)))
-
-    def _rise(self, iteration: int) -> float:
-        """How far the warmup has come, 0 to 1."""
-        if self.params.get("warmup_type", "log") == "log":
-            return math.log(iteration + 1) / math.log(self._warmup())
-        return iteration / self._warmup()
-
-    def _share(self, iteration: int) -> float:
-        """Where the rate stands between its least and its most."""
-        if iteration < 0:
+    def _rise(self, at: int) -> float:
+        """Return which share of the warmup is done, 0 to 1."""
+        if at < 0:
             return 0.0
-        if iteration < self._warmup():
-            return self._rise(iteration)
-        if self.type == "WarmupLR":
-            return 1.0
-        total = int(self.params["total_num_steps"])
-        return max(0.0, (total - iteration) / max(1.0, total - self._warmup()))
+        if self.params.get("warmup_type", "log") == "log":
+            return math.log(at + 1) / math.log(self.warmup)
+        return at / self.warmup
 
-    def _cosine(self, iteration: int) -> float:
-        if iteration < 0:
+    def _cosine(self, at: int) -> float:
+        if at < 0:
             return 0.0
         first = float(self.params.get("warmup_min_ratio", 0.0))
-        if iteration < self._warmup():
-            return first + (1 - first) * self._rise(iteration)
+        if at < self.warmup:
+            return first + (1 - first) * self._rise(at)
         last = float(self.params.get("cos_min_ratio", 1e-4))
-        window = max(1, int(self.params["total_num_steps"]) - self._warmup())
-        along = min(1.0, (iteration - self._warmup() + 1) / window)
+        along = min(1.0, (at - self.warmup + 1) / max(1, self.params["total_num_steps"] - self.warmup))
         return last + (1 - last) * (1 + math.cos(math.pi * along)) / 2
 
 
 class Scheduled(LRScheduler):
-    """Owns how many steps a `Schedule` has made for one optimizer."""
+    """A scheduler of torch that sets the rates of a `Schedule` for one optimizer."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
         self._schedule = schedule

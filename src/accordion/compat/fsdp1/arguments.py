@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +36,11 @@ STRATEGIES: dict[str, Strategy] = {
     "HYBRID_SHARD": HYBRID_SHARD,
     "_HYBRID_SHARD_ZERO2": HYBRID_SHARD_GRAD_OP,
 }
-PLAIN = "there is one way here: the order of units is learned, and one unit is gathered ahead in both directions"
-WITHOUT_MEANING = {
-    "backward_prefetch": (BackwardPrefetch.BACKWARD_PRE, PLAIN),
-    "forward_prefetch": (False, PLAIN),
-    "limit_all_gathers": (True, "what is gathered ahead is bounded always"),
-}
-"""Arguments that change nothing, by name: torch's default, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a wrapper was given, but for the module and the policy. `ignored`: parameters that stay as they are."""
+    """The arguments of a wrapper, without the module and the policy. `ignored`: parameters that stay as they are."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None
@@ -60,8 +53,8 @@ class Arguments:
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     use_orig_params: bool = False
-    ignored: tuple[nn.Parameter, ...] = ()
     device_mesh: DeviceMesh | None = None
+    ignored: Sequence[nn.Parameter] = ()
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {
@@ -152,36 +145,19 @@ class Arguments:
             return Offload()
         return Offload(params=HOST, optimizer=HOST)
 
-    def without_meaning(self) -> list[str]:
-        """What was given and changes nothing, as sentences."""
-        return [
-            f"{name}={getattr(self, name)}: {why}"
-            for name, (default, why) in WITHOUT_MEANING.items()
-            if getattr(self, name) != default
-        ]
 
-
-def ignored_parameters(
-    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
-) -> tuple[nn.Parameter, ...]:
-    """The parameters that `ignored_modules` and `ignored_states` name. Raises `UsageError` for both, or for other things."""
+def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
+    """Return the parameters that `ignored_modules` or `ignored_states` names. Raises `UsageError` for both, or other things."""
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states are both given; pass all in ignored_states.")
-    found: list[nn.Parameter] = []
+    params: list[nn.Parameter] = []
     for state in [*(modules or ()), *(states or ())]:
         if isinstance(state, nn.Parameter):
-            found.append(state)
+            params.append(state)
         elif isinstance(state, nn.Module):
-            found.extend(state.parameters())
+            params.extend(state.parameters())
         else:
             raise UsageError(
                 f"ignored_states has a {type(state).__name__}; it takes parameters or modules of the model."
             )
-    return tuple({id(p): p for p in found}.values())
-
-
-def of_children(arguments: Arguments) -> dict[str, Any]:
-    """The keyword arguments of a wrapper that an auto wrap policy makes."""
-    given = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
-    given["ignored_states"] = list(given.pop("ignored"))
-    return given
+    return list(dict.fromkeys(params))

@@ -15,6 +15,7 @@ from accordion.compat.fsdp1.arguments import Arguments
 from accordion.config import Offload, Precision
 from accordion.errors import DivergenceError, UsageError
 from accordion.shard.api import shard
+from accordion.units import has_params
 from accordion.weights.initialise import initialise
 
 log = logging.getLogger("accordion")
@@ -35,7 +36,7 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     with _hidden(root, ignored):
         master = _master(root)
         precision = arguments.precision(master, root=True)
-        held = [(name, given) for name, wrapper, given in inner if any(True for _ in wrapper.parameters())]
+        held = [(name, given) for name, wrapper, given in inner if has_params(wrapper)]
         overrides: dict[type[nn.Module] | str, Precision] = {
             n: given.precision(master, root=False) for n, given in held
         }
@@ -62,15 +63,12 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             )
     if made:
         _materialise(root, made, [(wrapper, given) for _, wrapper, given in wrappers])
-    for sentence in arguments.without_meaning():
-        log.info("accepted without effect: %s", sentence)
 
 
 def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
     for what in ("strategy", "process_group", "device_mesh"):
         mine, other = getattr(root, what), getattr(theirs, what)
-        same = mine == other if what == "strategy" else other is None or mine is other or mine == other
-        if not same:
+        if other is not None and mine != other:
             raise UsageError(
                 f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost {getattr(mine, 'name', mine)}; "
                 "give all the same."

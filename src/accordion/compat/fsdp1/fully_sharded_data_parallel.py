@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import optim, state
 from accordion.compat.fsdp1 import api, states
 from accordion.compat.fsdp1.api import *  # noqa: F403
-from accordion.compat.fsdp1.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_children
+from accordion.compat.fsdp1.api import StateDictType
+from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
 from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
@@ -24,6 +25,8 @@ from accordion.errors import UsageError
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
+
+SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 
 
 class FullyShardedDataParallel(StateDicts):
@@ -36,59 +39,31 @@ class FullyShardedDataParallel(StateDicts):
     Raises `UsageError` for what cannot be done, by name.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool = False,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: DeviceMesh | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        given: object = module
-        if not isinstance(given, nn.Module):
-            raise UsageError(f"FullyShardedDataParallel takes a torch.nn.Module, not {type(given).__name__}.")
-        self._arguments = Arguments(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored=ignored_parameters(module, ignored_modules, ignored_states),
-            device_mesh=device_mesh,
-        )
+        given = SIGNATURE.bind(self, module, *args, **kwargs).arguments
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"FullyShardedDataParallel takes a torch.nn.Module, not {type(module).__name__}.")
+        policy = given.pop("auto_wrap_policy", None)
+        ignored = ignored_parameters(given.pop("ignored_modules", None), given.pop("ignored_states", None))
+        shared = {name: value for name, value in given.items() if name not in ("self", "module")}
+        self._arguments = Arguments(**shared, ignored=ignored)
         self._outer = None
         self._built = False
         self._settings = states.settings_for(StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
-        _check_inside(wrappers_in(module), auto_wrap_policy)
-        _check_called(module, auto_wrap_policy)
-        if auto_wrap_policy is not None:
-            ignored = {id(p) for p in self._arguments.ignored}
-            auto_wrap(module, auto_wrap_policy, ignored, of_children(self._arguments), _wrapped)
+        _check_inside(wrappers_in(module), policy)
+        _check_called(module, policy)
+        if policy is not None:
+            auto_wrap(module, policy, {**shared, "ignored_states": ignored}, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         for wrapper in wrappers_in(module):
             if wrapper._outer is None:
                 wrapper._outer = weakref.ref(self)
-        if auto_wrap_policy is not None:
+        if policy is not None:
             self._ready()
+
+    __init__.__signature__ = SIGNATURE  # type: ignore[attr-defined]
 
     # -- as a module
 
@@ -203,11 +178,6 @@ class FullyShardedDataParallel(StateDicts):
             "register_comm_hook is not supported: gradients are sent from where they lie, there is no flat one to give a hook; "
             "MixedPrecision(reduce_dtype=) chooses the dtype of the sum."
         )
-
-
-def _wrapped(module: nn.Module, arguments: dict[str, Any]) -> nn.Module:
-    """What an auto wrap policy makes."""
-    return FullyShardedDataParallel(module, **arguments)
 
 
 def _check_called(module: nn.Module, policy: Any) -> None:

@@ -12,22 +12,22 @@ from accordion import _torch
 from accordion.engine.tree import map_tensors
 from accordion.errors import UsageError
 
-Make = Callable[[nn.Module, dict[str, Any]], nn.Module]
+Wrap = Callable[..., nn.Module]
 """Wraps a module, with keyword arguments for the wrapper."""
 
 
-def auto_wrap(root: nn.Module, policy: Any, ignored: set[int], arguments: dict[str, Any], make: Make) -> None:
-    """Replace the modules below `root` that `policy` names by wrapped ones, in place.
+def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wrap) -> None:
+    """Replace the modules below `root` that `policy` names by wrapped ones, in place, children before parents.
 
-    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. `ignored`: ids of
-    parameters that count nowhere. With mixed precision, norms over batches are units that compute in float32, as torch has it.
+    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. With mixed precision, norms
+    over batches are units that compute in float32, as torch has it.
     """
-    mixed = arguments["mixed_precision"]
+    mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
     if _torch.is_wrap_policy(policy):
         targets = _torch.run_wrap_policy(policy, root, arguments)
     elif callable(policy):
-        targets = _by_function(root, policy, ignored, arguments)
+        targets = _by_function(root, policy, arguments)
     else:
         raise UsageError(
             f"auto_wrap_policy is {policy!r}; it takes a policy of accordion.compat.fsdp1.wrap or a function."
@@ -38,21 +38,22 @@ def auto_wrap(root: nn.Module, policy: Any, ignored: set[int], arguments: dict[s
             compute_in_float32(module)
     targets.pop(root, None)
     wrapped: dict[int, nn.Module] = {}
-    for parent in _children_first(root):
+    for parent in list(root.modules())[::-1]:
         for name, child in list(parent._modules.items()):
             if child is not None and child in targets:
                 if id(child) not in wrapped:
-                    wrapped[id(child)] = make(child, targets[child])
+                    wrapped[id(child)] = wrap(child, **targets[child])
                 parent._modules[name] = wrapped[id(child)]
 
 
 def _by_function(
-    root: nn.Module, policy: Callable[..., bool], ignored: set[int], arguments: dict[str, Any]
+    root: nn.Module, policy: Callable[..., bool], arguments: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
+    ignored = {id(p) for p in arguments["ignored_states"]}
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """How many elements below and in `module` are in wrappers now."""
+        """Return the number of elements below and in `module` that are in wrappers now."""
         own = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=own):
             return 0
@@ -64,10 +65,6 @@ def _by_function(
 
     visit(root)
     return targets
-
-
-def _children_first(root: nn.Module) -> list[nn.Module]:
-    return list(root.modules())[::-1]
 
 
 def compute_in_float32(module: nn.Module) -> None:

@@ -35,11 +35,7 @@ class Installed:
 
 
 def put(ours: Mapping[str, Any]) -> Installed:
-    """Let names of `torch.distributed.fsdp` be `ours`, in this process.
-
-    Call it before models are sharded. Modules that have imported torch's names already get ours, except torch's own. What it
-    returns undoes it, by `remove()` or as a context. If ours are there already, nothing changes.
-    """
+    """Replace names of `torch.distributed.fsdp` by `ours`, also in modules that have imported them, as `install` says."""
     installed = Installed(ours)
     theirs = {name: getattr(home, name) for name in ours if hasattr(home, name)}
     own = [name for name, thing in theirs.items() if thing is not ours[name]]

@@ -23,7 +23,7 @@ from accordion.state import is_sharded_alike, refuse_others, settle, take_own_ro
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The outermost module takes inputs from anywhere."""
     part = fsdp_part(module)
-    if part.outermost() is not part:
+    if not part.is_outermost():
         return None
     device = device_of(part.asked.mesh)
     return map_tensors(lambda t: t.to(device), args), {

@@ -96,9 +96,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """After an exception in a forward or backward: end what it left behind, sums of gradients included. Root only."""
-        part = fsdp_part(self)
-        if part.outermost() is not part:
-            raise RuntimeError(_not_root("reset_iter_state", self))
+        part = _root_part(self, "reset_iter_state")
         if part.unit is not None:
             part.handle = None
             part.engine().reset()
@@ -162,9 +160,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Root only: `finalize_backward` ends the backwards of a step. Those that communicate are reduced when they come all the
         same, those that do not when it is called."""
-        part = fsdp_part(self)
-        if part.outermost() is not part:
-            raise RuntimeError(_not_root("set_manual_backward_finalization", self))
+        part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
         part.settings.finalizes = enabled
@@ -174,9 +170,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
         With `async_op` a handle is returned, for whose `wait` the gradients are there. Collective.
         """
-        part = fsdp_part(self)
-        if part.outermost() is not part:
-            raise RuntimeError(_not_root("finalize_backward", self))
+        part = _root_part(self, "finalize_backward")
         if part.handle is not None:
             raise RuntimeError(
                 "the handle of the last finalize_backward has not been waited for; call its wait() first."
@@ -282,10 +276,6 @@ class FSDPModule(_Base):  # type: ignore[misc]
         handles.append(part.alive()[0].register_forward_pre_hook(torch.compiler.disable(wait), prepend=True))
 
 
-def _not_root(method: str, module: object) -> str:
-    return f"{method} was called on {type(module).__name__}, which lies in another FSDP module; call it on the root."
-
-
 @cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
@@ -295,6 +285,14 @@ def fsdp_part(module: Any) -> Part:
     part = part_of(module) if isinstance(module, nn.Module) else None
     if part is None:
         raise UsageError(f"{type(module).__name__} is no FSDPModule; pass what fully_shard returned.")
+    return part
+
+
+def _root_part(module: object, method: str) -> Part:
+    part = fsdp_part(module)
+    if not part.is_outermost():
+        name = type(module).__name__
+        raise RuntimeError(f"{method} was called on {name}, which is inside another FSDP module; call it on the root.")
     return part
 
 
