@@ -219,7 +219,7 @@ def test_an_older_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
 
 
 def test_rests_of_a_killed_save_are_cleared_and_nothing_else(tmp_path):
-    for name in (".c.tmp", ".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
+    for name in (".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_text("half")
     save(tmp_path / "c", Tied())

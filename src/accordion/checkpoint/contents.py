@@ -39,6 +39,9 @@ class Contents:
     params: Mapping[str, Tensor]  # of the model, by name, whichever of them a checkpoint holds
     optimizer: Json = None
 
+    def of_model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
+
 
 def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
     """Raise `UsageError` for what lacks the method that a save or a load calls."""

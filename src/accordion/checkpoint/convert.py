@@ -20,12 +20,11 @@ from torch import Tensor
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.foreign import Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.reading import DCP_METADATA, Files, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names
-from accordion.checkpoint.writing import layout, write
+from accordion.checkpoint.writing import described, layout, write
 from accordion.errors import CheckpointError, UsageError
 
 READ_SUFFIXES, READ_NAMES = (".safetensors", ".distcp"), (HF_INDEX, DCP_METADATA)
@@ -65,8 +64,8 @@ def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
     found, folder = open_foreign(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
-        for i, read in enumerate(found.files):
-            if parts := read():
+        for i, all_parts in enumerate(found.files):
+            if parts := [part for part in all_parts if part.box.numel]:
                 write(begun, file_name(i), layout(parts, i))
         manifest = dump(described(_form(found), begun))
         if _stamp(source) != before:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,6 +21,7 @@ from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
+SHOWN = 8  # tensors that a message names
 LENGTH_BYTES = 8  # before the header of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
@@ -53,11 +55,13 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def mapped(file: BinaryIO) -> Tensor:
-    """The bytes of an open file: (size,), uint8; memory is the file's, and writes to it never reach the file."""
-    if not size_of(file):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8))
+def mapped(path: Path, stored: StoredTensor) -> Tensor:
+    """Return a tensor that has elements; its memory is the file's, and writes to it never reach the file."""
+    with opened(path) as file:
+        size = stored.end - stored.at
+        data = torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8, offset=stored.at, shape=(size,)))
+    dtype = DTYPES[stored.dtype]
+    return (data if stored.at % dtype.itemsize == 0 else data.clone()).view(dtype).view(stored.shape)
 
 
 def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
@@ -149,6 +153,40 @@ def _one(name: str, said: Any, start: int, end: int) -> StoredTensor:
     if not fits or to - at != math.prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{name[:100]} cannot be {dtype} of shape {str(shape)[:100]} in bytes {at} to {to}.")
     return StoredTensor(name, dtype, tuple(shape), start + at, start + to)
+
+
+def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
+    """Return each tensor of a folder of safetensors and the file that holds it, without reading any data.
+
+    Raises `CheckpointError` unless there is a single file or an index, each tensor that the index promises is in its file, and
+    no tensor is in two files.
+    """
+    single = (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir()
+    if not single and not (folder / HF_INDEX).exists():
+        raise CheckpointError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}; other formats are not read.")
+    promised = {} if single else read_index(folder)
+    return read_files(folder, [HF_SINGLE] if single else sorted(set(promised.values())), promised)
+
+
+def read_files(
+    folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, tuple[Path, StoredTensor]]:
+    """`read_folder` of the files `names`. `promised`: the name of the file of each tensor in the index."""
+    tensors: dict[str, tuple[Path, StoredTensor]] = {}
+    for name in names:
+        for stored in read_header(folder / name):
+            if stored.name in tensors:
+                raise CheckpointError(
+                    f"{stored.name} lies in {tensors[stored.name][0].name} and in {name} of {folder}."
+                )
+            tensors[stored.name] = folder / name, stored
+    lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors or tensors[key][0].name != name]
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise CheckpointError(
+            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost[:SHOWN])}{more}."
+        )
+    return tensors
 
 
 def read_index(folder: Path) -> dict[str, str]:

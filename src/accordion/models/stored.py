@@ -26,8 +26,7 @@ from accordion.checkpoint.untrusted_files import (
     HF_SINGLE,
     check_quantised,
     plain_names,
-    read_header,
-    read_index,
+    read_folder,
 )
 from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.files import read_text
@@ -386,15 +385,11 @@ def _stored_dtypes(stored: StoredModel) -> list[tuple[torch.dtype, int]]:
             for name, e in entries
             if name.startswith("model/")
         ]
-    found = []
-    folder = Path(stored.path)
     try:
-        names = [HF_SINGLE] if (folder / HF_SINGLE).is_file() else sorted(set(read_index(folder).values()))
-        for name in names:
-            found += [(DTYPES[entry.dtype], entry.end - entry.at) for entry in read_header(folder / name)]
+        tensors = read_folder(Path(stored.path)).values()
     except (OSError, CheckpointError) as error:
         raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
-    return found
+    return [(DTYPES[tensor.dtype], tensor.end - tensor.at) for _, tensor in tensors]
 
 
 def manifest_of(stored: StoredModel) -> Manifest:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
+from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
+STAGE_BYTES = 2**24  # read at once if rows are not in the file as they are asked for
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
 """Called with (into, start): fills `into` with the part of a tensor that begins at `start` and has its shape."""
 
@@ -67,16 +73,46 @@ class Rows:
         return lazily(*args, **(kwargs or {})) if lazily else _deferred(func, args, kwargs or {})
 
 
-def stored(file: Any, name: str) -> Rows:
-    """A tensor of an open safetensors file. Raises `CheckpointError` where its dtype is unknown."""
-    part = file.get_slice(name)
-    if part.get_dtype() not in DTYPES:
-        raise CheckpointError(f"{name} has the dtype {part.get_dtype()}, which cannot be loaded.")
+def rows_of_folder(folder: Path) -> dict[str, Rows]:
+    """Return every tensor of a folder of safetensors, nothing of it read. Raises as `read_folder`."""
+    tensors = read_folder(folder)
+    return {
+        key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
+        for key, (path, stored) in sorted(tensors.items())
+    }
 
-    def fill(into: Tensor, at: tuple[int, ...]) -> None:
-        into.copy_(part[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True)) or ...])
 
-    return Rows(torch.Size(part.get_shape()), DTYPES[part.get_dtype()], fill)
+def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
+    """Fill `into` with the part of a stored tensor that begins at `at`.
+
+    It is read and not mapped, because pages of a mapped file count as memory of this process.
+    """
+    dtype = DTYPES[stored.dtype]
+    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+    first, num_rows = (at[0], into.shape[0]) if stored.shape else (0, 1)
+    in_place = into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous()
+    with path.open("rb", buffering=0) as file:
+        if in_place and tuple(into.shape[1:]) == stored.shape[1:]:
+            _read_into(file.fileno(), bytes_of(into), stored.at + first * row_bytes, path)
+            return
+        step = max(1, STAGE_BYTES // max(1, row_bytes))
+        inner = tuple(slice(a, a + n) for a, n in zip(at[1:], into.shape[1:], strict=True))
+        for start in range(0, num_rows, step):
+            rows = min(step, num_rows - start)
+            stage = torch.empty(rows, *stored.shape[1:], dtype=dtype, device="cpu")
+            _read_into(file.fileno(), bytes_of(stage), stored.at + (first + start) * row_bytes, path)
+            (into[start : start + rows] if stored.shape else into).copy_(
+                stage[(slice(None), *inner)] if stored.shape else stage[0]
+            )
+
+
+def _read_into(handle: int, memory: memoryview, at: int, path: Path) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(handle, [memory[done:]], at + done)
+        if not count:
+            raise CheckpointError(f"{path} ends at byte {at + done}, where a tensor lies.")
+        done += count
 
 
 def _call(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data
 from accordion.checkpoint.format import holds
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
+from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
 from accordion.weights.adapters import added_by_adapters, copied_inside
 from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
-from accordion.weights.lazy_tensors import Rows, as_rows, stored
+from accordion.weights.lazy_tensors import Rows, as_rows, rows_of_folder
 
-SINGLE, INDEX = HF_SINGLE, HF_INDEX
 PREFIXES = (
     "model.",
     "transformer.",
@@ -63,10 +60,10 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
         raise UsageError("load_pretrained does not work inside full_params; leave it first.")
     settle(engine, "loads pretrained weights")
     team = Team.of(model.parameters())
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))
         patterns = list(ignore)
-        found, own = team.agree(lambda: _fitting(model, engine, source, patterns, stack))
+        found, own = team.agree(lambda: _fitting(model, engine, source, patterns))
         never_filled = set(_unfilled(model, engine, patterns))
         left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
         seed = int(team.shared(str(torch.initial_seed()))[0])
@@ -140,17 +137,16 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 
     Raises `UsageError` if its tensors are those of a quantised model.
     """
-    with ExitStack() as stack:
-        held = open_folder(folder, stack)
-        check_quantised({}, str(folder), held.keys() - names_of(model).keys())
-        match(model, folder, held, [])
+    held = rows_of_folder(folder)
+    check_quantised({}, str(folder), held.keys() - names_of(model).keys())
+    match(model, folder, held, [])
 
 
 def _fitting(
-    model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
+    model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, FoundTensor], set[int]]:
     """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
-    matched = match(model, folder, open_folder(folder, stack), ignore)
+    matched = match(model, folder, rows_of_folder(folder), ignore)
     unlike = _listed(
         "tied in the model but not equal in the folder", _untied(model, engine, matched.found, matched.ties)
     )
@@ -361,40 +357,6 @@ def _converted(
         except Exception as error:  # whatever an operation of transformers meets
             wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
     return found, extra, wrong
-
-
-# -- files
-
-
-def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
-    """Every tensor that the folder holds, nothing of it read. Raises `CheckpointError`, naming every file that is wrong."""
-    places = _places(folder)
-    files: dict[str, Any] = {}
-    wrong: list[str] = []
-    for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
-        try:
-            read_header(folder / name)
-            files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (OSError, SafetensorError, CheckpointError) as error:
-            wrong.append(f"{name}: {error}")
-    if wrong:
-        raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
-    held = {name: set(file.keys()) for name, file in files.items()}
-    if places is None:
-        places = dict.fromkeys(held[SINGLE], SINGLE)
-    lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
-    if lost:
-        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not there: {', '.join(lost)}.")
-    return {key: stored(files[places[key]], key) for key in sorted(places)}
-
-
-def _places(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
-    if (folder / SINGLE).exists() and not (folder / SINGLE).is_dir():
-        return None
-    if not (folder / INDEX).exists():
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")
-    return read_index(folder)
 
 
 # -- reading
