@@ -260,9 +260,15 @@ def test_1000_changes_of_bytes_are_found(saved):
 # -- disks
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "mkdir"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("call", "number", "background"),
+    [
+        ("pwrite", errno.ENOSPC, True),
+        ("fsync", errno.EIO, False),
+        ("rename", errno.EACCES, True),
+        ("mkdir", errno.EROFS, False),
+    ],
+)
 def test_a_disk_that_fails_is_told_and_the_one_before_stays(tmp_path, monkeypatch, call, number, background):
     model = Filled(value=1)
     save(tmp_path / "last", model, extra="before")

@@ -90,7 +90,7 @@ def test_keep_is_a_number(tmp_path, keep):
 # -- choosing the newest
 
 
-@pytest.mark.parametrize("times", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path, times):
     model, stop, seen = filled(1), threading.Event(), []
 

@@ -270,12 +270,11 @@ for k in range(6):
 """
 
 
-@pytest.mark.parametrize("dies", [(17, 400), (23, 31)])
-def test_two_jobs_of_one_name_of_which_some_are_killed_leave_a_whole_one(tmp_path, dies):
+def test_two_jobs_of_one_name_of_which_one_is_killed_leave_a_whole_one(tmp_path):
     save(tmp_path / "last", filled(0))
     jobs = [
         subprocess.Popen([sys.executable, "-c", TWO, str(100 * i), str(tmp_path / "last"), str(number)])
-        for i, number in enumerate(dies, 1)
+        for i, number in enumerate((17, 400), 1)
     ]
     assert {job.wait(300) for job in jobs} <= {0, -9}
     model = filled(-1)
@@ -304,7 +303,7 @@ def test_readers_beside_a_writer_that_overwrites_see_no_fault(tmp_path):
     writer.start()
     model = filled(-1, width)
     try:
-        for _ in range(150):
+        for _ in range(50):
             try:
                 load(tmp_path / "last", model)
             except CheckpointError as error:
@@ -318,7 +317,7 @@ def test_readers_beside_a_writer_that_overwrites_see_no_fault(tmp_path):
         stop.set()
         writer.join()
     assert [text for text in told if "again and again" not in text] == []
-    assert len(told) < 15
+    assert len(told) < 10
 
 
 # -- names and words

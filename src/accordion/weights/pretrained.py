@@ -44,7 +44,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
     `folder`: it has `model.safetensors` or `model.safetensors.index.json` and the files that this names; or the name of a
     model on the hub, "owner/name". Each rank reads its own rows of each tensor into its shard, cast to its dtype, and holds
-    nothing else: files are mapped, and their pages are the system's cache. Names may differ by the usual prefixes; names and
+    nothing else but at most 16 MiB that are cast or copied to a device. Names may differ by the usual prefixes; names and
     layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
     Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
     transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
