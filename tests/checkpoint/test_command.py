@@ -309,30 +309,6 @@ def test_what_is_replaced_while_it_is_compared_is_read_again(tmp_path, monkeypat
     assert not any(found.values())
 
 
-@pytest.mark.parametrize("how", ["replaced", "written into"])
-def test_a_source_that_is_written_while_it_comes_in_is_refused(tmp_path, monkeypatch, how):
-    for name in ("model-1.safetensors", "model-2.safetensors"):
-        save_file({name[:7]: torch.ones(64)}, tmp_path / name)
-    index = {"weight_map": {"model-1": "model-1.safetensors", "model-2": "model-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def write():
-        at = tmp_path / "model-2.safetensors"
-        if how == "replaced":
-            save_file({"model-2": torch.zeros(64)}, tmp_path / "new")
-            os.replace(tmp_path / "new", at)
-        else:
-            with open(at, "r+b") as file:
-                file.seek(-8, os.SEEK_END)
-                file.write(b"01234567")
-
-    replacing(monkeypatch, accordion.checkpoint.convert, "write", write)
-    with pytest.raises(CheckpointError, match=r"was written while it was read.*when its writer has ended"):
-        convert(tmp_path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    convert(tmp_path, tmp_path / "out")
-
-
 # -- its output
 
 

@@ -218,7 +218,7 @@ def _dcp(folder: Path) -> Foreign:
     kept = {key: names[key] for key in shapes if key in names}
     files: dict[str, list[WritePart]] = {}
     for place in sorted(places, key=lambda place: place.file):
-        if place.key in kept and place.box is not None:
+        if place.key in kept and place.box is not None and place.box.numel:
             dtype = shapes[place.key][0]
             part = _part(kept[place.key], place.box, dtype, partial(_dcp_tensor, folder, place, dtype))
             files.setdefault(place.file, []).append(part)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -129,10 +131,7 @@ def _checkpoints_of_run(path: Path) -> Path:
 
 
 def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
-    try:
-        extra = read_manifest(checkpoint_at(path)).extra
-    except (CheckpointError, OSError) as error:
-        raise UsageError(f"SOURCE {path!r}: {error}") from None
+    extra = manifest_at(path).extra
     extra = extra if isinstance(extra, dict) else {}
     if isinstance(extra.get("adapter"), dict):
         return _of_trained_adapter(path, extra, cache, like)
@@ -370,34 +369,26 @@ def adapter_weights(place: str, *, ours: bool) -> dict[str, Tensor]:
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
     """The floating-point dtype of most of the stored weights."""
-    counts: dict[torch.dtype, int] = {}
-    for dtype, num_bytes in _stored_dtypes(stored):
-        counts[dtype] = counts.get(dtype, 0) + num_bytes
-    floating = {dtype: count for dtype, count in counts.items() if dtype.is_floating_point}
-    return max(floating, key=lambda dtype: floating[dtype], default=torch.float32)
-
-
-def _stored_dtypes(stored: StoredModel) -> list[tuple[torch.dtype, int]]:
+    sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
-        entries = manifest_of(stored).tensors.items()
-        return [
-            (DTYPES[e.dtype], sum(e.num_bytes(chunk.box) for chunk in e.chunks))
-            for name, e in entries
-            if name.startswith("model/")
-        ]
-    try:
-        tensors = read_folder(Path(stored.path)).values()
-    except (OSError, CheckpointError) as error:
-        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
-    return [(DTYPES[tensor.dtype], tensor.end - tensor.at) for _, tensor in tensors]
+        for name, entry in manifest_at(stored.path).tensors.items():
+            if name.startswith("model/"):
+                sizes[DTYPES[entry.dtype]] += math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    else:
+        try:
+            for _, tensor in read_folder(Path(stored.path)).values():
+                sizes[DTYPES[tensor.dtype]] += tensor.end - tensor.at
+        except (OSError, CheckpointError) as error:
+            raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+    return next((dtype for dtype, _ in sizes.most_common() if dtype.is_floating_point), torch.float32)
 
 
-def manifest_of(stored: StoredModel) -> Manifest:
-    """Of a checkpoint. Raises `UsageError` where it cannot be read any more."""
+def manifest_at(path: str) -> Manifest:
+    """Return the manifest of a checkpoint. Raises `UsageError` if it cannot be read."""
     try:
-        return read_manifest(checkpoint_at(stored.path))
+        return read_manifest(checkpoint_at(path))
     except (CheckpointError, OSError) as error:
-        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+        raise UsageError(f"SOURCE {path!r}: {error}") from None
 
 
 def computing(model: nn.Module) -> Any:
@@ -410,7 +401,7 @@ def check_weights(model: nn.Module, stored: StoredModel) -> None:
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return
-    manifest = manifest_of(stored)
+    manifest = manifest_at(stored.path)
     shapes = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
     held = {name: shapes[key] for key, name in plain_names(shapes).items()}
     added = added_by_adapters(model)
