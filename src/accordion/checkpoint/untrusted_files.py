@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accordion.checkpoint.contents import WRAPPERS
+from accordion.checkpoint.contents import without_wrappers
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
@@ -79,9 +79,7 @@ def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Return tensors' names without the prefixes of torch.compile, of checkpointing and, if all have it, of DDP."""
-    found = {name: name for name in names}
-    for wrapper in WRAPPERS:
-        found = {name: plain.replace(wrapper, "") for name, plain in found.items()}
+    found = {name: without_wrappers(name) for name in names}
     while found and all(plain.startswith("module.") for plain in found.values()):
         found = {name: plain.removeprefix("module.") for name, plain in found.items()}
     return found

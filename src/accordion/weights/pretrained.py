@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import WRAPPERS, local_data
+from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, without_wrappers
 from accordion.checkpoint.format import holds
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.engine import Engine
@@ -214,19 +214,7 @@ def _class_patterns(model: nn.Module, kind: str) -> list[str]:
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones under each of theirs."""
-    result = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
-            )
-        plain = _without_wrappers(key)
-        if plain in result:
-            raise CheckpointError(
-                f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
-            )
-        result[plain] = tensor
-    return result
+    return named_tensors(model, INSIDE)
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
@@ -236,15 +224,9 @@ def copies_of_layers(model: nn.Module) -> dict[str, str]:
         for adapter, copy in copied_inside(module):
             for key in copy.state_dict(keep_vars=True):
                 names = (f"{prefix}.modules_to_save.{adapter}.{key}", f"{prefix}.{key}")
-                plain, original = (_without_wrappers(name) for name in names)
+                plain, original = (without_wrappers(name, INSIDE) for name in names)
                 found[plain] = original
     return found
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in INSIDE:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
@@ -305,8 +287,7 @@ def _named(
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
     names = [key]
-    for wrapper in INSIDE:
-        key = key.replace(wrapper, "")
+    key = without_wrappers(key, INSIDE)
     while True:
         names.append(key)
         prefix = next((p for p in prefixes if key.startswith(p)), None)
