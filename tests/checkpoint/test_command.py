@@ -330,7 +330,7 @@ def commanded(*words, **how):
     path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, **how.pop("env", {})}
     words = [sys.executable, "-m", "accordion", "checkpoint", *map(str, words)]
-    return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=60, **how)
+    return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=300, **how)
 
 
 def test_letters_that_the_terminal_has_not_are_written_as_escapes(tmp_path):

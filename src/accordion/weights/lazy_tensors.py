@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.reading import fill_part
+from accordion.checkpoint.storage.direct import LocalReader
 from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
-from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
-STAGE_BYTES = 2**24  # read at once if rows are not in the file as they are asked for
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
 """Called with (into, start): fills `into` with the part of a tensor that begins at `start` and has its shape."""
 
@@ -65,7 +64,7 @@ class Rows:
         method = getattr(torch.Tensor, name)
         if name.startswith("_") or not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
-        return partial(_call, method, self)
+        return lambda *args, **kwargs: _deferred(method, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,36 +86,12 @@ def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -
 
     It is read and not mapped, because pages of a mapped file count as memory of this process.
     """
-    dtype = DTYPES[stored.dtype]
-    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
-    first, num_rows = (at[0], into.shape[0]) if stored.shape else (0, 1)
-    in_place = into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous()
-    with path.open("rb", buffering=0) as file:
-        if in_place and tuple(into.shape[1:]) == stored.shape[1:]:
-            _read_into(file.fileno(), bytes_of(into), stored.at + first * row_bytes, path)
-            return
-        step = max(1, STAGE_BYTES // max(1, row_bytes))
-        inner = tuple(slice(a, a + n) for a, n in zip(at[1:], into.shape[1:], strict=True))
-        for start in range(0, num_rows, step):
-            rows = min(step, num_rows - start)
-            stage = torch.empty(rows, *stored.shape[1:], dtype=dtype, device="cpu")
-            _read_into(file.fileno(), bytes_of(stage), stored.at + (first + start) * row_bytes, path)
-            (into[start : start + rows] if stored.shape else into).copy_(
-                stage[(slice(None), *inner)] if stored.shape else stage[0]
-            )
-
-
-def _read_into(handle: int, memory: memoryview, at: int, path: Path) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(handle, [memory[done:]], at + done)
-        if not count:
-            raise CheckpointError(f"{path} ends at byte {at + done}, where a tensor lies.")
-        done += count
-
-
-def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    return _deferred(method, args, kwargs)
+    index = tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))
+    try:
+        with closing(LocalReader(path)) as reader:
+            fill_part(into, reader, stored.at, DTYPES[stored.dtype], stored.shape, index)
+    except OSError as error:
+        raise CheckpointError(f"{path}, where {stored.name} lies: {error}") from error
 
 
 def as_rows(value: Any) -> Rows:
