@@ -125,7 +125,8 @@ class SaveJob:
             agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
             begun = made[0] if made else self.target.begun(self.name)
             agree(lambda: self._write_own(begun, host))
-            agree(lambda: self._commit(begun) if leads else None)
+            # From the rename on it is a checkpoint.
+            agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
         except BaseException:
             for one in made:
                 with suppress(Exception):  # the first failure is what counts
@@ -142,10 +143,6 @@ class SaveJob:
                     "that all of them share."
                 )
             write(begun, file_name(self.team.index), self.plan, host)
-
-    def _commit(self, begun: Folder) -> None:
-        """Write the manifest and give the folder its name: from then on it is a checkpoint."""
-        self.target.commit(begun, dump(described(self.form, begun)))
 
     def _prune(self) -> None:
         if self.keep:

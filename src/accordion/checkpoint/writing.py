@@ -21,7 +21,7 @@ from accordion.checkpoint.checksums import (
     pieces,
     running,
 )
-from accordion.checkpoint.contents import OF_RANKS
+from accordion.checkpoint.contents import OF_RANKS, rank_prefix
 from accordion.checkpoint.format import (
     File,
     Manifest,
@@ -38,8 +38,6 @@ from accordion.checkpoint.storage.folders import Folder, Reader, Writer
 from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
 from accordion.errors import CheckpointError
 from accordion.offload.arena import Arena
-
-SUMS = "sums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +72,20 @@ class FileLayout:
         return sum(part.num_bytes for part in self.parts)
 
 
-def sums_name(rank: int) -> str:
-    """The tensor in which a rank's file tells the checksums of its parts: JSON, {entry name: [sum of each piece, ...]}."""
-    return f"rank/{rank:05d}/{SUMS}"
-
-
 def layout(parts: Iterable[WritePart], rank: int) -> FileLayout:
-    """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size."""
+    """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size.
+
+    The last tensor holds the checksums of the parts as JSON: {entry name: [sum of each piece, ...]}.
+    """
     parts = tuple(sorted(parts, key=lambda part: -part.data.element_size()))
     kind = kind_here()
     zero = "0" * DIGITS[kind]
     empty = {_entry_name(part): [zero for _ in pieces(0, part.num_bytes, PIECE_BYTES)] for part in parts}
     length = len(_as_json(empty))
     words = [(_entry_name(part), code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
-    return FileLayout(header([*words, (entry_name(sums_name(rank), (0,)), "U8", (length,))]), parts, kind, length)
+    return FileLayout(
+        header([*words, (entry_name(f"{rank_prefix(rank)}sums", (0,)), "U8", (length,))]), parts, kind, length
+    )
 
 
 def _entry_name(part: WritePart) -> str:

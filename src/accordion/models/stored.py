@@ -149,12 +149,7 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 def _of_trained_adapter(path: str, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> StoredModel:
     """A checkpoint that holds what a run trained beside a base, and says which that is."""
     said = extra["adapter"]
-    named = like or said.get("base")
-    if not isinstance(named, str) or not Path(named).is_dir():
-        raise UsageError(
-            f"SOURCE {path!r} is a checkpoint of an adapter of the base {named!r}, which is no folder here; export it with "
-            "--like the folder of the base."
-        )
+    named = _base_folder(path, "a checkpoint of an adapter", like or said.get("base"))
     base = _of_folder(Path(named))
     found = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
     generation = extra.get("generation_config", base.generation)
@@ -177,14 +172,17 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
 
 def _of_adapter(path: Path, cache: Path | None, like: str | None) -> StoredModel:
     described = _described(path, "SOURCE", ADAPTER)
-    named = like or described.get("base_model_name_or_path")
+    base = find_model(_base_folder(str(path), "an adapter", like or described.get("base_model_name_or_path")), cache)
+    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
+
+
+def _base_folder(source: str, kind: str, named: object) -> str:
     if not isinstance(named, str) or not Path(named).is_dir():
         raise UsageError(
-            f"SOURCE {str(path)!r} is an adapter of the base {named!r}, which is no folder here; export it with --like the "
-            "folder of the base."
+            f"SOURCE {source!r} is {kind} of the base {named!r}, which is no folder here; export it with --like the folder of "
+            "the base."
         )
-    base = find_model(named, cache)
-    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
+    return named
 
 
 def _of_folder(path: Path) -> StoredModel:
