@@ -212,6 +212,7 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """`remove`, if it does not matter whether that succeeds now: a later save or `prune` tries again."""
+    """`remove` if there is a folder, and if it does not matter whether that succeeds now: a later save or `prune` tries again."""
     with suppress(OSError):
-        remove(path)
+        if os.path.lexists(path):
+            remove(path)

@@ -198,8 +198,7 @@ class Local:
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
         _sync(self.path.parent)
-        if os.path.lexists(old):
-            claims.remove_quietly(old)
+        claims.remove_quietly(old)
         begun._release()
 
     def _release(self) -> None:
