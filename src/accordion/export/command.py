@@ -26,9 +26,9 @@ from accordion.models.stored import (
     adapter_weights,
     cache_folder,
     check_weights,
+    extra_of,
     find_model,
     located,
-    manifest_at,
     meta_model,
     tokenizer_of,
 )
@@ -110,10 +110,8 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
     kind, path = located(options.source)
-    if kind == "checkpoint" and form in convert.FORMATS:
-        extra = manifest_at(path).extra
-        if not (isinstance(extra, dict) and isinstance(extra.get("adapter"), dict)):  # beside a base, and not the base
-            return _of_checkpoint(path, options, form, dtype, cache)
+    if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
+        return _of_checkpoint(path, options, form, dtype, cache)
     if form in OF_CHECKPOINTS:
         raise UsageError(
             f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "

@@ -131,8 +131,7 @@ def _checkpoints_of_run(path: Path) -> Path:
 
 
 def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
-    extra = manifest_at(path).extra
-    extra = extra if isinstance(extra, dict) else {}
+    extra = extra_of(path)
     if isinstance(extra.get("adapter"), dict):
         return _of_trained_adapter(path, extra, cache, like)
     config = extra.get("model_config") if like is None else _described(Path(like), "like")
@@ -387,6 +386,12 @@ def manifest_at(path: str) -> Manifest:
         return read_manifest(checkpoint_at(path))
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {path!r}: {error}") from None
+
+
+def extra_of(path: str) -> Mapping[str, Any]:
+    """Return the `extra` of a checkpoint, empty if it is no dict. Raises `UsageError` if it cannot be read."""
+    extra = manifest_at(path).extra
+    return extra if isinstance(extra, dict) else {}
 
 
 def computing(model: nn.Module) -> Any:
