@@ -22,13 +22,13 @@ from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.pickles import is_plain, load_saved, read_metadata
 from accordion.checkpoint.untrusted_files import (
-    BROKEN,
     HF_INDEX,
     HF_SINGLE,
     StoredTensor,
     check_names,
     check_quantised,
     mapped,
+    named,
     opened,
     plain_names,
     read_files,
@@ -167,9 +167,9 @@ def _torch_state(held: Any, num_bytes: int) -> Foreign:
     if total > LARGEST_EXPANDED + MOST_COPIES * num_bytes:
         raise CheckpointError(f"its tensors of {total} bytes are absurd, made of {num_bytes}.")
     left += [str(key) for key in held if key not in tensors]
-    named = {f"model/{plain[str(key)]}": tensor for key, tensor in tensors.items()}
-    parts = [_part(name, box_of(t.shape, ()), t.dtype, partial(_resolved, t)) for name, t in named.items()]
-    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in named.items()}
+    ours = {f"model/{plain[str(key)]}": tensor for key, tensor in tensors.items()}
+    parts = [_part(name, box_of(t.shape, ()), t.dtype, partial(_resolved, t)) for name, t in ours.items()]
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in ours.items()}
     return Foreign(kind="torch.save", shapes=shapes, files=(parts,), left=tuple(left))
 
 
@@ -192,7 +192,7 @@ class _Place:
 
 
 def _dcp(folder: Path) -> Foreign:
-    try:
+    with named(f"{folder / DCP_METADATA} cannot be used"):
         with opened(folder / DCP_METADATA) as file:
             metadata = _state(read_metadata(file), "Metadata")
         said, paths = metadata["state_dict_metadata"], metadata.get("planner_data") or {}
@@ -206,12 +206,6 @@ def _dcp(folder: Path) -> Foreign:
         _check_unique(names)
         check_names([key for key in said if key not in names])
         _check_places(places, said, shapes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / DCP_METADATA} cannot be used: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(
-            f"{folder / DCP_METADATA} is damaged: {type(error).__name__}: {str(error)[:300]}."
-        ) from error
     optimizer, extra, left = _dcp_values(folder, places, shapes, names, paths)
     if optimizer is None:
         names = {key: name for key, name in names.items() if name.startswith("model/")}

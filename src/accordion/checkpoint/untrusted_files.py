@@ -6,7 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +28,6 @@ HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
 DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
-BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,17 @@ def opened(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} {'is' if why == NOT_REGULAR else 'cannot be opened:'} {why}.") from error
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` which begins with `what` for what broken words make of their reader."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
 def size_of(file: BinaryIO) -> int:
@@ -109,14 +120,10 @@ def read_header(path: Path) -> list[StoredTensor]:
                 f"{path} has a header of {length} bytes, which is absurd beside {room - length} of data."
             )
         head = file.read(length)
-    try:
+    with named(f"{path} is no safetensors file"):
         stored = stored_in(head, LENGTH_BYTES + length, num_bytes)
         check_names(held.name for held in stored)
-        return stored
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {str(error)[:300]}.") from error
+    return stored
 
 
 def stored_in(head: bytes, start: int, end: int) -> list[StoredTensor]:
@@ -198,16 +205,10 @@ def read_index(folder: Path) -> dict[str, str]:
         if num_bytes > most_words(data_bytes - num_bytes):
             raise CheckpointError(f"{path} has {num_bytes} bytes, which is absurd beside the folder's other files.")
         text = file.read(num_bytes)
-    try:
+    with named(f"{path} is no index of safetensors"):
         places = json.loads(text.decode(), object_pairs_hook=without_twins)["weight_map"]
         bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
         check_names(places)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is no index of safetensors: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(
-            f"{path} is no index of safetensors: {type(error).__name__}: {str(error)[:300]}."
-        ) from error
     if bad:
         raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
     return dict(places)
