@@ -155,7 +155,7 @@ def _without_sums() -> Iterator[None]:
         def update(self, data: Buffer, /) -> None: ...
 
     with ExitStack() as stack:
-        for name in ("manifest_of_files", "writing", "reading"):
+        for name in ("writing", "reading"):
             module = import_module(f"accordion.checkpoint.{name}")
             stack.enter_context(patch.object(module, "running", lambda kind: partial(Same, kind)))
         stack.enter_context(patch.object(import_module("accordion.checkpoint.load"), "_check", lambda *_: None))

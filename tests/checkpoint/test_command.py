@@ -160,17 +160,6 @@ def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out
     assert_same_tensors(model, other)
 
 
-@pytest.mark.parametrize("inner", [None, "model"])
-def test_a_torch_file_comes_in(tmp_path, inner):
-    model, other = small(1), small(2)
-    state = model.state_dict()
-    torch.save(state if inner is None else {inner: state, "epoch": 3}, tmp_path / "m.pt")
-    found = convert(tmp_path / "m.pt", tmp_path / "c")
-    assert found.left == (() if inner is None else ("epoch",))
-    load(tmp_path / "c", other)
-    assert_same_tensors(model, other)
-
-
 def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
     model, other = small(1), small(2)
     state = model.state_dict()
@@ -216,29 +205,6 @@ def test_torch_and_dcp_go_out(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["c", "dcp", "m.pt"]
 
 
-def test_from_pretrained_loads_what_goes_out(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    save(tmp_path / "c", model, extra={"model_config": json.loads(config.to_json_string(use_diff=False))})
-    export(tmp_path / "c", tmp_path / "hf")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    assert_same_tensors(model, again)
-    monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 4000)
-    made = export(tmp_path / "c", tmp_path / "like", like=tmp_path / "hf")
-    assert str(tmp_path / "like" / "model.safetensors.index.json") in made
-    assert_same_tensors(
-        model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like", dtype=torch.float32)
-    )
-
-
 class Payload:
     """Unpickled, it writes a file."""
 
@@ -281,20 +247,15 @@ def test_pickles_of_others_execute_nothing(tmp_path, make):
 
 
 def test_broken_sources_are_named(tmp_path):
-    (tmp_path / "a.pt").write_bytes(b"no zip")
-    with zipfile.ZipFile(tmp_path / "b.pt", "w") as file:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
         file.writestr("x", "y")
-    torch.save([1], tmp_path / "c.pt")
-    (tmp_path / "d.safetensors").write_bytes(b"\xff" * 64)
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / ".metadata").write_bytes(b"\x80\x04garbage")
-    (tmp_path / "f").mkdir()
-    (tmp_path / "f" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../d.safetensors"}}')
-    names = sorted(os.listdir(tmp_path))
-    for name in names:
-        with pytest.raises(CheckpointError):
+    torch.save([1], tmp_path / "b.pt")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_bytes(b"\x80\x04garbage")
+    for name, why in (("a.pt", "is damaged"), ("b.pt", "holds a list and no state dict"), ("c", "pickle is damaged")):
+        with pytest.raises(CheckpointError, match=why):
             convert(tmp_path / name, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == names
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "c"]
 
 
 def test_diff_names_what_differs(tmp_path):
@@ -329,17 +290,13 @@ def of_rows(rows):
     return nn.Linear(4, rows, bias=False)
 
 
-@pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
-def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch, kind):
+def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch):
     save(tmp_path / "c", of_rows(3))
     newer = of_rows(5)
     replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / "c", newer))
-    export(tmp_path / "c", tmp_path / "out", kind)
-    convert(tmp_path / "out", tmp_path / "back")
-    found = of_rows(5)
-    load(tmp_path / "back", found)
-    assert torch.equal(found.weight, newer.weight)
-    assert sorted(os.listdir(tmp_path)) == ["back", "c", "out"]
+    export(tmp_path / "c", tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], newer.weight)
+    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
 
 
 @pytest.mark.parametrize("which", ["a", "b"])
@@ -350,30 +307,6 @@ def test_what_is_replaced_while_it_is_compared_is_read_again(tmp_path, monkeypat
     replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / which, newer))
     found = diff(tmp_path / "a", tmp_path / "b")
     assert not any(found.values())
-
-
-@pytest.mark.parametrize("how", ["replaced", "written into"])
-def test_a_source_that_is_written_while_it_comes_in_is_refused(tmp_path, monkeypatch, how):
-    for name in ("model-1.safetensors", "model-2.safetensors"):
-        save_file({name[:7]: torch.ones(64)}, tmp_path / name)
-    index = {"weight_map": {"model-1": "model-1.safetensors", "model-2": "model-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def write():
-        at = tmp_path / "model-2.safetensors"
-        if how == "replaced":
-            save_file({"model-2": torch.zeros(64)}, tmp_path / "new")
-            os.replace(tmp_path / "new", at)
-        else:
-            with open(at, "r+b") as file:
-                file.seek(-8, os.SEEK_END)
-                file.write(b"01234567")
-
-    replacing(monkeypatch, accordion.checkpoint.convert, "write", write)
-    with pytest.raises(CheckpointError, match=r"was written while it was read.*when its writer has ended"):
-        convert(tmp_path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    convert(tmp_path, tmp_path / "out")
 
 
 # -- its output
@@ -397,7 +330,7 @@ def commanded(*words, **how):
     path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, **how.pop("env", {})}
     words = [sys.executable, "-m", "accordion", "checkpoint", *map(str, words)]
-    return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=60, **how)
+    return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=300, **how)
 
 
 def test_letters_that_the_terminal_has_not_are_written_as_escapes(tmp_path):

@@ -254,15 +254,11 @@ save(sys.argv[1], model, background=True)
 last_line.set()
 """
 IN_A_POOL = ENDS.replace("return real(*words)", "return ThreadPoolExecutor().submit(real, *words).result()")
-WITHOUT_THE_NAME = ENDS.replace(
-    "model = nn", "import concurrent.futures.thread\ndel threading._register_atexit\nmodel = nn", 1
-)
 
 
-@pytest.mark.parametrize("program", [IN_A_POOL, WITHOUT_THE_NAME], ids=["in a pool", "without the name"])
-def test_a_program_that_ends_ends_its_save_first(tmp_path, program):
-    """Storage that looks up addresses in thread pools is written too, and on a Python that has no such moment local disks are."""
-    subprocess.run([sys.executable, "-c", program, tmp_path / "c"], check=True, timeout=300)
+def test_a_program_that_ends_ends_its_save_first(tmp_path):
+    """Storage that looks up addresses in thread pools is written too."""
+    subprocess.run([sys.executable, "-c", IN_A_POOL, tmp_path / "c"], check=True, timeout=300)
     model = nn.Module()
     model.a = nn.Parameter(torch.zeros(2**20))
     load(tmp_path / "c", model)

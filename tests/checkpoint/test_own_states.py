@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accordion.checkpoint.rank_states import _words
+from accordion.checkpoint.optimizer_states import _words
 from accordion.errors import CheckpointError
 
 NAME = "rank/00000/optimizer"

@@ -107,32 +107,8 @@ def other_units_and_precision(mesh, path):
     assert_equal(full(model), {name: tensor.float() for name, tensor in full(half).items()})
 
 
-def frozen_parts(mesh, path):
-    """What is frozen is kept too, has no states, and is frozen in who loads it if it was so there."""
-    runs = []
-    for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM):
-        model = acc.shard(models.frozen(), mesh=mesh, strategy=strategy)
-        optimizer = acc.wrap_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
-        runs.append((model, optimizer))
-    (model, optimizer), (other, its) = runs
-    one_loss(model).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with torch.no_grad():
-        model.embed.weight.to_local().mul_(2)
-    acc.save(path / "frozen", model, optimizer)
-    acc.load(path / "frozen", other, its)
-    assert_equal(full(other), full(model))
-    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
-    for run in runs:
-        one_loss(run[0], 1).backward()
-        run[1].step()
-    assert all(torch.allclose(tensor, full(other)[name], atol=1e-6) for name, tensor in full(model).items())
-
-
-def test_other_units_other_precision_and_frozen_parts(world, tmp_path):
+def test_other_units_and_other_precision(world, tmp_path):
     world.run(2, other_units_and_precision, tmp_path)
-    world.run(2, frozen_parts, tmp_path)
 
 
 def of_fsdp2(mesh, path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import accordion
 
 
-def run_bounded(code, *words, seconds=60):
+def run_bounded(code, *words, seconds=300):
     """Run `code` in another process that may map 1 GiB more; its output, and the growth of its resident memory in MiB."""
     head = (
         "import sys, resource, warnings, torch\nwarnings.simplefilter('ignore')\n"

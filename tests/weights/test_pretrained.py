@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.config import STRATEGIES
-from accordion.weights import pretrained
+from accordion.weights.lazy_tensors import rows_of_folder
 from accordion.weights.pretrained import load_pretrained
 from tests.support import models
 from tests.weights.test_initialise import FAMILIES, LAYOUTS, transformers_model, unlike
@@ -156,12 +157,12 @@ def test_families_of_transformers(world, family_folders, layout):
 
 
 def test_the_folders_hold_what_the_test_is_about(family_folders):
-    assert (Path(family_folders["llama/several"]) / pretrained.INDEX).is_file()
-    with safe_open(Path(family_folders["mixtral"]) / pretrained.SINGLE, "pt") as file:
+    assert (Path(family_folders["llama/several"]) / HF_INDEX).is_file()
+    with safe_open(Path(family_folders["mixtral"]) / HF_SINGLE, "pt") as file:
         assert any("block_sparse_moe.experts.2.w1" in key for key in file.keys())  # noqa: SIM118
-    with safe_open(Path(family_folders["mixtral/as it is"]) / pretrained.SINGLE, "pt") as file:
+    with safe_open(Path(family_folders["mixtral/as it is"]) / HF_SINGLE, "pt") as file:
         assert any("experts.gate_up_proj" in key for key in file.keys())  # noqa: SIM118
-    with safe_open(Path(family_folders["gpt2/base"]) / pretrained.SINGLE, "pt") as file:
+    with safe_open(Path(family_folders["gpt2/base"]) / HF_SINGLE, "pt") as file:
         assert {"wte.weight", "lm_head.weight"} & set(file.keys()) == {"wte.weight"}
 
 
@@ -249,10 +250,10 @@ def bad_folders(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
         "untied": ["1 tied in the model but not equal in the folder: embed.weight and head.weight"],
         "empty": ["neither model.safetensors nor model.safetensors.index.json"],
         "absent": ["'", "is no folder", "hub"],
-        "torn": ["model.safetensors: "],
+        "torn": ["model.safetensors is no safetensors file"],
         "no index": ["is no index of safetensors"],
         "outside": ["'../secret.safetensors'", "plain name"],
-        "lost file": ["model-00002-of-00002.safetensors: "],
+        "lost file": ["model-00002-of-00002.safetensors cannot be opened"],
         "lost tensor": ["1 tensors that are not there: norm.bias in model-0000"],
     }  # fmt: skip
     folders = {name: str(root / name) for name in words}
@@ -265,7 +266,7 @@ def bad_folders(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
     torn.write_bytes(torn.read_bytes()[:-9])
     for name in ("no index", "outside", "lost file", "lost tensor"):
         write(root / name, state, 2)
-        index = root / name / pretrained.INDEX
+        index = root / name / HF_INDEX
         words_of = json.loads(index.read_text())
         if name == "no index":
             index.write_text("[]")
@@ -298,7 +299,7 @@ def refused_family(mesh: Any, folder: str) -> str:
 
 
 def test_a_lost_expert_is_named(world, tmp_path, family_folders):
-    with safe_open(Path(family_folders["mixtral"]) / pretrained.SINGLE, "pt") as file:
+    with safe_open(Path(family_folders["mixtral"]) / HF_SINGLE, "pt") as file:
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     lost = [key for key in state if "layers.0" in key and "experts.1.w2" in key]
     folder = write(tmp_path, {key: tensor for key, tensor in state.items() if key not in lost})
@@ -384,14 +385,14 @@ def test_tensors_that_are_not_read_yet_compute_what_tensors_do(tmp_path):
             "tail": torch.unbind(y)[-1],
         }  # fmt: skip
 
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        lazy = program(pretrained.stored(file, "a"), pretrained.stored(file, "b"))
-        for name, wanted in program(a, b).items():
-            got = lazy[name]
-            assert got.shape == wanted.shape, name
-            assert torch.equal(got.whole(), wanted), name
-            part = got.narrow(0, 1, wanted.shape[0] - 1).narrow(-1, 1, 2)
-            assert torch.equal(part.whole(), wanted[1:, ..., 1:3]), name
+    rows = rows_of_folder(tmp_path)
+    lazy = program(rows["a"], rows["b"])
+    for name, wanted in program(a, b).items():
+        got = lazy[name]
+        assert got.shape == wanted.shape, name
+        assert torch.equal(got.whole(), wanted), name
+        part = got.narrow(0, 1, wanted.shape[0] - 1).narrow(-1, 1, 2)
+        assert torch.equal(part.whole(), wanted[1:, ..., 1:3]), name
 
 
 # -- memory

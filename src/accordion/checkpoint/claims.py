@@ -21,13 +21,10 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, is_open_at, open_regular
 
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
-OF_NETWORKS = re.compile(r"\.nfs[0-9a-f]+")  # what NFS makes of a file that is removed while somebody has it open
+# NFS renames a file that is removed while a process has it open to .nfs and a number.
+OF_SAVES = re.compile(rf"{RANK_FILE.pattern}|\.nfs[0-9a-f]+")
 BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
-HIDDEN = re.compile(
-    r"\.(.+?)\.(?:[0-9a-f]{8}\.)?(tmp|old|gone)"
-)  # earlier versions had `gone`, and a word before `old`
-LEFT = ("tmp", "gone")  # kinds that nobody reads
-LOCK = ".lock"  # in a folder that an earlier version was writing
+HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}\.tmp|old)")
 LONGEST_NAME = 240  # bytes: file systems take 255, of which a hidden folder's name uses 15 for itself
 LOCK_TIMEOUT_S = 10.0  # a killed job's lock may live on in a process that it forked, a loader's worker, for 5 s
 POLL_S = 0.05
@@ -39,33 +36,25 @@ def hidden(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}.{ending}")
 
 
-def beside(path: Path, *kinds: str) -> list[Path]:
-    """Return the hidden folders of these kinds that belong to the checkpoint at `path`."""
-    return [path.with_name(text) for text in _names(path.parent) if _split(text) in [(path.name, k) for k in kinds]]
+def replaced(text: str) -> str | None:
+    """Return the name of the checkpoint that was being replaced when it got the hidden name `text`; None for others."""
+    match = HIDDEN.fullmatch(text)
+    return match[1] if match and match[2] == "old" else None
+
+
+def drafts(folder: Path) -> list[tuple[str, Path]]:
+    """Return the folders in `folder` that a save began to write, or that are being removed, each with its checkpoint's name."""
+    matches = filter(None, map(HIDDEN.fullmatch, sorted(_names(folder))))
+    return [(match[1], folder / match[0]) for match in matches if match[2] != "old"]
 
 
 def leftovers(folder: Path) -> list[tuple[str, Path]]:
-    """Return what killed jobs left in `folder` and nobody reads: the checkpoint's name and the hidden folder of each.
-
-    Folders that hold anything else, or nothing, are left out, and those of a job that is running.
-    """
-    named = [(_split(text), folder / text) for text in sorted(_names(folder))]
+    """Return those of `drafts` that killed jobs left: not empty, without foreign files, and of no job that is running."""
     return [
-        (split[0], path)
-        for split, path in named
-        if split and split[1] in LEFT and _names(path) and not foreign_in(path) and not is_locked(folder / split[0])
+        (name, path)
+        for name, path in drafts(folder)
+        if _names(path) and not foreign_in(path) and not is_locked(folder / name)
     ]
-
-
-def replaced(text: str) -> str | None:
-    """Return the name of the checkpoint that was being replaced when it got the hidden name `text`; None for others."""
-    split = _split(text)
-    return split[0] if split and split[1] == "old" else None
-
-
-def _split(text: str) -> tuple[str, str] | None:
-    match = HIDDEN.fullmatch(text)
-    return (match[1], match[2]) if match else None
 
 
 def _names(folder: Path) -> list[str]:
@@ -124,12 +113,7 @@ def _occupied(path: Path) -> str:
 
 def foreign_in(path: Path) -> list[str]:
     """Names in a folder that no save has written."""
-    own = (MANIFEST, LOCK)
-    return [
-        text
-        for text in _names(path)
-        if text not in own and not RANK_FILE.fullmatch(text) and not OF_NETWORKS.fullmatch(text)
-    ]
+    return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
 
 
 def _is_ours(path: Path, held: list[str]) -> bool:
@@ -220,14 +204,15 @@ def _locks(handle: int) -> bool:
 
 def remove(path: Path) -> None:
     """Remove a folder and all in it, under a hidden name, so that no half of it is ever read. Raises `OSError`."""
-    split = _split(path.name)
-    if split is None or split[1] not in LEFT:
-        name = path if split is None else path.with_name(split[0])
+    match = HIDDEN.fullmatch(path.name)
+    if match is None or match[2] == "old":
+        name = path.with_name(match[1]) if match else path
         path = path.rename(hidden(name, f"{secrets.token_hex(4)}.tmp"))
     shutil.rmtree(path)
 
 
 def remove_quietly(path: Path) -> None:
-    """`remove`, if it does not matter whether that succeeds now: a later save or `prune` tries again."""
+    """`remove` if there is a folder, and if it does not matter whether that succeeds now: a later save or `prune` tries again."""
     with suppress(OSError):
-        remove(path)
+        if os.path.lexists(path):
+            remove(path)

@@ -113,12 +113,11 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: i
         result = action()
     except Exception as error:
         failure = error
-    text = "" if failure is None else BY_CALLER * isinstance(failure, UsageError) + told(failure)
-    heard = shared(text)
-    if any(heard):
-        kind = UsageError if all(one.startswith(BY_CALLER) for one in heard if one) else CheckpointError
-        plain = [one.removeprefix(BY_CALLER) for one in heard]
-        raise kind(joined(plain, index, text.removeprefix(BY_CALLER))) from failure
+    own = "" if failure is None else told(failure)
+    marked = shared(BY_CALLER * isinstance(failure, UsageError) + own)
+    if any(marked):
+        kind = UsageError if all(text.startswith(BY_CALLER) for text in marked if text) else CheckpointError
+        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked], index, own)) from failure
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class Contents:
     aliases: Mapping[str, str]
     params: Mapping[str, Tensor]  # of the model, by name, whichever of them a checkpoint holds
     optimizer: Json = None
+
+    def of_model(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
 def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
@@ -85,21 +88,35 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in named_tensors(model).items():
         name = "model/" + key
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is a {type(tensor).__name__} and no tensor; a checkpoint cannot hold it.")
-        if name in tensors or name in aliases:
-            raise CheckpointError(
-                f"{key} and another tensor of the model are both {name} without the names of wrappers; rename one of them."
-            )
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
             first[id(tensor)], tensors[name] = name, tensor
     return tensors, aliases
+
+
+def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name without the names of `wrappers`, tied ones under each of their names."""
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{key} is a {type(tensor).__name__} and no tensor; files of tensors cannot hold it.")
+        name = without_wrappers(key, wrappers)
+        if name in tensors:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {name} without the names of wrappers; rename one of them."
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
+    """Return a tensor's name without the names that wrappers put into it."""
+    for wrapper in wrappers:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:

@@ -20,15 +20,13 @@ from torch import Tensor
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.foreign import Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.manifest_of_files import described
-from accordion.checkpoint.reading import DCP_METADATA, Files, opened, steady
+from accordion.checkpoint.reading import Files, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names
-from accordion.checkpoint.writing import layout, write
+from accordion.checkpoint.untrusted_files import HF_SINGLE, check_quantised, plain_names
+from accordion.checkpoint.writing import described, layout, write
 from accordion.errors import CheckpointError, UsageError
 
-READ_SUFFIXES, READ_NAMES = (".safetensors", ".distcp"), (HF_INDEX, DCP_METADATA)
 FORMATS = ("hf", "safetensors", "dcp", "torch")
 FILES = ("safetensors", "torch")  # formats of one file; the others are folders
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -61,31 +59,17 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
 
 def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    before = _stamp(source)
     found, folder = open_foreign(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
-        for i, read in enumerate(found.files):
-            if parts := read():
+        for i, all_parts in enumerate(found.files):
+            if parts := [part for part in all_parts if part.box.numel]:
                 write(begun, file_name(i), layout(parts, i))
-        manifest = dump(described(_form(found), begun))
-        if _stamp(source) != before:
-            raise CheckpointError(
-                f"{source} was written while it was read, and may have been mixed; convert it when its writer has ended."
-            )
-        folder.commit(begun, manifest)
+        folder.commit(begun, dump(described(_form(found), begun)))
     except BaseException:
         begun.discard()
         raise
     return found
-
-
-def _stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Another one once a file that may be read has been written or replaced."""
-    inside = sorted(source.iterdir()) if source.is_dir() else [source]
-    read = [path for path in inside if path == source or path.suffix in READ_SUFFIXES or path.name in READ_NAMES]
-    stats = {path.name: path.stat() for path in read if path.exists()}
-    return {name: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats.items()}
 
 
 def _form(found: Foreign) -> Manifest:

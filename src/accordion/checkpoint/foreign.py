@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +22,17 @@ from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.pickles import is_plain, load_saved, read_metadata
 from accordion.checkpoint.untrusted_files import (
-    BROKEN,
     HF_INDEX,
     HF_SINGLE,
     StoredTensor,
     check_names,
     check_quantised,
     mapped,
+    named,
     opened,
     plain_names,
-    read_header,
-    read_index,
+    read_files,
+    read_folder,
     size_of,
 )
 from accordion.checkpoint.writing import WritePart
@@ -47,18 +47,23 @@ FREE_TENSORS = 2**14  # that any source may have; each takes 5 KB while it is co
 BYTES_PER_TENSOR = 2**10  # beyond it, on average
 LARGEST_EXPANDED = 2**26  # bytes of a tensor that is larger than the memory it is made of
 MOST_COPIES = 16  # of a file's bytes that its tensors may make: tied ones, and ones that are expanded
-SHOWN = 8  # tensors that a message names
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 Shapes: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """`shapes`: our name -> dtype and shape. `files`: each gives the parts of one file to be written. `left`: what is lost."""
+    """A checkpoint of another format.
+
+    Attributes:
+        shapes: dtype and shape of each tensor, by our names.
+        files: the parts of each file to write, which are read when they are written.
+        left: keys that are left out.
+    """
 
     kind: str
     shapes: Shapes
-    files: tuple[Callable[[], list[WritePart]], ...]
+    files: tuple[list[WritePart], ...]
     optimizer: Json = None
     extra: Json = None
     left: tuple[str, ...] = ()
@@ -82,13 +87,10 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign:
 def _opened(at: Path) -> Foreign:
     if (at / DCP_METADATA).is_file():
         return _dcp(at)
-    if (at / HF_SINGLE).is_file():
-        return _safetensors(at, None, [HF_SINGLE])
-    if (at / HF_INDEX).is_file():
-        places = read_index(at)
-        return _safetensors(at, places, sorted(set(places.values())))
+    if (at / HF_SINGLE).is_file() or (at / HF_INDEX).is_file():
+        return _safetensors(read_folder(at))
     if at.is_file() and at.suffix == ".safetensors":
-        return _safetensors(at.parent, None, [at.name])
+        return _safetensors(read_files(at.parent, [at.name]))
     if at.is_file():
         return _torch_file(at)
     raise UsageError(
@@ -96,7 +98,7 @@ def _opened(at: Path) -> Foreign:
     )
 
 
-def _found(names: Mapping[Any, str]) -> None:
+def _check_unique(names: Mapping[Any, str]) -> None:
     """Raise `CheckpointError` where two keys of a source, 1 and "1" say, stand for one of our names, or a name is no text."""
     first: dict[str, Any] = {}
     for key, name in names.items():
@@ -111,40 +113,21 @@ def _found(names: Mapping[Any, str]) -> None:
 # -- safetensors
 
 
-def _safetensors(folder: Path, promised: Mapping[str, str] | None, names: Iterable[str]) -> Foreign:
-    """`promised`: the file of each tensor as an index says."""
-    held = {name: read_header(folder / name) for name in names}
-    where: dict[str, str] = {}
-    for name, tensors in held.items():
-        for tensor in tensors:
-            if tensor.name in where:
-                raise CheckpointError(f"{tensor.name} lies in {where[tensor.name]} and in {name} of {folder}.")
-            where[tensor.name] = name
-    lost = [f"{key} in {name}" for key, name in (promised or {}).items() if where.get(key) != name]
-    if lost:
-        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-        raise CheckpointError(f"{folder / HF_INDEX} names tensors that are not there: {', '.join(lost[:SHOWN])}{more}.")
-    plain = plain_names(where)
-    _found(plain)
-    shapes = {"model/" + plain[t.name]: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
-    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n]), plain) for name in held)
-    return Foreign(kind="safetensors", shapes=shapes, files=files)
+def _safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
+    plain = plain_names(tensors)
+    _check_unique(plain)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    files: dict[Path, list[WritePart]] = {}
+    for key, (path, stored) in tensors.items():
+        name, dtype = "model/" + plain[key], DTYPES[stored.dtype]
+        shapes[name] = dtype, stored.shape
+        part = _part(name, box_of(stored.shape, ()), dtype, partial(mapped, path, stored))
+        files.setdefault(path, []).append(part)
+    return Foreign(kind="safetensors", shapes=shapes, files=tuple(files.values()))
 
 
-def _later(
-    read: Callable[..., Iterator[tuple[str, Tensor]]], plain: Mapping[str, str]
-) -> Callable[[], list[WritePart]]:
-    return lambda: [WritePart("model/" + plain[key], box_of(t.shape, ()), t) for key, t in read() if t.numel()]
-
-
-def _mapped(path: Path, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a safetensors file; their memory is the file's."""
-    with opened(path) as file:
-        data = mapped(file)
-    for held in stored:
-        dtype, part = DTYPES[held.dtype], data[held.at : held.end]
-        part = part if held.at % dtype.itemsize == 0 else part.clone()
-        yield held.name, part.view(dtype).view(held.shape)
+def _part(name: str, box: Box, dtype: torch.dtype, read: Callable[[], Tensor]) -> WritePart:
+    return WritePart(name, box, torch.empty(box.shape, dtype=dtype, device="meta"), read)
 
 
 # -- a file of torch.save
@@ -179,17 +162,19 @@ def _torch_state(held: Any, num_bytes: int) -> Foreign:
         if tensor.nbytes > max(tensor.untyped_storage().nbytes(), LARGEST_EXPANDED):
             raise CheckpointError(f"{str(key)[:100]} of shape {str(tensor.shape)[:100]} is larger than its memory.")
     plain = plain_names(str(key) for key in tensors)
-    _found({key: plain[str(key)] for key in tensors})
+    _check_unique({key: plain[str(key)] for key in tensors})
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > LARGEST_EXPANDED + MOST_COPIES * num_bytes:
         raise CheckpointError(f"its tensors of {total} bytes are absurd, made of {num_bytes}.")
     left += [str(key) for key in held if key not in tensors]
-    return Foreign(
-        kind="torch.save",
-        shapes={f"model/{plain[str(key)]}": (t.dtype, tuple(t.shape)) for key, t in tensors.items()},
-        files=(_later(lambda: ((str(key), t.resolve_conj().resolve_neg()) for key, t in tensors.items()), plain),),
-        left=tuple(left),
-    )
+    ours = {f"model/{plain[str(key)]}": tensor for key, tensor in tensors.items()}
+    parts = [_part(name, box_of(t.shape, ()), t.dtype, partial(_resolved, t)) for name, t in ours.items()]
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in ours.items()}
+    return Foreign(kind="torch.save", shapes=shapes, files=(parts,), left=tuple(left))
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg()
 
 
 # -- torch.distributed.checkpoint
@@ -207,7 +192,7 @@ class _Place:
 
 
 def _dcp(folder: Path) -> Foreign:
-    try:
+    with named(f"{folder / DCP_METADATA} cannot be used"):
         with opened(folder / DCP_METADATA) as file:
             metadata = _state(read_metadata(file), "Metadata")
         said, paths = metadata["state_dict_metadata"], metadata.get("planner_data") or {}
@@ -218,24 +203,23 @@ def _dcp(folder: Path) -> Foreign:
         boxes = {(key, box.offset): box for key, value in about.items() for box in map(_box, value["chunks"])}
         places = [_place(index, info, boxes) for index, info in metadata["storage_data"].items()]
         names = _dcp_names(list(said), paths)
-        _found(names)
+        _check_unique(names)
         check_names([key for key in said if key not in names])
         _check_places(places, said, shapes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / DCP_METADATA} cannot be used: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(
-            f"{folder / DCP_METADATA} is damaged: {type(error).__name__}: {str(error)[:300]}."
-        ) from error
     optimizer, extra, left = _dcp_values(folder, places, shapes, names, paths)
     if optimizer is None:
         names = {key: name for key, name in names.items() if name.startswith("model/")}
     kept = {key: names[key] for key in shapes if key in names}
-    files = sorted({place.file for place in places if place.key in kept})
+    files: dict[str, list[WritePart]] = {}
+    for place in sorted(places, key=lambda place: place.file):
+        if place.key in kept and place.box is not None and place.box.numel:
+            dtype = shapes[place.key][0]
+            part = _part(kept[place.key], place.box, dtype, partial(_dcp_tensor, folder, place, dtype))
+            files.setdefault(place.file, []).append(part)
     return Foreign(
         kind="torch DCP",
         shapes={kept[key]: shapes[key] for key in kept},
-        files=tuple(_dcp_file(folder, file, places, kept, shapes) for file in files),
+        files=tuple(files.values()),
         optimizer=optimizer,
         extra=extra,
         left=(*left, *(key for key in shapes if key not in names)),
@@ -316,32 +300,12 @@ def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[st
     return found | {key: f"model/{plain[name]}" for key, name in models.items()}
 
 
-def _dcp_file(
-    folder: Path,
-    file: str,
-    places: list[_Place],
-    names: Mapping[str, str],
-    shapes: Shapes,
-) -> Callable[[], list[WritePart]]:
-    def read() -> list[WritePart]:
-        parts = []
-        for place in places:
-            if place.file == file and place.key in names and place.box is not None and place.box.numel:
-                promised = torch.empty(place.box.shape, dtype=shapes[place.key][0], device="meta")
-                tensor = partial(_dcp_tensor, folder, place, promised)
-                parts.append(WritePart(names[place.key], place.box, promised, tensor))
-        return parts
-
-    return read
-
-
-def _dcp_tensor(folder: Path, place: _Place, promised: Tensor) -> Tensor:
-    tensor = _dcp_value(folder, place)
+def _dcp_tensor(folder: Path, place: _Place, dtype: torch.dtype) -> Tensor:
+    tensor, shape = _dcp_value(folder, place), () if place.box is None else place.box.shape
     whole = is_plain(tensor) and tensor.untyped_storage().nbytes() <= place.num_bytes
-    if not whole or (tensor.dtype, tensor.shape) != (promised.dtype, promised.shape):
+    if not whole or (tensor.dtype, tensor.shape) != (dtype, shape):
         raise CheckpointError(
-            f"{place.key} in {folder / place.file} is not the {promised.dtype} of shape {tuple(promised.shape)} that "
-            f"{DCP_METADATA} says."
+            f"{place.key} in {folder / place.file} is not the {dtype} of shape {shape} that {DCP_METADATA} says."
         )
     return tensor  # type: ignore[no-any-return]
 

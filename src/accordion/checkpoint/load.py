@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +31,10 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
+from accordion.checkpoint.optimizer_states import OwnStates, own_states, same_kind_on_all
 from accordion.checkpoint.prune import before
-from accordion.checkpoint.rank_states import OwnStates, own_states
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
-from accordion.checkpoint.shared_states import same_kind_on_all
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.engine.hooks import engine_of
 from accordion.errors import AccordionError, CheckpointError, UsageError
@@ -79,12 +78,15 @@ def load(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
     for _ in range(TURNS):
-        with closing(team.agree(lambda: _files(path, state or {}))) as files:
-            plan = _checked(
-                files, path, partial(_planned, files, model, optimizer, state or {}, team, strict, only), team
-            )
-            if plan is None:
-                continue
+        with closing(team.agree(lambda: _opened(path, state or {}))) as files:
+            try:
+                plan = _checked(files, model, optimizer, state or {}, team, strict, only)
+            except CheckpointError:
+                # If another checkpoint has taken the name since `files` were opened, as any rank sees it, that one is read.
+                now = place_of(lambda: checkpoint_at(path))
+                if any(team.gathered(int(now != (str(files.folder), files.mark)))):
+                    continue
+                raise
             _fill(files, plan, optimizer, state or {}, team)
             if plan.left and team.leads:
                 warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
@@ -92,20 +94,33 @@ def load(
     raise CheckpointError(f"{path} was {REPLACED}")
 
 
-def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Plan], team: Team) -> _Plan | None:
-    """What this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank; gives None
-    where what is wrong is that another checkpoint has taken the name since `files` were begun, as any rank sees it.
-    """
+def _opened(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
+    check_stateful(state, "load_state_dict")
+    return steady(lambda: checkpoint_at(path), opened)
+
+
+def _checked(
+    files: Files,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+    only: Only,
+) -> _Plan:
+    """Return what this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank."""
+    _check_same(files, team)
+    wanted = team.agree(lambda: contents(model, optimizer, only))
+    same_kind_on_all(wanted, team)
+    own = own_states(files, wanted, team)
+    plan = team.agree(lambda: _plan(files, wanted, optimizer, own, bool(state), team, strict))
     try:
-        _check_same(files, team)
-        made = plan()
-        _check_all(files, made, team)
-    except CheckpointError:
-        now = place_of(lambda: checkpoint_at(path))
-        if any(team.gathered(int(now != (str(files.folder), files.mark)))):
-            return None
-        raise
-    return made
+        team.agree(lambda: _check(files, plan, team))
+    except CheckpointError as error:
+        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
+        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
+        raise CheckpointError(f"{error}{more}") from error
+    return plan
 
 
 def _check_same(files: Files, team: Team) -> None:
@@ -116,16 +131,6 @@ def _check_same(files: Files, team: Team) -> None:
         raise CheckpointError(
             f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
         )
-
-
-def _check_all(files: Files, plan: _Plan, team: Team) -> None:
-    """Raise `CheckpointError` on every rank unless all that this load uses is as it was written."""
-    try:
-        team.agree(lambda: _check(files, plan, team))
-    except CheckpointError as error:
-        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
-        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
-        raise CheckpointError(f"{error}{more}") from error
 
 
 def _fill(
@@ -143,31 +148,29 @@ def _fill(
     for key, thing in state.items():
         team.agree(partial(_give, key, thing, words))
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(plan.of_optimizer()))
+        team.agree(lambda: files.fill_all(plan.of_optimizer))
     if optimizer is not None:
         team.agree(lambda: _restore(optimizer, plan.optimizer))
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(plan.of_model()))
+        team.agree(lambda: files.fill_all(plan.of_model))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that a load will do on this rank, decided before it does any of it. `left`: what it leaves out, in words.
+    """All that a load will do on this rank, decided before it does any of it.
 
-    `own_state`: the tensor with what a rank kept for itself, None where nothing is asked for.
+    Attributes:
+        optimizer: the state dict to load.
+        own_state: the tensor with what a rank kept of `state` for itself; None if nothing is asked for.
+        left: what is left out, in words.
     """
 
-    reads: list[Read]
+    of_model: list[Read]
+    of_optimizer: list[Read]
     optimizer: dict[str, Any]
     extra: Json
     own_state: str | None
     left: list[str]
-
-    def of_model(self) -> list[Read]:
-        return [read for read in self.reads if read.name.startswith("model/")]
-
-    def of_optimizer(self) -> list[Read]:
-        return [read for read in self.reads if not read.name.startswith("model/")]
 
 
 def _try(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -210,61 +213,43 @@ def _not_taken(what: str, error: Exception) -> Exception:
     return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
 
 
-def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
-    check_stateful(state, "load_state_dict")
-    return steady(lambda: checkpoint_at(path), opened)
-
-
-def _planned(
-    files: Files,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: Mapping[str, Stateful],
-    team: Team,
-    strict: bool,
-    only: Only,
-) -> _Plan:
-    """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
-    found = team.agree(lambda: contents(model, optimizer, only))
-    same_kind_on_all(found, team)
-    own = own_states(files, found, team)
-    return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))
-
-
 def _plan(
     files: Files,
-    found: Contents,
+    wanted: Contents,
     optimizer: torch.optim.Optimizer | None,
     own: OwnStates | None,
-    state: Mapping[str, Stateful],
+    has_state: bool,
     team: Team,
     strict: bool,
 ) -> _Plan:
     """Compare the checkpoint with what is to be filled, and list what this rank reads."""
     manifest, folder = files.manifest, files.folder
-    unlike = differences(manifest, found, own)
+    unlike = differences(manifest, wanted, own)
     if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
     files.check_sizes()
-    targets = [(manifest.aliases.get(name, name), tensor) for name, tensor in _of_model(found).items()]
-    targets = [(name, t) for name, t in targets if name in manifest.tensors and _fits(manifest.tensors[name], t)]
-    kept: dict[str, Any] = {}
-    made: dict[str, Tensor] = {}
-    if optimizer is not None:
-        kept, made = restored(manifest, found, optimizer, own)
-        targets += made.items()
-    held = {id(tensor) for tensor in found.tensors.values()}
-    fresh = {id(tensor) for tensor in made.values()} - held
+    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, own)
+    present = {id(tensor) for tensor in wanted.tensors.values()}
+    of_model: list[Read] = []
+    of_optimizer: list[Read] = []
     try:
-        reads = [read for name, t in targets for read in _reads(name, manifest.tensors[name], t, fresh=id(t) in fresh)]
+        for name, tensor in wanted.of_model().items():
+            entry = manifest.tensors.get(source := manifest.aliases.get(name, name))
+            if entry and entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype]):
+                of_model += _reads(source, entry, tensor)
+        for name, tensor in tensors.items():
+            of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
         extra = decode(manifest.extra, _no_tensor)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
-    return _Plan(reads, kept, extra, _state_source(manifest, team) if state else None, unlike)
-
-
-def _fits(entry: TensorEntry, tensor: Tensor) -> bool:
-    return entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype])
+    return _Plan(
+        of_model=of_model,
+        of_optimizer=of_optimizer,
+        optimizer=state,
+        extra=extra,
+        own_state=_state_source(manifest, team) if has_state else None,
+        left=unlike,
+    )
 
 
 def _state_source(manifest: Manifest, team: Team) -> str:
@@ -278,7 +263,7 @@ def _state_source(manifest: Manifest, team: Team) -> str:
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
     """Raise `CheckpointError` unless all that this load uses is as it was written; rank 0 looks at every file's header too."""
-    reads = list(plan.reads)
+    reads = [*plan.of_model, *plan.of_optimizer]
     for name, entry in files.manifest.tensors.items():
         mine = plan.own_state is not None and (name == plan.own_state or name.startswith(plan.own_state + "/"))
         if mine or (team.leads and name.startswith(OF_RANKS)):
@@ -307,10 +292,6 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
             f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(found) or 'none'}."
         )
     return found
-
-
-def _of_model(found: Contents) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in found.tensors.items() if name.startswith("model/")}
 
 
 def _no_tensor(name: str) -> Tensor:

@@ -67,24 +67,25 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
     absent.
     """
-    at, listed, found = folder_at(folder), None, Newest(path=None, passed_over=())
+    at, listed, result = folder_at(folder), None, Newest(path=None, passed_over=())
     for _ in range(TURNS):
         candidates = _by_age(at)
-        found = _newest_of(candidates)
-        if found.path is not None or candidates == listed:
+        result = _newest_of(candidates, at)
+        names = list(map(str, candidates))
+        if result.path is not None or names == listed:
             break
-        listed = candidates  # else a job may have saved there, and removed what was the newest when it was listed
-    return found
+        listed = names  # else a job may have saved there, and removed what was the newest when it was listed
+    return result
 
 
-def _newest_of(candidates: list[_Candidate]) -> Newest:
+def _newest_of(candidates: list[Folder], parent: Folder) -> Newest:
     wrong: list[str] = []
     for one in reversed(candidates):
         try:
-            why = one.fault()
+            why = _fault(one)
         except OSError as error:
             raise CheckpointError(
-                f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {one.parent}; "
+                f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {parent}; "
                 "try again, or pass the path of the one to take."
             ) from error
         if why is None:
@@ -96,12 +97,11 @@ def _newest_of(candidates: list[_Candidate]) -> Newest:
 def before(folder: Folder) -> str | None:
     """The newest complete checkpoint beside `folder` that is older; None if there is none, or it cannot be found."""
     with suppress(CheckpointError, UsageError, OSError):
-        parent, own = _split(folder)
-        older = _by_age(parent)
-        names = [one.name for one in older]
-        for one in reversed(older[: names.index(own)] if own in names else []):
+        older = _by_age(_split(folder)[0])
+        names = list(map(str, older))
+        for one in reversed(older[: names.index(str(folder))] if str(folder) in names else []):
             with suppress(OSError):
-                if one.fault() is None:
+                if _fault(one) is None:
                     return str(one)
     return None
 
@@ -112,41 +112,29 @@ def _split(folder: Folder) -> tuple[Folder, str]:
     return folder_at(parent or "/"), name
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A name in a folder of checkpoints; what has it may be another checkpoint each time one looks."""
-
-    parent: Folder
-    name: str
-
-    def __str__(self) -> str:
-        return str(self.parent.inside(self.name))
-
-    def folder(self) -> Folder:
-        return readable(self.parent.inside(self.name))
-
-    def fault(self) -> str | None:
-        """As `fault_of`."""
-        return steady(self.folder, fault_of, lambda why: why is not None)
-
-    def age(self) -> tuple[int, int, str]:
-        number = NUMBER.search(self.name)
-        try:
-            written_at = self.folder().written_at(MANIFEST)
-        except OSError:
-            written_at = NEVER
-        return int(number[1]) if number else -1, written_at, self.name
-
-
-def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[_Candidate]:
-    """Where the folders in `folder` are, those that hold an older checkpoint first; nobody has looked into them yet."""
+def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
+    """Return the folders in `folder`, those that hold an older checkpoint first; only their names and times were read."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:
         raise CheckpointError(f"{folder} is a file, and no folder of checkpoints.") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
-    return sorted((_Candidate(folder, name) for name in names), key=_Candidate.age)
+    return sorted(map(folder.inside, names), key=_age)
+
+
+def _age(folder: Folder) -> tuple[int, int, str]:
+    number = NUMBER.search(str(folder))
+    try:
+        written_at = readable(folder).written_at(MANIFEST)
+    except OSError:
+        written_at = NEVER
+    return int(number[1]) if number else -1, written_at, str(folder)
+
+
+def _fault(folder: Folder) -> str | None:
+    """`fault_of` the checkpoint that has the name of `folder`, which may be another one with each look."""
+    return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 
 def fault_of(folder: Folder) -> str | None:
@@ -219,15 +207,15 @@ def prune_before(saved: Folder, keep: int) -> None:
         _remove(str(one), partial(one.remove, mark))
 
 
-def _good(candidates: list[_Candidate]) -> list[tuple[Folder, object]]:
+def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
     """Complete checkpoints that may be removed, each with its mark: no links, which would count twice, and no other files."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # what cannot be read is not counted, so that more stay
-            folder = one.folder()
+            folder = readable(one)
             mark = folder.mark()
             shared = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
-            if not shared and one.fault() is None:
+            if not shared and _fault(one) is None:
                 good.append((folder, mark))
     return good
 

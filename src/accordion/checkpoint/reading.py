@@ -28,7 +28,7 @@ LARGEST_MANIFEST = 2**30
 SMALL_MANIFEST = 2**26  # of any checkpoint; beyond it a manifest is no larger than the tensors that it describes
 LONGEST_NAME = 300  # letters of a tensor's that a message names
 SHOWN = 3  # tensors of a file that a message names
-STAGE_BYTES = 2**26  # read at once where a tensor cannot be read in place
+STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
 def read_manifest(folder: Folder) -> Manifest:
@@ -135,17 +135,35 @@ class Read:
         row_bytes = math.prod(held[1:]) * DTYPES[self.entry.dtype].itemsize
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
-    def in_place(self) -> memoryview | None:
-        """The memory that it goes to, where it lies there as it does in the file."""
-        into, whole = self.into, self.box.shape[1:] == self.chunk.box.shape[1:]
-        if into is None or not whole or into.dtype != DTYPES[self.entry.dtype]:
-            return None
-        return bytes_of(into) if into.device.type == "cpu" and into.is_contiguous() else None
-
     def at_once(self) -> memoryview | None:
-        """The memory that it may be read into to be checked, all of it."""
-        whole = self.box.shape == self.chunk.box.shape
-        return self.in_place() if self.fresh and whole else None
+        """Return the memory to read a whole chunk into in order to check it, if nobody has seen that tensor yet."""
+        into = self.into
+        if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
+            return None
+        return bytes_of(into) if _takes_bytes(into, DTYPES[self.entry.dtype]) else None
+
+
+def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
+    return into.device.type == "cpu" and into.dtype == dtype and into.is_contiguous()
+
+
+def fill_part(
+    into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> None:
+    """Fill `into` with the elements `index` of a tensor of `shape`, whose bytes in the file begin at `at`."""
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    rows = index[0] if index else slice(0, 1)
+    if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
+        reader.read_into(bytes_of(into), at + rows.start * row_bytes)
+        return
+    step = max(1, STAGE_BYTES // max(1, row_bytes))
+    for first in range(rows.start, rows.stop, step):
+        stage = torch.empty(min(step, rows.stop - first), *shape[1:], dtype=dtype, device="cpu")
+        reader.read_into(bytes_of(stage), at + first * row_bytes)
+        start = first - rows.start
+        (into[start : start + len(stage)] if index else into).copy_(
+            stage[(slice(None), *index[1:])] if index else stage[0]
+        )
 
 
 class Files:
@@ -259,26 +277,11 @@ class Files:
                 self.fill(read)
 
     def fill(self, read: Read) -> None:
-        """Copy what `read` names, straight into place where it lies there as it does in the file."""
+        """Copy what `read` names."""
         assert read.into is not None
-        reader, (start, end) = self.opened(read.chunk.file), read.span()
-        dtype, into = DTYPES[read.entry.dtype], read.into
-        inner = read.box.within(read.chunk.box)[1:]
-        if (memory := read.in_place()) is not None:
-            reader.read_into(memory, read.chunk.at + start)
-            return
-        row_shape = read.chunk.box.shape[1:]
-        row_bytes = max(1, math.prod(row_shape) * dtype.itemsize)
-        step = max(1, STAGE_BYTES // row_bytes) * row_bytes
-        for a, b in pieces(start, end, step):
-            stage = torch.empty(b - a, dtype=torch.uint8, device="cpu")
-            reader.read_into(bytes_of(stage), read.chunk.at + a)
-            if not read.box.shape:
-                into.copy_(stage.view(dtype).view(()))
-                continue
-            rows = stage.view(dtype).view(-1, *row_shape)
-            first = (a - start) // row_bytes
-            into[first : first + rows.shape[0]].copy_(rows[(slice(None), *inner)])
+        chunk = read.chunk
+        index = read.box.within(chunk.box)
+        fill_part(read.into, self.opened(chunk.file), chunk.at, DTYPES[read.entry.dtype], chunk.box.shape, index)
 
 
 def faults_in(folder: Folder) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
-from accordion.checkpoint.rank_states import OwnStates
+from accordion.checkpoint.optimizer_states import OwnStates
 from accordion.errors import CheckpointError
 
 LONGEST_NAME = 300  # letters of one that a message lists
@@ -21,39 +21,29 @@ LONGEST_NAME = 300  # letters of one that a message lists
 
 def differences(manifest: Manifest, found: Contents, own: OwnStates | None = None) -> list[str]:
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
-    wanted = {name: tensor for name, tensor in found.tensors.items() if name.startswith("model/")}
+    wanted = found.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
-    used = set(sources.values())
-    unlike = _listed(
-        "missing in the checkpoint", (name for name, source in sources.items() if source not in manifest.tensors)
-    )
     saved = [name for name in manifest.tensors if name.startswith("model/")] if wanted else []
-    unlike += _listed(
-        "in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)
+    used = set(sources.values())
+    pairs = [
+        (name, manifest.tensors[source], wanted[name]) for name, source in sources.items() if source in manifest.tensors
+    ]
+    shapes = ((name, entry.shape, tuple(tensor.shape)) for name, entry, tensor in pairs)
+    kinds = (
+        (name, entry.dtype, CODES.get(tensor.dtype, str(tensor.dtype)))
+        for name, entry, tensor in pairs
+        if not holds(tensor.dtype, DTYPES[entry.dtype])
     )
-    unlike += _listed(
-        "of another shape",
-        (
-            f"{name} is {manifest.tensors[source].shape} in the checkpoint and {tuple(wanted[name].shape)} in the model"
-            for name, source in sources.items()
-            if source in manifest.tensors and manifest.tensors[source].shape != tuple(wanted[name].shape)
-        ),
-    )
-    unlike += _listed(
-        "of another kind",
-        (
-            f"{name} is {manifest.tensors[source].dtype} in the checkpoint and {_code(wanted[name])} in the model"
-            for name, source in sources.items()
-            if source in manifest.tensors and not holds(wanted[name].dtype, DTYPES[manifest.tensors[source].dtype])
-        ),
-    )
+    both = "{} is {} in the checkpoint and {} in the model".format
+    unlike = [
+        *_listed("missing in the checkpoint", (n for n, source in sources.items() if source not in manifest.tensors)),
+        *_listed("in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)),
+        *_listed("of another shape", (both(*line) for line in shapes if line[1] != line[2])),
+        *_listed("of another kind", (both(*line) for line in kinds)),
+    ]
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
     return unlike + ([own.why] if own is not None and own.why is not None else [])
-
-
-def _code(tensor: Tensor) -> str:
-    return CODES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _named(name: str, found: Contents) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +34,14 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.json_values import Json, as_bytes, encode
-from accordion.checkpoint.manifest_of_files import described
+from accordion.checkpoint.optimizer_states import same_on_all
 from accordion.checkpoint.prune import check_keep, prune_before
-from accordion.checkpoint.shared_states import same_on_all
 from accordion.checkpoint.storage.folders import Folder, Local, folder_at
-from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
+from accordion.checkpoint.writing import FileLayout, WritePart, described, layout, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.safety.replicas import compare_replicas
 from accordion.state import Only, settle
-
-T = TypeVar("T")
-
-
-class Agree(Protocol):
-    """Does something on this rank and waits for the others; where one of them failed, all raise `CheckpointError`."""
-
-    def __call__(self, action: Callable[[], T], /) -> T: ...
 
 
 def save(
@@ -103,7 +94,8 @@ def save(
     found, own = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     own |= team.agree(lambda: _state_tensors(state or {}, team))
-    job = team.agree(lambda: _job(target, name, place, found, team, extra, own, keep))
+    form, plan = team.agree(lambda: (_form(found, team, encode(extra, "extra")), _layout(found, own, team)))
+    job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
         job.run(team.agree)
         return Saving.done()
@@ -125,7 +117,7 @@ class SaveJob:
     team: Team
     keep: int
 
-    def run(self, agree: Agree, host: memoryview | None = None) -> None:
+    def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
         """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
         leads = self.team.leads
         made: list[Folder] = []
@@ -133,7 +125,8 @@ class SaveJob:
             agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
             begun = made[0] if made else self.target.begun(self.name)
             agree(lambda: self._write_own(begun, host))
-            agree(lambda: self._commit(begun) if leads else None)
+            # From the rename on it is a checkpoint.
+            agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
         except BaseException:
             for one in made:
                 with suppress(Exception):  # the first failure is what counts
@@ -151,10 +144,6 @@ class SaveJob:
                 )
             write(begun, file_name(self.team.index), self.plan, host)
 
-    def _commit(self, begun: Folder) -> None:
-        """Write the manifest and give the folder its name: from then on it is a checkpoint."""
-        self.target.commit(begun, dump(described(self.form, begun)))
-
     def _prune(self) -> None:
         if self.keep:
             try:
@@ -171,28 +160,10 @@ def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: i
     return folder_at(path)
 
 
-def _job(
-    target: Folder,
-    name: str,
-    place: str,
-    found: Contents,
-    team: Team,
-    extra: Json,
-    own: Mapping[str, Tensor],
-    keep: int,
-) -> SaveJob:
-    """`own`: tensors that this rank keeps for itself."""
+def _layout(found: Contents, own: Mapping[str, Tensor], team: Team) -> FileLayout:
+    """Lay out this rank's file. `own`: tensors that this rank keeps for itself."""
     of_rank = [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in own.items() if t.numel()]
-    parts = [*_own_parts(found.tensors, team), *of_rank]
-    return SaveJob(
-        target=target,
-        name=name,
-        place=place,
-        form=_form(found, team, encode(extra, "extra")),
-        plan=layout(parts, team.index),
-        team=team,
-        keep=keep,
-    )
+    return layout([*_own_parts(found.tensors, team), *of_rank], team.index)
 
 
 def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[WritePart]:

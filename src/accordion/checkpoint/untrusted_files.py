@@ -6,26 +6,28 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accordion.checkpoint.contents import WRAPPERS
+from accordion.checkpoint.contents import without_wrappers
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
+SHOWN = 8  # tensors that a message names
 LENGTH_BYTES = 8  # before the header of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
 DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
-BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,29 @@ def opened(path: Path) -> BinaryIO:
         raise CheckpointError(f"{path} {'is' if why == NOT_REGULAR else 'cannot be opened:'} {why}.") from error
 
 
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` which begins with `what` for what broken words make of their reader."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
 def size_of(file: BinaryIO) -> int:
     """Bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 
-def mapped(file: BinaryIO) -> Tensor:
-    """The bytes of an open file: (size,), uint8; memory is the file's, and writes to it never reach the file."""
-    if not size_of(file):
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8))
+def mapped(path: Path, stored: StoredTensor) -> Tensor:
+    """Return a tensor that has elements; its memory is the file's, and writes to it never reach the file."""
+    with opened(path) as file:
+        size = stored.end - stored.at
+        data = torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8, offset=stored.at, shape=(size,)))
+    dtype = DTYPES[stored.dtype]
+    return (data if stored.at % dtype.itemsize == 0 else data.clone()).view(dtype).view(stored.shape)
 
 
 def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
@@ -75,9 +90,7 @@ def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Return tensors' names without the prefixes of torch.compile, of checkpointing and, if all have it, of DDP."""
-    found = {name: name for name in names}
-    for wrapper in WRAPPERS:
-        found = {name: plain.replace(wrapper, "") for name, plain in found.items()}
+    found = {name: without_wrappers(name) for name in names}
     while found and all(plain.startswith("module.") for plain in found.values()):
         found = {name: plain.removeprefix("module.") for name, plain in found.items()}
     return found
@@ -107,14 +120,10 @@ def read_header(path: Path) -> list[StoredTensor]:
                 f"{path} has a header of {length} bytes, which is absurd beside {room - length} of data."
             )
         head = file.read(length)
-    try:
+    with named(f"{path} is no safetensors file"):
         stored = stored_in(head, LENGTH_BYTES + length, num_bytes)
         check_names(held.name for held in stored)
-        return stored
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {str(error)[:300]}.") from error
+    return stored
 
 
 def stored_in(head: bytes, start: int, end: int) -> list[StoredTensor]:
@@ -151,6 +160,40 @@ def _one(name: str, said: Any, start: int, end: int) -> StoredTensor:
     return StoredTensor(name, dtype, tuple(shape), start + at, start + to)
 
 
+def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
+    """Return each tensor of a folder of safetensors and the file that holds it, without reading any data.
+
+    Raises `CheckpointError` unless there is a single file or an index, each tensor that the index promises is in its file, and
+    no tensor is in two files.
+    """
+    single = (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir()
+    if not single and not (folder / HF_INDEX).exists():
+        raise CheckpointError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}; other formats are not read.")
+    promised = {} if single else read_index(folder)
+    return read_files(folder, [HF_SINGLE] if single else sorted(set(promised.values())), promised)
+
+
+def read_files(
+    folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, tuple[Path, StoredTensor]]:
+    """`read_folder` of the files `names`. `promised`: the name of the file of each tensor in the index."""
+    tensors: dict[str, tuple[Path, StoredTensor]] = {}
+    for name in names:
+        for stored in read_header(folder / name):
+            if stored.name in tensors:
+                raise CheckpointError(
+                    f"{stored.name} lies in {tensors[stored.name][0].name} and in {name} of {folder}."
+                )
+            tensors[stored.name] = folder / name, stored
+    lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors or tensors[key][0].name != name]
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise CheckpointError(
+            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost[:SHOWN])}{more}."
+        )
+    return tensors
+
+
 def read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index of a folder of safetensors says: the plain names of files in it."""
     path = folder / HF_INDEX
@@ -162,16 +205,10 @@ def read_index(folder: Path) -> dict[str, str]:
         if num_bytes > most_words(data_bytes - num_bytes):
             raise CheckpointError(f"{path} has {num_bytes} bytes, which is absurd beside the folder's other files.")
         text = file.read(num_bytes)
-    try:
+    with named(f"{path} is no index of safetensors"):
         places = json.loads(text.decode(), object_pairs_hook=without_twins)["weight_map"]
         bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
         check_names(places)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is no index of safetensors: {error}") from None
-    except BROKEN as error:
-        raise CheckpointError(
-            f"{path} is no index of safetensors: {type(error).__name__}: {str(error)[:300]}."
-        ) from error
     if bad:
         raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
     return dict(places)

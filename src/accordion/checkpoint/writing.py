@@ -1,21 +1,43 @@
-"""One rank's tensor file: which bytes lie where in it, a copy of them in host memory, and writing them with checksums."""
+"""The files of a checkpoint: the layout of one rank's file, a copy of it in host memory, writing it, and the manifest of all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Running, kind_here, pieces, running
-from accordion.checkpoint.format import code_of, entry_name, header
-from accordion.checkpoint.storage.folders import Folder, Writer
+from accordion.checkpoint.checksums import (
+    DIGITS,
+    PIECE_BYTES,
+    SUMMED_BYTES,
+    Buffer,
+    Running,
+    kind_here,
+    pieces,
+    running,
+)
+from accordion.checkpoint.contents import OF_RANKS, rank_prefix
+from accordion.checkpoint.format import (
+    File,
+    Manifest,
+    TensorChunk,
+    TensorEntry,
+    code_of,
+    dump,
+    entry_name,
+    header,
+    parse,
+    split_entry_name,
+)
+from accordion.checkpoint.storage.folders import Folder, Reader, Writer
+from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
+from accordion.errors import CheckpointError
 from accordion.offload.arena import Arena
-
-SUMS = "sums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +72,20 @@ class FileLayout:
         return sum(part.num_bytes for part in self.parts)
 
 
-def sums_name(rank: int) -> str:
-    """The tensor in which a rank's file tells the checksums of its parts: JSON, {entry name: [sum of each piece, ...]}."""
-    return f"rank/{rank:05d}/{SUMS}"
-
-
 def layout(parts: Iterable[WritePart], rank: int) -> FileLayout:
-    """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size."""
+    """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size.
+
+    The last tensor holds the checksums of the parts as JSON: {entry name: [sum of each piece, ...]}.
+    """
     parts = tuple(sorted(parts, key=lambda part: -part.data.element_size()))
     kind = kind_here()
     zero = "0" * DIGITS[kind]
     empty = {_entry_name(part): [zero for _ in pieces(0, part.num_bytes, PIECE_BYTES)] for part in parts}
     length = len(_as_json(empty))
     words = [(_entry_name(part), code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
-    return FileLayout(header([*words, (entry_name(sums_name(rank), (0,)), "U8", (length,))]), parts, kind, length)
+    return FileLayout(
+        header([*words, (entry_name(f"{rank_prefix(rank)}sums", (0,)), "U8", (length,))]), parts, kind, length
+    )
 
 
 def _entry_name(part: WritePart) -> str:
@@ -141,3 +163,59 @@ class HostBuffer:
         if device is not None:
             torch.accelerator.synchronize(device)
         return bytes_of(memory[:at])
+
+
+# -- the manifest
+
+
+def described(form: Manifest, folder: Folder) -> Manifest:
+    """`form` with the chunks that the files of `folder` hold. Raises `CheckpointError` where they do not make it up."""
+    files: dict[str, File] = {}
+    chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
+    of_ranks: dict[str, TensorEntry] = {}
+    begin_sum = running(form.checksum)
+
+    def sum_of(data: Buffer) -> str:
+        total = begin_sum()
+        total.update(data)
+        return total.hexdigest()
+
+    try:
+        names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} went away while it was written; no other job may save under this name."
+        ) from None
+    for file_name in names:
+        with closing(folder.open(file_name)) as reader:
+            head = _read(reader, 0, LENGTH_BYTES)
+            head = _read(reader, 0, LENGTH_BYTES + int.from_bytes(head, "little"))
+            *stored, last = stored_in(head[LENGTH_BYTES:], len(head), reader.num_bytes)  # `layout` puts the sums last
+            text = _read(reader, last.at, last.end)
+        files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
+        own_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]
+        sums = {**json.loads(text), last.name: own_sums}
+        for held in (*stored, last):
+            name, offset = split_entry_name(held.name)
+            chunk = TensorChunk(file_name, Box(offset, held.shape), held.at, tuple(sums[held.name]))
+            if name.startswith(OF_RANKS):
+                of_ranks[name] = TensorEntry(dtype=held.dtype, shape=held.shape, placements=None, chunks=(chunk,))
+            else:
+                chunks[name].append(chunk)
+    tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}
+    found = replace(form, files=files, tensors={**tensors, **of_ranks})
+    try:
+        return parse(dump(found))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the files in {folder}, {', '.join(files) or 'none'}, do not make a checkpoint ({error}); it needs storage that all "
+            "ranks share, and nobody else writing there."
+        ) from error
+
+
+def _read(reader: Reader, at: int, end: int) -> bytes:
+    if end > reader.num_bytes:
+        raise CheckpointError(f"its header of {end} bytes is longer than the file.")
+    data = bytearray(end - at)
+    reader.read_into(memoryview(data), at)
+    return bytes(data)

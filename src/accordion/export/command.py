@@ -15,10 +15,8 @@ import torch
 from accordion import options as flags
 from accordion.checkpoint import convert
 from accordion.checkpoint.format import CODES
-from accordion.checkpoint.reading import read_manifest
-from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_coded, write_safetensors, write_shards
-from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.errors import AccordionError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.stored import (
     ADAPTER,
@@ -28,6 +26,7 @@ from accordion.models.stored import (
     adapter_weights,
     cache_folder,
     check_weights,
+    extra_of,
     find_model,
     located,
     meta_model,
@@ -111,7 +110,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
     kind, path = located(options.source)
-    if kind == "checkpoint" and form in convert.FORMATS and not _is_adapter(path):
+    if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
         return _of_checkpoint(path, options, form, dtype, cache)
     if form in OF_CHECKPOINTS:
         raise UsageError(
@@ -177,15 +176,6 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
     return files
-
-
-def _is_adapter(checkpoint: str) -> bool:
-    """Whether it holds what a run trained beside a base, and not the base."""
-    try:
-        extra = read_manifest(checkpoint_at(checkpoint)).extra
-    except (CheckpointError, OSError) as error:
-        raise UsageError(f"SOURCE {checkpoint!r}: {error}") from None
-    return isinstance(extra, dict) and isinstance(extra.get("adapter"), dict)
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from accordion.checkpoint.convert import check_model, sources_of, ties_of
-from accordion.checkpoint.format import DTYPES
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.streamed import TensorSource
-from accordion.checkpoint.untrusted_files import (
-    HF_INDEX,
-    HF_SINGLE,
-    StoredTensor,
-    check_quantised,
-    read_header,
-    read_index,
-)
-from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError, UsageError
+from accordion.checkpoint.untrusted_files import check_quantised
+from accordion.errors import UsageError
 from accordion.export.adapters import merged
 from accordion.models.stored import StoredModel, meta_model
-from accordion.weights.lazy_tensors import Rows
+from accordion.weights.lazy_tensors import rows_of_folder
 from accordion.weights.pretrained import equal_rows, match, names_of
-
-STAGE_BYTES = 2**24  # read at once where rows do not lie in the file as they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +60,9 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
         return
     folder = Path(stored.path)
     model = meta_model(replace(stored, adapter=None))
-    matched = match(model, folder, folder_rows(folder), [])
+    tensors = rows_of_folder(folder)
+    check_quantised({}, str(folder), tensors)
+    matched = match(model, folder, tensors, [])
     for one, other in matched.ties:
         if not equal_rows(matched.found[one].rows, matched.found[other].rows):
             raise UsageError(
@@ -93,57 +80,6 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
 
 def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource]:
     """The tensors of a folder of transformers by its own names."""
-    rows = folder_rows(folder)
-    return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in rows.items()]
-
-
-def folder_rows(folder: Path) -> dict[str, Rows]:
-    """What `open_folder` gives, read in place of mapped: pages of a mapped file count as this process's memory."""
-    if (folder / HF_SINGLE).is_file():
-        places = {held.name: (folder / HF_SINGLE, held) for held in read_header(folder / HF_SINGLE)}
-    elif (folder / HF_INDEX).is_file():
-        index = read_index(folder)
-        heads = {name: {held.name: held for held in read_header(folder / name)} for name in sorted(set(index.values()))}
-        lost = [key for key, name in index.items() if key not in heads[name]]
-        if lost:
-            raise CheckpointError(
-                f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost)}."
-            )
-        places = {key: (folder / name, heads[name][key]) for key, name in index.items()}
-    else:
-        raise UsageError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}.")
-    check_quantised({}, str(folder), places)
-    return {
-        key: Rows(torch.Size(held.shape), DTYPES[held.dtype], partial(_read, path, held))
-        for key, (path, held) in sorted(places.items())
-    }
-
-
-def _read(path: Path, held: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
-    """Fill `into` with the part of a stored tensor that begins at `at`."""
-    dtype = DTYPES[held.dtype]
-    row_bytes = math.prod(held.shape[1:]) * dtype.itemsize
-    first, num_rows = (at[0], into.shape[0]) if held.shape else (0, 1)
-    whole_rows = tuple(into.shape[1:]) == held.shape[1:]
-    with path.open("rb", buffering=0) as file:
-        if whole_rows and into.dtype == dtype and into.is_contiguous():
-            _read_into(file.fileno(), bytes_of(into), held.at + first * row_bytes, path)
-            return
-        step = max(1, STAGE_BYTES // max(1, row_bytes))
-        inner = tuple(slice(a, a + n) for a, n in zip(at[1:], into.shape[1:], strict=True))
-        for start in range(0, num_rows, step):
-            rows = min(step, num_rows - start)
-            stage = torch.empty(rows, *held.shape[1:], dtype=dtype, device="cpu")
-            _read_into(file.fileno(), bytes_of(stage), held.at + (first + start) * row_bytes, path)
-            (into[start : start + rows] if held.shape else into).copy_(
-                stage[(slice(None), *inner)] if held.shape else stage[0]
-            )
-
-
-def _read_into(handle: int, memory: memoryview, at: int, path: Path) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(handle, [memory[done:]], at + done)
-        if not count:
-            raise CheckpointError(f"{path} ends at byte {at + done}, where a tensor lies.")
-        done += count
+    tensors = rows_of_folder(folder)
+    check_quantised({}, str(folder), tensors)
+    return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in tensors.items()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,8 +28,7 @@ from accordion.checkpoint.untrusted_files import (
     HF_SINGLE,
     check_quantised,
     plain_names,
-    read_header,
-    read_index,
+    read_folder,
 )
 from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.files import read_text
@@ -130,11 +131,7 @@ def _checkpoints_of_run(path: Path) -> Path:
 
 
 def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
-    try:
-        extra = read_manifest(checkpoint_at(path)).extra
-    except (CheckpointError, OSError) as error:
-        raise UsageError(f"SOURCE {path!r}: {error}") from None
-    extra = extra if isinstance(extra, dict) else {}
+    extra = extra_of(path)
     if isinstance(extra.get("adapter"), dict):
         return _of_trained_adapter(path, extra, cache, like)
     config = extra.get("model_config") if like is None else _described(Path(like), "like")
@@ -151,12 +148,7 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 def _of_trained_adapter(path: str, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> StoredModel:
     """A checkpoint that holds what a run trained beside a base, and says which that is."""
     said = extra["adapter"]
-    named = like or said.get("base")
-    if not isinstance(named, str) or not Path(named).is_dir():
-        raise UsageError(
-            f"SOURCE {path!r} is a checkpoint of an adapter of the base {named!r}, which is no folder here; export it with "
-            "--like the folder of the base."
-        )
+    named = _base_folder(path, "a checkpoint of an adapter", like or said.get("base"))
     base = _of_folder(Path(named))
     found = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
     generation = extra.get("generation_config", base.generation)
@@ -179,14 +171,17 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
 
 def _of_adapter(path: Path, cache: Path | None, like: str | None) -> StoredModel:
     described = _described(path, "SOURCE", ADAPTER)
-    named = like or described.get("base_model_name_or_path")
+    base = find_model(_base_folder(str(path), "an adapter", like or described.get("base_model_name_or_path")), cache)
+    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
+
+
+def _base_folder(source: str, kind: str, named: object) -> str:
     if not isinstance(named, str) or not Path(named).is_dir():
         raise UsageError(
-            f"SOURCE {str(path)!r} is an adapter of the base {named!r}, which is no folder here; export it with --like the "
-            "folder of the base."
+            f"SOURCE {source!r} is {kind} of the base {named!r}, which is no folder here; export it with --like the folder of "
+            "the base."
         )
-    base = find_model(named, cache)
-    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
+    return named
 
 
 def _of_folder(path: Path) -> StoredModel:
@@ -371,38 +366,32 @@ def adapter_weights(place: str, *, ours: bool) -> dict[str, Tensor]:
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
     """The floating-point dtype of most of the stored weights."""
-    counts: dict[torch.dtype, int] = {}
-    for dtype, num_bytes in _stored_dtypes(stored):
-        counts[dtype] = counts.get(dtype, 0) + num_bytes
-    floating = {dtype: count for dtype, count in counts.items() if dtype.is_floating_point}
-    return max(floating, key=lambda dtype: floating[dtype], default=torch.float32)
-
-
-def _stored_dtypes(stored: StoredModel) -> list[tuple[torch.dtype, int]]:
+    sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
-        entries = manifest_of(stored).tensors.items()
-        return [
-            (DTYPES[e.dtype], sum(e.num_bytes(chunk.box) for chunk in e.chunks))
-            for name, e in entries
-            if name.startswith("model/")
-        ]
-    found = []
-    folder = Path(stored.path)
-    try:
-        names = [HF_SINGLE] if (folder / HF_SINGLE).is_file() else sorted(set(read_index(folder).values()))
-        for name in names:
-            found += [(DTYPES[entry.dtype], entry.end - entry.at) for entry in read_header(folder / name)]
-    except (OSError, CheckpointError) as error:
-        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
-    return found
+        for name, entry in manifest_at(stored.path).tensors.items():
+            if name.startswith("model/"):
+                sizes[DTYPES[entry.dtype]] += math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    else:
+        try:
+            for _, tensor in read_folder(Path(stored.path)).values():
+                sizes[DTYPES[tensor.dtype]] += tensor.end - tensor.at
+        except (OSError, CheckpointError) as error:
+            raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+    return next((dtype for dtype, _ in sizes.most_common() if dtype.is_floating_point), torch.float32)
 
 
-def manifest_of(stored: StoredModel) -> Manifest:
-    """Of a checkpoint. Raises `UsageError` where it cannot be read any more."""
+def manifest_at(path: str) -> Manifest:
+    """Return the manifest of a checkpoint. Raises `UsageError` if it cannot be read."""
     try:
-        return read_manifest(checkpoint_at(stored.path))
+        return read_manifest(checkpoint_at(path))
     except (CheckpointError, OSError) as error:
-        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+        raise UsageError(f"SOURCE {path!r}: {error}") from None
+
+
+def extra_of(path: str) -> Mapping[str, Any]:
+    """Return the `extra` of a checkpoint, empty if it is no dict. Raises `UsageError` if it cannot be read."""
+    extra = manifest_at(path).extra
+    return extra if isinstance(extra, dict) else {}
 
 
 def computing(model: nn.Module) -> Any:
@@ -415,7 +404,7 @@ def check_weights(model: nn.Module, stored: StoredModel) -> None:
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return
-    manifest = manifest_of(stored)
+    manifest = manifest_at(stored.path)
     shapes = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
     held = {name: shapes[key] for key, name in plain_names(shapes).items()}
     added = added_by_adapters(model)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.reading import fill_part
+from accordion.checkpoint.storage.direct import LocalReader
+from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
 from accordion.errors import CheckpointError
 
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
@@ -59,7 +64,7 @@ class Rows:
         method = getattr(torch.Tensor, name)
         if name.startswith("_") or not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
-        return partial(_call, method, self)
+        return lambda *args, **kwargs: _deferred(method, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,20 +72,26 @@ class Rows:
         return lazily(*args, **(kwargs or {})) if lazily else _deferred(func, args, kwargs or {})
 
 
-def stored(file: Any, name: str) -> Rows:
-    """A tensor of an open safetensors file. Raises `CheckpointError` where its dtype is unknown."""
-    part = file.get_slice(name)
-    if part.get_dtype() not in DTYPES:
-        raise CheckpointError(f"{name} has the dtype {part.get_dtype()}, which cannot be loaded.")
-
-    def fill(into: Tensor, at: tuple[int, ...]) -> None:
-        into.copy_(part[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True)) or ...])
-
-    return Rows(torch.Size(part.get_shape()), DTYPES[part.get_dtype()], fill)
+def rows_of_folder(folder: Path) -> dict[str, Rows]:
+    """Return every tensor of a folder of safetensors, nothing of it read. Raises as `read_folder`."""
+    tensors = read_folder(folder)
+    return {
+        key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
+        for key, (path, stored) in sorted(tensors.items())
+    }
 
 
-def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
-    return _deferred(method, args, kwargs)
+def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
+    """Fill `into` with the part of a stored tensor that begins at `at`.
+
+    It is read and not mapped, because pages of a mapped file count as memory of this process.
+    """
+    index = tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))
+    try:
+        with closing(LocalReader(path)) as reader:
+            fill_part(into, reader, stored.at, DTYPES[stored.dtype], stored.shape, index)
+    except OSError as error:
+        raise CheckpointError(f"{path}, where {stored.name} lies: {error}") from error
 
 
 def as_rows(value: Any) -> Rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import WRAPPERS, local_data
+from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, without_wrappers
 from accordion.checkpoint.format import holds
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
+from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
 from accordion.weights.adapters import added_by_adapters, copied_inside
 from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
-from accordion.weights.lazy_tensors import Rows, as_rows, stored
+from accordion.weights.lazy_tensors import Rows, as_rows, rows_of_folder
 
-SINGLE, INDEX = HF_SINGLE, HF_INDEX
 PREFIXES = (
     "model.",
     "transformer.",
@@ -47,7 +44,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
     `folder`: it has `model.safetensors` or `model.safetensors.index.json` and the files that this names; or the name of a
     model on the hub, "owner/name". Each rank reads its own rows of each tensor into its shard, cast to its dtype, and holds
-    nothing else: files are mapped, and their pages are the system's cache. Names may differ by the usual prefixes; names and
+    nothing else but at most 16 MiB that are cast or copied to a device. Names may differ by the usual prefixes; names and
     layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
     Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
     transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
@@ -63,10 +60,10 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
         raise UsageError("load_pretrained does not work inside full_params; leave it first.")
     settle(engine, "loads pretrained weights")
     team = Team.of(model.parameters())
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))
         patterns = list(ignore)
-        found, own = team.agree(lambda: _fitting(model, engine, source, patterns, stack))
+        found, own = team.agree(lambda: _fitting(model, engine, source, patterns))
         never_filled = set(_unfilled(model, engine, patterns))
         left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
         seed = int(team.shared(str(torch.initial_seed()))[0])
@@ -140,17 +137,16 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 
     Raises `UsageError` if its tensors are those of a quantised model.
     """
-    with ExitStack() as stack:
-        held = open_folder(folder, stack)
-        check_quantised({}, str(folder), held.keys() - names_of(model).keys())
-        match(model, folder, held, [])
+    held = rows_of_folder(folder)
+    check_quantised({}, str(folder), held.keys() - names_of(model).keys())
+    match(model, folder, held, [])
 
 
 def _fitting(
-    model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
+    model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, FoundTensor], set[int]]:
     """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
-    matched = match(model, folder, open_folder(folder, stack), ignore)
+    matched = match(model, folder, rows_of_folder(folder), ignore)
     unlike = _listed(
         "tied in the model but not equal in the folder", _untied(model, engine, matched.found, matched.ties)
     )
@@ -218,19 +214,7 @@ def _class_patterns(model: nn.Module, kind: str) -> list[str]:
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, tied ones under each of theirs."""
-    result = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
-            )
-        plain = _without_wrappers(key)
-        if plain in result:
-            raise CheckpointError(
-                f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
-            )
-        result[plain] = tensor
-    return result
+    return named_tensors(model, INSIDE)
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
@@ -240,15 +224,9 @@ def copies_of_layers(model: nn.Module) -> dict[str, str]:
         for adapter, copy in copied_inside(module):
             for key in copy.state_dict(keep_vars=True):
                 names = (f"{prefix}.modules_to_save.{adapter}.{key}", f"{prefix}.{key}")
-                plain, original = (_without_wrappers(name) for name in names)
+                plain, original = (without_wrappers(name, INSIDE) for name in names)
                 found[plain] = original
     return found
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in INSIDE:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
@@ -309,8 +287,7 @@ def _named(
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
     names = [key]
-    for wrapper in INSIDE:
-        key = key.replace(wrapper, "")
+    key = without_wrappers(key, INSIDE)
     while True:
         names.append(key)
         prefix = next((p for p in prefixes if key.startswith(p)), None)
@@ -361,40 +338,6 @@ def _converted(
         except Exception as error:  # whatever an operation of transformers meets
             wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
     return found, extra, wrong
-
-
-# -- files
-
-
-def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
-    """Every tensor that the folder holds, nothing of it read. Raises `CheckpointError`, naming every file that is wrong."""
-    places = _places(folder)
-    files: dict[str, Any] = {}
-    wrong: list[str] = []
-    for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
-        try:
-            read_header(folder / name)
-            files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (OSError, SafetensorError, CheckpointError) as error:
-            wrong.append(f"{name}: {error}")
-    if wrong:
-        raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
-    held = {name: set(file.keys()) for name, file in files.items()}
-    if places is None:
-        places = dict.fromkeys(held[SINGLE], SINGLE)
-    lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
-    if lost:
-        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not there: {', '.join(lost)}.")
-    return {key: stored(files[places[key]], key) for key in sorted(places)}
-
-
-def _places(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
-    if (folder / SINGLE).exists() and not (folder / SINGLE).is_dir():
-        return None
-    if not (folder / INDEX).exists():
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")
-    return read_index(folder)
 
 
 # -- reading

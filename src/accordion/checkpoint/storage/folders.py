@@ -1,4 +1,4 @@
-"""Where checkpoints lie: folders of this machine's file systems, and of remote storage through fsspec."""
+"""Folders of checkpoints: of this machine's file systems, and of remote storage through fsspec."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.storage.direct import LocalReader, created
 from accordion.errors import CheckpointError, UsageError
 
-LOOKS = 3  # at a name that a save is giving to another folder: between its two renames none has it
+NUM_TRIES = 3  # to find the folder of a name, which none has between the two renames of a save
 SAVING = "saving.json"  # in a folder of remote storage while a job saves there: which job, and which save
 BLOCK_BYTES = 4 * 2**20  # that are fetched at once
 STALE_S = 900.0  # without which a job of another machine is taken for dead
@@ -28,66 +28,8 @@ class Writer(Protocol):
     def write(self, data: memoryview, /) -> object: ...
 
 
-class Reader(Protocol):
-    """A file that is read in parts."""
-
-    num_bytes: int
-
-    def read_into(self, into: memoryview, at: int) -> None:
-        """Fill `into` with the bytes from `at` on. Raises `OSError` where the file is shorter."""
-
-    def close(self) -> None: ...
-
-
-class Folder(Protocol):
-    """A folder that holds the files of one checkpoint, or checkpoints."""
-
-    def sizes(self) -> dict[str, int]:
-        """The files in it and their bytes. Raises `FileNotFoundError`, `NotADirectoryError` where it is no folder."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders in it, without hidden ones; none where it is not there.
-
-        A checkpoint that is being replaced is among them.
-        """
-
-    def inside(self, name: str) -> Folder:
-        """A folder in it."""
-
-    def open(self, name: str) -> Reader: ...
-
-    def read(self, name: str) -> bytes: ...
-
-    def written_at(self, name: str) -> int:
-        """When a file was written last, in ns."""
-
-    def mark(self) -> object:
-        """Another one once another checkpoint has taken this name; None where there is none at the moment."""
-
-    def begin(self, save: str) -> Folder:
-        """Return an empty folder for a new checkpoint of this name, after removing what a killed save left there.
-
-        Raises `CheckpointError` if this name belongs to something else or another job is saving under it, `UsageError` if
-        nothing can have it.
-
-        Args:
-            save: 8 hexadecimal digits that no other save has, so that no two of them ever write into one folder.
-        """
-
-    def begun(self, save: str) -> Folder:
-        """What `begin` gave on the rank that called it."""
-
-    def create(self, name: str, num_bytes: int) -> AbstractContextManager[Writer]:
-        """A context that gives a `Writer`, to which `num_bytes` are written; at its end the file is on the disk."""
-
-    def commit(self, begun: Folder, manifest: bytes) -> None:
-        """Write the manifest into what `begin` gave on this rank, and make that the checkpoint of this name."""
-
-    def discard(self) -> None:
-        """Remove what `begin` gave. Raises `OSError`."""
-
-    def remove(self, mark: object) -> None:
-        """Remove this checkpoint, unless a job is saving under its name or has done so since it had `mark`. Raises `OSError`."""
+Folder: TypeAlias = "Local | Remote"
+Reader: TypeAlias = "LocalReader | RemoteReader"
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
@@ -110,23 +52,25 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """The folder to read a checkpoint from."""
+    """Return the folder to read a checkpoint from."""
     return readable(folder_at(path))
 
 
 def readable(folder: Folder) -> Folder:
-    """`folder`, or while a save replaces a checkpoint of this name, or was killed then, the one that was there."""
-    for _ in range(LOOKS if isinstance(folder, Local) else 0):
-        assert isinstance(folder, Local)
-        if os.path.lexists(folder.path):
-            break
+    """Return `folder`, or, during or after a killed replacement of its checkpoint, the folder that has the older one."""
+    tries = NUM_TRIES if isinstance(folder, Local) else 0
+    while isinstance(folder, Local) and tries and not os.path.lexists(folder.path):
         if (old := folder.replaced()) is not None:
             return old
+        tries -= 1
     return folder
 
 
 class Local:
-    """A folder of a file system. What `begin` gave owns the lock of its checkpoint's name."""
+    """A folder of a file system that holds the files of one checkpoint, or checkpoints.
+
+    The one that `begin` returned owns the lock of its checkpoint's name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,6 +80,7 @@ class Local:
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
+        """Return the files and their bytes. Raises `FileNotFoundError` or `NotADirectoryError` if it is no folder."""
         found = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -145,6 +90,7 @@ class Local:
         return found
 
     def folders(self) -> list[str]:
+        """Return the names of the folders in it but hidden ones, and of checkpoints that are being replaced."""
         with suppress(FileNotFoundError):
             # Twice, because a folder that is renamed meanwhile may be missing in one listing.
             return list(dict.fromkeys([*self._folders(), *self._folders()]))
@@ -154,7 +100,7 @@ class Local:
         with os.scandir(self.path) as entries:
             for entry in entries:
                 name = claims.replaced(entry.name) or entry.name
-                if (name != entry.name or name[0] != ".") and _is_folder(entry):
+                if name[0] != "." and _is_folder(entry):
                     yield name
 
     def inside(self, name: str) -> Local:
@@ -167,9 +113,11 @@ class Local:
         return (self.path / name).read_bytes()
 
     def written_at(self, name: str) -> int:
+        """Return when a file was last written, in ns."""
         return (self.path / name).stat().st_mtime_ns
 
     def mark(self) -> tuple[int, ...] | None:
+        """Return a value that changes when another checkpoint takes this name; None if there is none at the moment."""
         try:
             found = os.stat(self.path / MANIFEST)
         except OSError:
@@ -177,11 +125,19 @@ class Local:
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """The checkpoint that a save of this name was replacing when it was killed, or is replacing now; None without one."""
-        old = [(mark, path) for path in claims.beside(self.path, "old") if (mark := Local(path).mark())]
-        return Local(max(old, key=lambda one: one[0][-1])[1]) if old else None
+        """Return the checkpoint that a save of this name was replacing when it was killed, or is replacing now, if any."""
+        old = Local(claims.hidden(self.path, "old"))
+        return old if old.mark() else None
 
     def begin(self, save: str) -> Local:
+        """Return an empty folder for a new checkpoint of this name, after removing what a killed save left there.
+
+        Raises `CheckpointError` if this name belongs to something else or another job is saving under it, `UsageError` if
+        nothing can have it.
+
+        Args:
+            save: 8 hexadecimal digits that no other save has, so that no two of them ever write into one folder.
+        """
         path = self.path
         claims.check_name(path)
         claims.check_free(path)
@@ -190,8 +146,9 @@ class Local:
         try:
             if not os.path.lexists(path) and (old := self.replaced()) is not None:
                 old.path.rename(path)
-            for left in claims.beside(path, "old", *claims.LEFT):
-                claims.remove_quietly(left)
+            left = [draft for name, draft in claims.drafts(path.parent) if name == path.name]
+            for folder in (claims.hidden(path, "old"), *left):
+                claims.remove_quietly(folder)
             begun = self.begun(save)
             begun.path.mkdir()
         except BaseException:
@@ -201,10 +158,12 @@ class Local:
         return begun
 
     def begun(self, save: str) -> Local:
+        """Return what `begin` returned on the rank that called it."""
         return Local(claims.hidden(self.path, f"{save}.tmp"))
 
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
+        """Context manager for writing a file of `num_bytes`; at its end the file is on the disk."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, made by rank 0, is not seen here; checkpoints need storage that all ranks share, and no other "
@@ -217,6 +176,7 @@ class Local:
             raise _with_path(error, self.path / name) from None
 
     def commit(self, begun: Folder, manifest: bytes) -> None:
+        """Write the manifest into what `begin` returned on this rank, and make that the checkpoint of this name."""
         assert isinstance(begun, Local)
         _write(begun, manifest)
         now = time.time_ns()
@@ -238,8 +198,7 @@ class Local:
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
         _sync(self.path.parent)
-        if os.path.lexists(old):
-            claims.remove_quietly(old)
+        claims.remove_quietly(old)
         begun._release()
 
     def _release(self) -> None:
@@ -248,6 +207,7 @@ class Local:
             self._lock = None
 
     def discard(self) -> None:
+        """Remove what `begin` returned. Raises `OSError`."""
         try:
             if self.path.exists():
                 claims.remove(self.path)
@@ -255,6 +215,7 @@ class Local:
             self._release()
 
     def remove(self, mark: object) -> None:
+        """Remove this checkpoint, unless a job saves under its name or has done so since `mark`. Raises `OSError`."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:
@@ -297,7 +258,9 @@ class Remote:
 
     def sizes(self) -> dict[str, int]:
         self._storage.invalidate_cache()
-        return {_last(e["name"]): int(e["size"]) for e in self._storage.ls(self._path, detail=True) if _is_file(e)}
+        return {
+            _last(e["name"]): int(e["size"]) for e in self._storage.ls(self._path, detail=True) if e["type"] == "file"
+        }
 
     def folders(self) -> list[str]:
         self._storage.invalidate_cache()
@@ -311,7 +274,7 @@ class Remote:
         return Remote(self._storage, self._at(name), self._protocol)
 
     def open(self, name: str) -> Reader:
-        return _RemoteReader(self._storage, self._at(name))
+        return RemoteReader(self._storage, self._at(name))
 
     def read(self, name: str) -> bytes:
         return bytes(self._storage.cat_file(self._at(name)))
@@ -403,7 +366,7 @@ class Remote:
             self._storage.rm(self._path, recursive=True)
 
 
-class _RemoteReader:
+class RemoteReader:
     """A file of remote storage. Each of its blocks is fetched once, and kept from its check to its use."""
 
     def __init__(self, storage: Any, path: str) -> None:
@@ -422,10 +385,6 @@ class _RemoteReader:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _is_file(entry: dict[str, Any]) -> bool:
-    return bool(entry["type"] == "file")
 
 
 def _last(path: str) -> str:

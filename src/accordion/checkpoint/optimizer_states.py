@@ -1,0 +1,325 @@
+"""States of an optimizer over ranks: those that are equal on all are saved once, others are refused or kept for each rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accordion._torch import as_dtensor
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import Contents, local_data, optimizer_name, own_box, placement_words, rank_prefix
+from accordion.checkpoint.format import DTYPES, MOST_DIMS, Manifest, code_of
+from accordion.checkpoint.json_values import Json, as_bytes
+from accordion.checkpoint.reading import Files
+from accordion.checkpoint.writing import bytes_of
+from accordion.errors import CheckpointError
+from accordion.optim import LocalStep
+
+SHORT = 60  # letters of a value that ranks exchange as it is; of a longer one they exchange the digest
+DIGEST = 16  # hexadecimal digits
+NAMED = 3  # states that a message names
+OWN = "$rank"  # in the manifest, in place of a state that each rank keeps for itself
+Place: TypeAlias = tuple[str, str | None]
+"""A parameter's name and a key of its state; None for all of a state whose keys are no strings."""
+
+
+# -- saving
+
+
+def same_on_all(
+    contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team, rank_states: bool
+) -> tuple[Contents, dict[str, Tensor]]:
+    """Return what is saved once, and the tensors that this rank keeps for itself by name; a collective.
+
+    A state that is neither shaped like its shard nor equal on all ranks is kept for each rank with `rank_states`. Without it,
+    and if ranks differ in anything else, raises `CheckpointError` on all of them, saying what differs.
+    """
+    unequal = _differing(team, team.agree(lambda: _facts(contents) if len(team.ranks) > 1 else {}))
+    _refuse(unequal, "save")
+    places: list[Place] = [(param, key) for param, key in map(json.loads, sorted(unequal))]
+    if places and not rank_states:
+        raise CheckpointError(
+            f"the optimizer's states {_named(places)} are neither shaped like the rows of their rank nor equal on all ranks, so "
+            "that one rank's would stand for all; pass rank_states=True to save, which keeps each rank's for a resume on as many "
+            "ranks under the same strategy and mesh."
+        )
+    of_rows = list(dict.fromkeys([*places, *_of_local_rows(contents, optimizer)]))
+    return team.agree(lambda: _split(contents, places, of_rows, team)) if of_rows else (contents, {})
+
+
+def same_kind_on_all(contents: Contents, team: Team) -> None:
+    """Raise `CheckpointError` on all ranks if they have optimizers of several kinds, or one has none; a collective."""
+    _refuse(_differing(team, {KIND: optimizer_name(contents.optimizer)}), "load")
+
+
+def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Those of `facts` that are not the same on all ranks, with what each rank has, "" for nothing. A collective."""
+    if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
+        return {}
+    of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    all_have = {name: [each.get(name, "") for each in of_ranks] for name in names}
+    return {name: values for name, values in all_have.items() if len(set(values)) > 1}
+
+
+# Begin the names of what is no state of a parameter; those are JSON lists.
+MODEL, KIND, GROUP, SHARED = "model/", "optimizer", "group/", "shared/"
+SAME_ON_ALL = {
+    MODEL: "models",
+    KIND: "optimizers",
+    GROUP: "groups of the optimizer",
+    SHARED: "states of the optimizer that belong to no parameter",
+}
+
+
+def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
+    """Raise `CheckpointError` if ranks differ in more than states of parameters."""
+    for begins, what in SAME_ON_ALL.items():
+        name = next((name for name in unequal if name.startswith(begins)), None)
+        if name is not None:
+            values = unequal[name]
+            other = next(i for i, value in enumerate(values) if value != values[0])
+            subject = "" if begins == KIND else f"in {name} "
+            raise CheckpointError(
+                f"ranks hold different {what}: {subject}rank 0 has {values[0] or 'nothing'} and rank {other} has "
+                f"{values[other] or 'nothing'}; {call} needs the same model and optimizer, with the same options, on every rank."
+            )
+
+
+def _facts(contents: Contents) -> dict[str, str]:
+    """What has to be the same on all ranks, and all states, in few letters."""
+    facts = {name: str(_placement(tensor)) for name, tensor in contents.of_model().items()}
+    facts[KIND] = optimizer_name(contents.optimizer)
+    if contents.optimizer is None:
+        return facts
+    for i, group in enumerate(contents.optimizer["groups"]):
+        names, text = group["params"], json.dumps(group["params"])
+        listed = text if len(text) <= SHORT else f"{len(names)} from {names[0]} to {names[-1]}"
+        facts[f"{GROUP}{i}/params"] = f"{listed} ({_digest(text.encode())})"
+        for key, value in group["options"].items():
+            facts[f"{GROUP}{i}/{key}"] = _brief(value, contents.tensors)
+    for key, value in contents.optimizer.get("shared", {}).items():
+        facts[f"{SHARED}{key}"] = _brief(value, contents.tensors)
+    return facts | {json.dumps(place): _brief(value, contents.tensors) for place, value in _states(contents.optimizer)}
+
+
+def _states(words: Json) -> Iterator[tuple[Place, Json]]:
+    """The states of an optimizer, each as JSON."""
+    for param, entry in words["state"].items():
+        if any(key.startswith("$") for key in entry):
+            yield (param, None), entry
+        else:
+            yield from (((param, key), value) for key, value in entry.items())
+
+
+def _placement(tensor: Tensor) -> tuple[Any, ...]:
+    return str(tensor.dtype), tuple(tensor.shape), placement_words(tensor)
+
+
+def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
+    """Return a value in few letters; of a sharded tensor its placement, of any other its elements too."""
+    text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
+    for name in _refers_to(value):
+        tensor = tensors[name]
+        text += str(_placement(tensor))
+        if not isinstance(tensor, DTensor):
+            single = tensor.numel() == 1
+            text += str(tensor.tolist()) if single else _digest(bytes_of(tensor.detach().cpu().contiguous()))
+    return text if len(text) <= SHORT else _digest(text.encode())
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGEST]
+
+
+def _refers_to(value: Json) -> Iterator[str]:
+    """Names of the tensors in a value."""
+    if isinstance(value, dict) and "$tensor" in value:
+        yield value["$tensor"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _refers_to(item)
+
+
+def _named(places: Sequence[Place]) -> str:
+    """The first of some states, for a message."""
+    names = [f"all of {param}" if key is None else f"{key!r} of {param}" for param, key in places[:NAMED]]
+    return ", ".join(names) + (f" and {len(places) - NAMED} more" if len(places) > NAMED else "")
+
+
+def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
+    """Places that hold for the rows of this rank alone though ranks may not differ in them, as if there is one rank.
+
+    A step on local tensors makes of them what is not shaped like them. Counts of steps are no function of rows.
+    """
+    given: object = optimizer
+    if not isinstance(given, LocalStep):
+        return []
+    return [
+        (param, key)
+        for (param, key), value in _states(contents.optimizer)
+        if key != "step" and isinstance(contents.params.get(param), DTensor)
+        for name in _refers_to(value)
+        if not isinstance(contents.tensors[name], DTensor) and contents.tensors[name].dim()
+    ]
+
+
+def _split(
+    contents: Contents, places: list[Place], of_rows: list[Place], team: Team
+) -> tuple[Contents, dict[str, Tensor]]:
+    """Take `places` out of what is saved once, and note of which rows `of_rows` are."""
+    prefix = rank_prefix(team.index)
+    own = dict(_states(contents.optimizer))
+    mine = {place: own[place] for place in places if place in own}
+    moved = {name for value in mine.values() for name in _refers_to(value)}
+    kept: dict[str, Any] = {param: dict(entry) for param, entry in contents.optimizer["state"].items()}
+    for param, key in places:
+        if key is None:
+            kept[param] = {OWN: True}
+        elif OWN not in kept.setdefault(param, {}):
+            kept[param][key] = {OWN: True}
+    tensors = {prefix + name: local_data(contents.tensors[name]) for name in moved}
+    words = {
+        "rows": {param: _rows_of(param, contents) for param, _ in of_rows},
+        "states": [[*place, _renamed(value, prefix)] for place, value in mine.items()],
+        "sharded": [prefix + name for name in moved if isinstance(contents.tensors[name], DTensor)],
+        "empty": {name: [code_of(name, t.dtype), list(t.shape)] for name, t in tensors.items() if not t.numel()},
+    }
+    saved_once = replace(
+        contents,
+        tensors={name: tensor for name, tensor in contents.tensors.items() if name not in moved},
+        optimizer={**contents.optimizer, "state": kept, "of_rows": [list(place) for place in of_rows]},
+    )
+    return saved_once, {f"{prefix}optimizer": as_bytes(words), **tensors}
+
+
+def _rows_of(param: str, contents: Contents) -> Json:
+    """The part of a parameter that this rank holds, and its layout in memory: offset, shape and strides."""
+    tensor = contents.params[param]
+    box = own_box(param, tensor)
+    return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
+
+
+def _renamed(value: Json, prefix: str) -> Json:
+    if isinstance(value, list):
+        return [_renamed(item, prefix) for item in value]
+    if isinstance(value, dict) and "$tensor" in value:
+        return {"$tensor": prefix + value["$tensor"]}
+    return {key: _renamed(item, prefix) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# -- loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnStates:
+    """The states that this rank kept for itself.
+
+    Attributes:
+        prefix: begins the names of its tensors.
+        misfits: parameters whose states are left out, because on some rank they are those of other rows.
+        why: the reason in words; None if all fits.
+    """
+
+    prefix: str
+    states: Mapping[Place, Json]
+    sharded: frozenset[str]
+    empty: Mapping[str, tuple[str, Sequence[int]]]
+    misfits: frozenset[str]
+    why: str | None
+
+    def put_into(self, param: str, entry: Json) -> Json:
+        """Return the state of a parameter as the manifest has it, with this rank's own values in it."""
+        if entry == {OWN: True}:
+            return self.states.get((param, None), {})
+        own = {key for key, value in entry.items() if value == {OWN: True}}
+        return {
+            key: self.states[param, key] if key in own else value
+            for key, value in entry.items()
+            if key not in own or (param, key) in self.states
+        }
+
+    def tensor(self, manifest: Manifest, name: str, param: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the state to fill with the tensor `name`, `present` if that fits, and this rank's elements of it."""
+        is_sharded = name in self.sharded
+        if name in self.empty:
+            code, shape = self.empty[name]
+            local = torch.empty(tuple(shape), dtype=DTYPES[code], device="cpu")
+        else:
+            entry = manifest.tensors[name]
+            dtype = DTYPES[entry.dtype]
+            plain = None if is_sharded or isinstance(present, DTensor) else present
+            if plain is not None and tuple(plain.shape) == entry.shape and plain.dtype == dtype:
+                return plain, plain
+            local = torch.empty(entry.shape, dtype=dtype, device=param.device if is_sharded else "cpu")
+        return as_dtensor(local, param) if is_sharded and isinstance(param, DTensor) else local, local
+
+
+def own_states(files: Files, contents: Contents, team: Team) -> OwnStates | None:
+    """Return what this rank kept for itself, None if nothing was; a collective."""
+    manifest = files.manifest
+    if contents.optimizer is None or not (manifest.optimizer or {}).get("of_rows"):
+        return None
+    saved = sum(name.startswith("rank/") and name.split("/")[2:] == ["optimizer"] for name in manifest.tensors)
+    mine = {param for group in contents.optimizer["groups"] for param in group["params"]}
+    places: list[Place] = [(param, key) for param, key in manifest.optimizer["of_rows"] if param in mine]
+    prefix = rank_prefix(team.index)
+    params = dict.fromkeys(param for param, _ in places)
+    words: Mapping[str, Any] = {"states": [], "sharded": [], "empty": {}}
+    misfits, why = (
+        set(params),
+        f"the {saved} rank{'s' * (saved != 1)} that saved, and this model is on {len(team.ranks)}",
+    )
+    if saved == len(team.ranks):
+        words = team.agree(lambda: _words(files, prefix + "optimizer"))
+        other = [param for param in params if words["rows"].get(param) != _rows_of(param, contents)]
+        misfits = {param for text in team.shared(json.dumps(other), most=None) for param in json.loads(text)}
+        why = "ranks that had other rows than this model's"
+    lost = [place for place in places if place[0] in misfits]
+    return OwnStates(
+        prefix=prefix,
+        states={(param, key): value for param, key, value in words["states"]},
+        sharded=frozenset(words["sharded"]),
+        empty=words["empty"],
+        misfits=frozenset(misfits),
+        why=f"its optimizer states {_named(lost)} hold for the rows of {why} (they load on as many ranks under the same strategy "
+        "and mesh; strict=False leaves out what these parameters have)"
+        if lost
+        else None,
+    )
+
+
+def _words(files: Files, name: str) -> dict[str, Any]:
+    """Return a rank's words. Raises `CheckpointError` if they are damaged, or not what `save` writes."""
+    files.check(name.__eq__)
+    try:
+        words = json.loads(bytes(files.whole(name).tolist()))
+        return _checked(words, files.manifest, name.removesuffix("optimizer"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"{files.folder} is damaged: {name}: {type(error).__name__}: {error}.") from error
+
+
+def _checked(words: Json, manifest: Manifest, prefix: str) -> dict[str, Any]:
+    """Return `words` if all that their readers take for granted is so."""
+    rows, states, sharded, empty = (words[key] for key in ("rows", "states", "sharded", "empty"))
+    if not isinstance(rows, dict) or not all(isinstance(name, str) for name in sharded):
+        raise ValueError("rows is no object or sharded no list of names")
+    for param, key, _ in states:
+        if not isinstance(param, str) or not isinstance(key, str | None):
+            raise ValueError("states are not named by a parameter and a key")
+    for name, (code, shape) in empty.items():
+        sizes_are_good = len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**31 for n in shape)
+        if not sizes_are_good or 0 not in shape or code not in DTYPES or name in manifest.tensors:
+            raise ValueError(f"{name} is not an empty tensor")
+    own = {name for name in manifest.tensors if name.startswith(prefix)} | set(empty)
+    lost = [name for name in _refers_to(states) if name not in own]
+    if lost:
+        raise ValueError(f"it refers to {lost[0]!r}, which is none of this rank's tensors")
+    return dict(words)
