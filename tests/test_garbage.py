@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.processes import run_python
 
 PROGRAM = """
 import atexit, gc, sys
@@ -30,6 +29,6 @@ Cycle()
 
 
 def test_a_process_ends_with_one_collection() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = run_python("-c", PROGRAM)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["start 2", "ends", "stop 2", "frozen True"]

@@ -18,6 +18,7 @@ from tests.support.compare import (
     Pair,
     check_grads,
     compare,
+    on_its_ranks,
     on_ranks,
     poisoned,
     rest,
@@ -159,8 +160,7 @@ BACKWARD_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", BACKWARD_CASES)
-@on_ranks
+@on_its_ranks(BACKWARD_CASES)
 def test_any_way_into_the_backward(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 
@@ -219,8 +219,7 @@ MODE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", MODE_CASES)
-@on_ranks
+@on_its_ranks(MODE_CASES)
 def test_modes_of_autograd_inside_of_a_forward(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 

@@ -19,6 +19,7 @@ from tests.support.compare import (
     Case,
     Pair,
     compare,
+    on_its_ranks,
     on_ranks,
     poisoned,
     seeded,
@@ -83,8 +84,7 @@ OFTEN_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", OFTEN_CASES)
-@on_ranks
+@on_its_ranks(OFTEN_CASES)
 def test_units_and_parameters_may_be_used_any_number_of_times(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 
@@ -236,8 +236,7 @@ OUTPUT_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", OUTPUT_CASES)
-@on_ranks
+@on_its_ranks(OUTPUT_CASES)
 def test_anything_may_go_into_a_unit_and_come_out(world, name, num_ranks):
     if name == "ModelOutput":
         pytest.importorskip("transformers")
@@ -389,8 +388,7 @@ MEMORY_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", MEMORY_CASES)
-@on_ranks
+@on_its_ranks(MEMORY_CASES)
 def test_outputs_may_be_inputs_parameters_and_written_into(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 

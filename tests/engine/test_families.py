@@ -35,11 +35,9 @@ LLAMA, GPT2, MIXTRAL = "LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalL
 T5, BERT, CLIP = "T5ForConditionalGeneration", "BertForMaskedLM", "CLIPModel"
 WHISPER, VIT, MAMBA = "WhisperForConditionalGeneration", "ViTForImageClassification", "MambaForCausalLM"
 SWITCH = "SwitchTransformersForConditionalGeneration"
-USUAL = {LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA, SWITCH} | {
-    "Qwen3ForCausalLM", "GemmaForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "AlbertForMaskedLM",
-    "NllbMoeForConditionalGeneration", "BartForConditionalGeneration", "PerceiverForMaskedLM",
-    "ResNetForImageClassification", "SwinForImageClassification", "DetrModel", "LlavaForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration", "Wav2Vec2ForCTC", "ZambaForCausalLM",
+USUAL = {LLAMA, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, SWITCH} | {
+    "GptOssForCausalLM", "DeepseekV3ForCausalLM", "PerceiverForMaskedLM", "DetrModel", "Qwen2VLForConditionalGeneration",
+    "Wav2Vec2ForCTC", "ZambaForCausalLM",
 }  # fmt: skip
 
 
@@ -61,7 +59,7 @@ def test_two_steps_are_those_of_the_unsharded_model(world, name):
 
 
 # One of each way to compute: dense with and without biases, experts of both kinds, encoders, images, states, sound.
-USUAL_IN_BFLOAT16 = {LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, VIT, MAMBA, "GptOssForCausalLM", "Wav2Vec2ForCTC"}
+USUAL_IN_BFLOAT16 = {GPT2, MIXTRAL, T5, VIT, MAMBA, "Wav2Vec2ForCTC"}
 IN_BFLOAT16 = [name for name in WORKING if FAMILIES[name].bf16 in ("yes", "with buffers")]
 
 
@@ -120,7 +118,10 @@ def test_some_parameters_have_a_gradient_on_some_ranks_only():
     assert first ^ second
 
 
-@pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", WHISPER, "DetrModel", "XLMWithLMHeadModel"])
+@pytest.mark.parametrize(
+    "name",
+    sampled([T5, "BartForConditionalGeneration", WHISPER, "DetrModel", "XLMWithLMHeadModel"], USUAL.__contains__),
+)
 def test_what_several_units_read_is_summed_in_the_same_order(world, name):
     """Such as an encoder's output: its gradient has the bits of the unsharded model's."""
     assert_equal_within(in_float32(world, name), 0.0)

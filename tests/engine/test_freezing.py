@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device
-from tests.support.checks import assert_at_rest, assert_close, mean_grads, mesh_of
+from tests.support.checks import assert_at_rest, assert_close, mean_grads, mesh_of, under
 from tests.support.reference import grads_of
+from tests.support.sample import sampled, turns
 
 Sync = Callable[[bool], AbstractContextManager[None]]
 """Context in which backwards communicate, or add up on their rank."""
@@ -107,13 +108,16 @@ def assert_as_unsharded(mesh, program: Callable[..., None], strategy: acc.Strate
         pair.zero_grad()
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
-@pytest.mark.parametrize("program", PROGRAMS)
+ROWS = [(program, together) for program in PROGRAMS for together in (False, True)]
+SHOWN = turns(PROGRAMS, (False, True)) | {(alternating, True)}
+
+
+@pytest.mark.parametrize(("program", "together"), sampled(ROWS, lambda *row: row in SHOWN))
 def test_gradients_are_those_of_the_unsharded_models(world, program, together):
     world.run_mesh((2,), ("shard",), assert_as_unsharded, program, acc.FULL_SHARD, together=together)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "full_shard"])
+@under("shard_optim", "hybrid_shard")
 def test_under_every_strategy(world, strategy):
     for program in (alternating, frozen_before_backward):
         world.run_mesh(

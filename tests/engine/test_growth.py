@@ -120,7 +120,7 @@ ROWS = [(num_ranks, place) for num_ranks in (8, 64, 1024) for place in ("first",
 
 @pytest.mark.parametrize(
     ("num_ranks", "place"),
-    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((8, "first"), (8, "last"), (1024, "last"))),
+    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((8, "last"), (1024, "middle"))),
 )
 def test_shards_bytes_and_collectives_at_any_size(run_fake, num_ranks, place):
     rank = {"first": 0, "middle": num_ranks // 2 + 1, "last": num_ranks - 1}[place]
@@ -129,7 +129,7 @@ def test_shards_bytes_and_collectives_at_any_size(run_fake, num_ranks, place):
         assert_flat(name, build, num_ranks, facts)
 
 
-@pytest.mark.parametrize("num_ranks", [64, 1024])
+@pytest.mark.parametrize("num_ranks", sampled([64, 1024], (1024).__eq__))
 def test_hybrids_speak_to_few_ranks_at_any_size(run_fake, num_ranks):
     shape = (num_ranks // SHARD_RANKS, SHARD_RANKS)
     found = run_fake(shape, num_ranks - 3, grow, ["hybrid_shard", "hybrid_shard_optim"])

@@ -21,6 +21,7 @@ from tests.inside import units_of
 from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
+from tests.support.compare import seeded
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -73,11 +74,8 @@ def drawn(rank: int, step: int = 0) -> Tensor:
 
 def both(mesh, way: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Sharded, and the same without sharding."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Language(way)))
-    return acc.shard(made[0], mesh=mesh, **options), made[1]
+    model, plain = (seeded(lambda: Language(way)) for _ in range(2))
+    return acc.shard(model, mesh=mesh, **options), plain
 
 
 def check_step(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool = True) -> None:
@@ -150,11 +148,8 @@ class Scorer(nn.Module):
 
 
 def check_frozen_whole(mesh) -> None:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Scorer()).requires_grad_(False))
-    model, plain = acc.shard(made[0], mesh=mesh, units={models.Block, nn.Linear}), made[1]
+    model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
+    acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
     for step in range(3):
         seen = []
         for m in (model, plain):
@@ -165,9 +160,19 @@ def check_frozen_whole(mesh) -> None:
         assert_at_rest(model)
 
 
-def test_a_frozen_layers_weight_is_read_from_outside(world) -> None:
-    world.run(2, check_frozen, ("full_shard",), ())
-    world.run(2, check_frozen, ("shard_grad_op",), ("streams",))
+@pytest.mark.parametrize(
+    ("strategy", "debug"),
+    [
+        ("full_shard", ("streams",)),
+        pytest.param("full_shard", (), marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", ("streams",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_frozen_layers_weight_is_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
+    world.run(2, check_frozen, (strategy,), debug)
+
+
+def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(world) -> None:
     world.run(2, check_frozen_whole)
 
 
@@ -224,14 +229,11 @@ class Sum(nn.Module):
 
 def check_recomputed_embeddings(mesh) -> None:
     """What is recomputed in a unit reads its weights in the backward."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Language("module")))
-        made[-1].tokens = Sum()
-    acc.shard(made[0], mesh=mesh, units={Sum, models.Block}, checkpoint_activations="full")
+    model, plain = (seeded(lambda: Language("module")) for _ in range(2))
+    model.tokens, plain.tokens = seeded(Sum), seeded(Sum)
+    acc.shard(model, mesh=mesh, units={Sum, models.Block}, checkpoint_activations="full")
     for step in range(2):
-        check_step(mesh, *made, step)
+        check_step(mesh, model, plain, step)
     model, plain = both(mesh, "module")
     own = model.tokens.forward
     model.tokens.forward = lambda tokens: checkpoint(own, tokens, use_reentrant=False)

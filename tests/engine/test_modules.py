@@ -21,6 +21,7 @@ from tests.support.compare import (
     Pair,
     check_grads,
     compare,
+    on_its_ranks,
     on_ranks,
     open_full_buffers,
     poisoned,
@@ -195,8 +196,7 @@ DTYPE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", DTYPE_CASES)
-@on_ranks
+@on_its_ranks(DTYPE_CASES)
 def test_dtypes_and_requires_grad_may_differ_in_a_unit(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 
@@ -456,8 +456,7 @@ MODULE_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULE_CASES)
-@on_ranks
+@on_its_ranks(MODULE_CASES)
 def test_modules_of_torch(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 
@@ -530,8 +529,7 @@ PARAMETRIZED_CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")  # still in use
-@pytest.mark.parametrize("name", PARAMETRIZED_CASES)
-@on_ranks
+@on_its_ranks(PARAMETRIZED_CASES)
 def test_reparametrised_weights(world, name, num_ranks):
     world.run(num_ranks, run_case, name)
 

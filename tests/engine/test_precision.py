@@ -17,10 +17,10 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, mesh_of, one_loss, run_all
+from tests.support.checks import assert_close, assert_equal, logged, mesh_of, one_loss, run_all, run_under, under
 from tests.support.models import Block
 from tests.support.reference import grads_of, local_of, params_of
-from tests.support.sample import sampled
+from tests.support.sample import sampled, turns
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -81,8 +81,13 @@ def dtypes(mesh) -> None:
     assert {p.dtype for p in model.parameters()} == {BF16}
     call(model)["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
-    model = acc.shard(seen().to(BF16), mesh=mesh, precision=acc.Precision(params=BF16))
-    assert {p.dtype for p in model.parameters()} == {FP32}, "masters of a model that came in two bytes"
+    model = seen().to(BF16)
+    model.first.requires_grad_(False)
+    with logged() as said:
+        acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
+    assert {p.dtype for p in model.second.parameters()} == {FP32}, "masters of a model that came in two bytes"
+    assert {p.dtype for p in model.first.parameters()} == {BF16}, "what is not trained needs no master"
+    assert dist.get_rank() or any("params=torch.bfloat16" in text and "master=torch.float32" in text for text in said)
 
     with pytest.raises(RuntimeError):
         call(acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
@@ -196,8 +201,9 @@ def adapters(mesh, strategy: acc.Strategy) -> None:
         optimizer.zero_grad()
 
 
-def test_adapters_on_a_frozen_two_byte_base(world):
-    run_all(world, adapters)
+@under("full_shard", "no_shard", "hybrid_shard_optim")
+def test_adapters_on_a_frozen_two_byte_base(world, strategy):
+    run_under(world, strategy, adapters)
 
 
 def reduced(mesh, dtype: torch.dtype, how: str) -> None:
@@ -288,12 +294,15 @@ OVERFLOWS = [
 ]
 
 
-# Every strategy at both places, with torch's optimizer at one and the wrapped one at the other; full_shard any way.
+OVERFLOWS_SHOWN = {
+    (strategy, *rest) for strategy, rest in turns(STRATEGIES, [("first_block", True), ("everywhere", False)])
+}
+
+
+# full_shard any way, each other strategy one way.
 @pytest.mark.parametrize(
     ("strategy", "where", "wrapped"),
-    sampled(
-        OVERFLOWS, lambda strategy, where, wrapped: strategy == "full_shard" or wrapped == (where == "first_block")
-    ),
+    sampled(OVERFLOWS, lambda *row: row[0] == "full_shard" or row in OVERFLOWS_SHOWN),
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where, wrapped):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), overflow, STRATEGIES[strategy], wrapped, where)
@@ -313,8 +322,9 @@ def scaled_clip(mesh, strategy: acc.Strategy) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
 
 
-def test_clipping_sees_unscaled_gradients(world):
-    run_all(world, scaled_clip)
+@under("full_shard", "shard_optim", "hybrid_shard")
+def test_clipping_sees_unscaled_gradients(world, strategy):
+    run_under(world, strategy, scaled_clip)
 
 
 # -- autocast

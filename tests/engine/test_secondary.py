@@ -39,7 +39,7 @@ TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
     ),
     "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "wrapped": True}),
 }
-USUAL = ("wide", "uneven", "tied, frozen", "bf16", "recomputed", "accumulated", "late and filled", "on disk")
+USUAL = ("uneven", "bf16", "recomputed", "accumulated", "late and filled", "on disk")
 
 
 def ends_alike(mesh: Any, case: str) -> None:

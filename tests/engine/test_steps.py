@@ -21,7 +21,8 @@ from tests.support.checks import (
     batch,
     mean_grads,
     one_loss,
-    run_all,
+    run_under,
+    under,
 )
 from tests.support.models import Tiny
 from tests.support.reference import grads_of
@@ -72,13 +73,15 @@ def abandoned(mesh, strategy: acc.Strategy) -> None:
         assert_at_rest(model)
 
 
-def test_forwards_that_nothing_walks_back_leave_nothing_behind(world):
+@under("full_shard", "no_shard", "hybrid_shard_optim")
+def test_forwards_that_nothing_walks_back_leave_nothing_behind(world, strategy):
     """What they keep gathered for a backward ends with the first step after them."""
-    run_all(world, abandoned)
+    run_under(world, strategy, abandoned)
 
 
-def test_training_goes_on_after_eval_no_grad_and_inference_mode(world):
-    run_all(world, modes)
+@under("full_shard", "shard_optim", "hybrid_shard")
+def test_training_goes_on_after_eval_no_grad_and_inference_mode(world, strategy):
+    run_under(world, strategy, modes)
 
 
 class Twice(Tiny):
@@ -118,8 +121,9 @@ def grad_of(mesh, strategy: acc.Strategy) -> None:
     assert names == [name for name, _ in model.named_parameters()]
 
 
-def test_autograd_grad_of_parameters(world):
-    run_all(world, grad_of)
+@under("shard_grad_op", "no_shard", "hybrid_shard")
+def test_autograd_grad_of_parameters(world, strategy):
+    run_under(world, strategy, grad_of)
 
 
 def param_hooks(mesh, strategy: acc.Strategy) -> None:
@@ -141,8 +145,9 @@ def param_hooks(mesh, strategy: acc.Strategy) -> None:
     assert len(finished) == 3
 
 
-def test_hooks_of_parameters_fire_once_a_backward(world):
-    run_all(world, param_hooks)
+@under("full_shard", "shard_optim", "hybrid_shard_optim")
+def test_hooks_of_parameters_fire_once_a_backward(world, strategy):
+    run_under(world, strategy, param_hooks)
 
 
 # -- exceptions
@@ -177,8 +182,9 @@ def exceptions(mesh, strategy: acc.Strategy) -> None:
             assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
-def test_a_step_after_one_that_raised_is_a_good_one(world):
-    run_all(world, exceptions)
+@under("full_shard", "shard_grad_op", "hybrid_shard")
+def test_a_step_after_one_that_raised_is_a_good_one(world, strategy):
+    run_under(world, strategy, exceptions)
 
 
 # -- gradients that autograd shares
@@ -222,6 +228,8 @@ def shared_gradients(mesh, strategy: acc.Strategy) -> None:
         assert torch.equal(mine.seen[0], theirs.seen[0]), "a hook's gradient was written into"
 
 
-def test_gradients_that_autograd_shares_stay_what_they_are(world):
-    run_all(world, shared_gradients)
-    world.run(1, shared_gradients, acc.FULL_SHARD)
+@under("full_shard", "no_shard", "hybrid_shard")
+def test_gradients_that_autograd_shares_stay_what_they_are(world, strategy):
+    run_under(world, strategy, shared_gradients)
+    if strategy == "full_shard":
+        world.run(1, shared_gradients, acc.FULL_SHARD)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, functional
 
 import accordion as acc
-from tests.devices import device, here
+from tests.devices import device
 from tests.support.checks import assert_at_rest, assert_close, mesh_of
+from tests.support.compare import seeded
 from tests.support.reference import grads_of
 
 
@@ -33,10 +34,7 @@ def pair(mesh, strategy: acc.Strategy = acc.FULL_SHARD) -> list[nn.Module]:
     with warnings.catch_warnings():  # torch warns once a process, of another class in each version
         warnings.simplefilter("ignore")
         torch.func.jvp(torch.sin, (torch.ones(1),), (torch.ones(1),))
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(nn.Sequential(*[Unit() for _ in range(4)])))
+    made = [seeded(lambda: nn.Sequential(*[Unit() for _ in range(4)])) for _ in range(2)]
     acc.shard(made[1], mesh=mesh, strategy=strategy, units={Unit})
     return made
 

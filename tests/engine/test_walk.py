@@ -33,17 +33,6 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def step(model: nn.Module) -> None:
     model(torch.randn(2, 8)).sum().backward()
 
@@ -52,7 +41,7 @@ def change(model: nn.Module) -> None:
     """As an optimizer's step does, and `zero_grad`."""
     for param in model.parameters():
         param.grad = None
-    torch.autograd.graph.increment_version([unit_in(block).params[0].sharded for block in model.blocks])  # type: ignore[union-attr]
+    torch.autograd.graph.increment_version([unit_in(block).params[0].sharded for block in model])  # type: ignore[union-attr]
 
 
 def traced(model: nn.Module, module: nn.Module) -> list[str]:
@@ -110,8 +99,9 @@ def walked() -> list[str]:
 
 @pytest.mark.cpu("a walk is one device's")
 def test_the_walk_on_the_engines_page_is_what_runs(two_ranks: None) -> None:
-    model = acc.shard(Net(), units=[nn.Sequential])
+    blocks = [nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(4)]
+    model = acc.shard(nn.Sequential(*blocks), units=lambda name, _: name.isdigit())
     for _ in range(2):
         step(model)
         change(model)
-    assert traced(model, model.blocks[1]) == walked()  # type: ignore[index]
+    assert traced(model, model[1]) == walked()  # type: ignore[index]

@@ -16,7 +16,7 @@ from accordion.offload.disk_shards import DiskShards
 from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_equal, one_loss
+from tests.support.checks import assert_equal, go_on, one_loss
 from tests.support.offloads import chunks_of_at_most, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
@@ -28,10 +28,7 @@ def in_chunks(mesh, path: Path) -> None:
         with chunks_of_at_most(1024):
             model = acc.shard(models.wide(), mesh=mesh, **options)
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
-            for step in range(3):
-                one_loss(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            go_on(model, optimizer, range(3))
         state = [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
         acc.synchronize(model)
         found.append([*state, *params_of(model).values()])
@@ -66,10 +63,7 @@ def without_states(mesh, path: Path) -> None:
     for options in ({}, {"offload": disk(path)}):
         model = acc.shard(models.plain(), mesh=mesh, **options)
         optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            one_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        go_on(model, optimizer, range(2))
         acc.synchronize(model)
         trained.append(params_of(model))
     assert_equal(*trained)

@@ -16,7 +16,7 @@ from accordion.offload.estimate import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss
+from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss
 from tests.support.offloads import HOST, MIXED, OPTIMIZER, SCENARIOS, disk, disk_of_all, fresh, places, same_as_without
 from tests.support.reference import local_of
 
@@ -96,10 +96,7 @@ def budgets(mesh, path: Path) -> None:
     for offload in (None, policy):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        for step in range(2):
-            one_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        go_on(model, optimizer, range(2))
         found.append(acc.full_state_dict(model, rank0_only=False))
     assert_equal(found[0], found[1])
     tiers = engine_in(model).context.shard_buffers
@@ -229,10 +226,7 @@ def saved(mesh, path: str) -> None:
     pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
     for first, then in (*pairs, (off_device, {}), ({}, off_device)):
         model, optimizer = fresh(mesh, **first)
-        for step in range(2):
-            one_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        go_on(model, optimizer, range(2))
         folder = f"{path}/{len(results)}"
         acc.save(folder, model, optimizer)
         model, optimizer = fresh(mesh, seed=7, **then)

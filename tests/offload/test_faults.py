@@ -6,8 +6,6 @@ import errno
 import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +24,10 @@ from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models
-from tests.support.checks import assert_equal, one_loss
+from tests.support.checks import assert_equal, go_on, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
+from tests.support.processes import run_python
 from tests.support.reference import grads_of, params_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def disk_fails(mesh, path: Path) -> None:
@@ -52,10 +49,7 @@ def disk_fails(mesh, path: Path) -> None:
         if fails:
             model, optimizer = fresh(mesh, seed=5, offload=place(path))
             acc.load(path / "ckpt", model, optimizer)
-            for step in (2, 3):
-                one_loss(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            go_on(model, optimizer, (2, 3))
             assert_equal(acc.full_state_dict(model, rank0_only=False), wanted)
             continue
         wanted = acc.full_state_dict(model, rank0_only=False)
@@ -270,12 +264,8 @@ pin(owner, memory, FakeAccelerator(0), lambda: print("waits"), lambda: None)
 
 
 def test_pinned_memory_does_not_wait_for_the_device_at_exit():
-    path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", PINS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, check=True
-    )
-    assert done.stdout == ""
+    done = run_python("-c", PINS)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def ranks_differ(mesh, path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, one_loss
+from tests.support.checks import PlantedError, go_on, one_loss
 from tests.support.offloads import HOST, MIXED, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
@@ -167,15 +167,9 @@ def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
     """A save in the background right behind a step, with steps behind it: what is loaded is what the step made."""
     model = shard(models.plain())
     optimizer = adamw(model)
-    for step in range(2):
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(model, optimizer, range(2))
     saving = acc.save(path / "ckpt", model, optimizer, background=True)
-    for step in range(2, 5):
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(model, optimizer, range(2, 5))
     saving.wait()
     found = end_of(model, optimizer)
     model = shard(models.seeded(7))

@@ -21,7 +21,7 @@ from accordion.same_on_ranks import checksum
 from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import logged, mesh_of, one_loss
+from tests.support.checks import leave_together, logged, mesh_of, one_loss
 from tests.support.reference import local_of, params_of
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -137,9 +137,12 @@ def meshed(mesh: Any) -> list[str]:
         flat if rank else rows,  # 0 waits for 1, which waits for 0 in another
     ):
         strategy = acc.HYBRID_SHARD if given.ndim == 2 else acc.FULL_SHARD
-        time.sleep(4.0 if rank == 3 and given is flat else 0.0)  # the others have found out by then
+        time.sleep(1.5 if rank == 3 and given is flat else 0.0)  # the others have found out by then
         began = time.monotonic()
-        with pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught:
+        with (
+            mock.patch.object(meshes, "LOOK_S", 0.3),
+            pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught,
+        ):
             acc.shard(models.plain(), mesh=given, strategy=strategy)
         assert time.monotonic() - began < 30.0
         texts.append(str(caught.value))
@@ -191,9 +194,10 @@ def some_first(mesh: Any) -> None:
     """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
     if rank == 3:
-        time.sleep(5.0)
+        time.sleep(1.5)
     for given in (mesh["replicate"], flat) if rank in (1, 3) else (flat,):
-        model = acc.shard(models.plain(), mesh=given)
+        with mock.patch.object(meshes, "LOOK_S", 0.3):
+            model = acc.shard(models.plain(), mesh=given)
         one_loss(model).backward()
 
 
@@ -415,12 +419,13 @@ def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
     for step in range(num_steps):
         one_loss(model, step).backward()
     state = models.plain().state_dict()
-    if mesh.get_rank() and not comes:
-        time.sleep(4.0)
-        return "rank 1 did something else"
-    with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
-        one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
-    return str(caught.value)
+    text = "rank 1 did something else"
+    if comes or not mesh.get_rank():
+        with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
+            one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
+        text = str(caught.value)
+    leave_together(mesh)
+    return text
 
 
 @pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=IN_STREAMS)])
@@ -434,4 +439,4 @@ def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
     text, _ = alone.run(2, loads_alone, 2, False)
     assert "this rank loads full tensors (load_state_dict)" in text
     assert "rank 1 is outside of the model" in text, text
-    assert "time.sleep" in text, "the line of its program"
+    assert "at checks.py:" in text, "the line of its program"

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import accordion
+from tests.support.fails_alone import EXIT_S
+from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[2]
-EXIT_S = 300  # for the whole program on a busy machine; the time-out of its process group is 900
 ALONE = [
-    ("forward", "plain"),
-    ("forward", "host"),
-    ("forward", "activations"),
-    ("backward", "plain"),
-    ("backward", "disk"),
-    ("backward", "save"),
-    ("backward, absent gradients", "host"),
-]
+    "forward/plain", "forward/host", "forward/activations", "backward/plain", "backward/disk", "backward/save",
+    "backward, absent gradients/host",
+]  # fmt: skip
+Outcomes = dict[str, tuple[int | None, str, bool]]
 
 
-def fails_alone(where: str, mode: str, device: str, folder: Path) -> None:
-    """Run `tests.support.fails_alone` and return when rank 0 has ended, which is checked."""
-    command = [sys.executable, "-m", "tests.support.fails_alone"]
-    path = os.pathsep.join([str(ROOT), str(Path(accordion.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path}
-    ranks = [
-        subprocess.Popen([*command, str(rank), where, mode, device, str(folder)], stderr=subprocess.PIPE, env=environ)
-        for rank in range(2)
-    ]
-    try:
-        _, said = ranks[0].communicate(timeout=EXIT_S)
-        assert ranks[0].returncode == 1, said.decode()
-        assert "ValueError: this rank fails alone" in said.decode(), said.decode()
-        assert "DivergenceError" not in said.decode(), said.decode()
-        assert ranks[1].poll() is None, "it still sleeps"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+def fail_alone(device: str, folder: Path) -> Outcomes:
+    """Run `tests.support.fails_alone` for all of ALONE at a time; the time-out of their process groups is 900 s."""
+    done = run_python("-m", "tests.support.fails_alone", device, folder, *ALONE, timeout_s=EXIT_S + 60)
+    assert done.returncode == 0, done.stderr
+    outcomes: Outcomes = json.loads(done.stdout)
+    return outcomes
 
 
-@pytest.mark.parametrize(("where", "mode"), ALONE)
-def test_a_rank_that_fails_alone_exits_at_once(tmp_path, where, mode):
-    fails_alone(where, mode, "cpu", tmp_path)
+def assert_failed_alone(outcome: tuple[int | None, str, bool]) -> None:
+    code, said, other_sleeps = outcome
+    assert code == 1, said
+    assert "ValueError: this rank fails alone" in said, said
+    assert "DivergenceError" not in said, said
+    assert other_sleeps
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: Any) -> Outcomes:
+    return fail_alone("cpu", tmp_path_factory.mktemp("exit"))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_that_fails_alone_exits_at_once(outcomes, name):
+    assert_failed_alone(outcomes[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from accordion.safety.forward_writes import ForwardWrites
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.safety.test_divergence import impatient
-from tests.support.checks import run_all
+from tests.support.checks import leave_together, run_all
 
 LOST = "modified a parameter in its forward, and the change would be lost"
 
@@ -174,7 +173,7 @@ def on_one_rank(mesh) -> str:
     model = acc.shard(Net(normalise if writes else nothing), mesh=mesh, units={Layer})
     with impatient(), pytest.raises(acc.UsageError if writes else acc.DivergenceError) as caught:
         step(model)
-    time.sleep(4 if writes else 0)  # it is still there, and does not say goodbye
+    leave_together(mesh)  # it is still there, and does not say goodbye
     return str(caught.value)
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,20 +15,10 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.safety import mixed_tensors
-from tests.support.diverging import free_port
+from tests.support.models import Block
+from tests.support.processes import run_python
 
 WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 16)
-        self.down = nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Clip(nn.Module):
@@ -44,7 +30,7 @@ class Clip(nn.Module):
         self.patches = nn.Conv1d(3, WIDTH, 2)
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.rms = nn.RMSNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH, 16) for _ in range(2))
         self.projection = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.positions = nn.Parameter(torch.randn(5, WIDTH))
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
@@ -132,26 +118,6 @@ def test_a_term_on_weights_as_the_advice_says(world):
     world.run(2, adds_a_plain_term)
 
 
-NOT_CAUGHT = """
-import sys, torch, torch.distributed as dist, accordion as acc
-from tests.safety.test_mixed_tensors import MISTAKES, Block, Clip
-rank, port, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-MISTAKES[name][0](acc.shard(Clip(), sync=True, units={Block}))
-"""
-
-
-def test_an_error_that_ends_the_program_is_printed_with_the_advice():
-    paths = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(Path(__file__).parents[2])])
-    words = [sys.executable, "-c", NOT_CAUGHT]
-    port, name = str(free_port()), "a cross entropy and a term on weights"
-    env = {**os.environ, "PYTHONPATH": paths}
-    ranks = [subprocess.Popen([*words, str(r), port, name], stderr=subprocess.PIPE, text=True, env=env) for r in (0, 1)]
-    for rank in ranks:
-        printed = rank.communicate(timeout=120)[1]
-        assert "weight.pow(2).sum().full_tensor()" in printed.partition(TORCHS)[2], printed
-
-
 def test_other_errors_get_no_note():
     error = RuntimeError("The size of tensor a (4) must match the size of tensor b (7)")
     mixed_tensors.advise(error)
@@ -171,28 +137,27 @@ def test_ddp_over_a_sharded_model_is_refused(world):
     world.run(2, wraps_in_ddp)
 
 
-ON_ONE_RANK = """
+PROGRAMS = """
 import os, sys, torch, torch._dynamo, torch.distributed as dist, accordion as acc
 from safetensors.torch import save_file
-from tests.safety.test_mixed_tensors import Block, Clip, IMAGE, TOKENS
-rank = int(os.fork() != 0)  # both have these imports
-if rank == 0:
-    os.dup2(1, 2)
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+from tests.safety.test_mixed_tensors import IMAGE, MISTAKES, TOKENS, Block, Clip
+name, rank = ("mistake", "alone")[os.fork() == 0], int(os.fork() == 0)  # all of them have these imports
+os.dup2(os.open(f"{sys.argv[1]}/{name}{rank}", os.O_WRONLY | os.O_CREAT), 2)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{name}", rank=rank, world_size=2)
 model = acc.shard(Clip(), sync=True, units={Block})
-if dist.get_rank() == 0:
-    save_file(model.state_dict(), sys.argv[1] + ".safetensors")
+if name == "mistake":
+    MISTAKES["a cross entropy and a term on weights"][0](model)
+if rank == 0:
+    save_file(model.state_dict(), f"{sys.argv[1]}/model.safetensors")
 model(TOKENS, IMAGE)
 """
 
 
-def test_who_waits_for_a_rank_that_wrote_alone_hears_of_it(tmp_path):
+def test_an_error_that_ends_the_program_has_the_advice_and_other_ranks_hear_of_one_that_wrote_alone(tmp_path):
     pytest.importorskip("safetensors")
-    paths = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(Path(__file__).parents[2])])
-    command = [sys.executable, "-c", ON_ONE_RANK, str(tmp_path / "store")]
-    other = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120
-    )
-    assert "invalid python storage" in other.stdout  # the errors of rank 0
-    assert other.returncode != 0
-    assert "rank 0" in other.stderr
+    run_python("-c", PROGRAMS, tmp_path)  # until none of them has its output open
+    said = {path.name: path.read_text() for path in tmp_path.glob("*[01]")}
+    for name in ("mistake0", "mistake1"):
+        assert "weight.pow(2).sum().full_tensor()" in said[name].partition(TORCHS)[2], said[name]
+    assert "invalid python storage" in said["alone0"], said
+    assert "rank 0" in said["alone1"], said

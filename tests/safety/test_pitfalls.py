@@ -1,22 +1,13 @@
-"""How peers failed their users: a test for each complaint, named by its number and words in the collection of them.
-
-Each is short; what it is about has longer tests of its own elsewhere. Not here yet, for what they need is not: 7 (quantised
-weights that are subclasses), 9, 10 and 19 (offload), 18 (NVMe), 22's planned arena, 25 with offload; torn checkpoints (24)
-are in test_checkpoint.py, and the many device streams of 9 to 14 need devices: tests/gpu.
-"""
+"""What users of other engines complained of, as far as no other test holds it; the numbers are of a collection of complaints."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accordion as acc
@@ -24,57 +15,11 @@ from accordion.config import STRATEGIES
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from tests.devices import device, here
-from tests.engine.test_grid import train
-from tests.engine.test_precision import saved_copies
-from tests.engine.test_streams import FAULTS, step
-from tests.inside import engine_in, units_of
-from tests.support import models, reference
-from tests.support.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss
+from tests.support import models
+from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss
 from tests.support.meters import Wire
-from tests.support.models import Block
-from tests.support.reference import Scenario, grads_of, local_of, params_of
+from tests.support.reference import grads_of, local_of
 from tests.weights.test_pretrained import Anonymous, write
-
-BF16 = torch.bfloat16
-ONE_AXIS = [strategy for strategy in STRATEGIES.values() if not strategy.hybrid]
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=lr))
-
-
-# -- tied weights, loading
-
-
-def tied_step(mesh) -> None:
-    with logged() as said:
-        model = acc.shard(models.tied(), mesh=mesh, units={Block, nn.Embedding, nn.Linear})
-    assert model.head.weight is model.embed.weight
-    assert dist.get_rank() or any("embed.weight, head.weight are one" in text for text in said), said
-    plain = models.tied()
-    for m in (plain, model):
-        one_loss(m).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-
-
-def test_01_tied_weights_crash(world):
-    world.run(2, tied_step)
-
-
-def tied_uneven(mesh) -> None:
-    """The head's gradient reaches every row, so every row must move, also those of the last rank."""
-    model = acc.shard(models.tied(), mesh=mesh)
-    assert model.embed.num_embeddings % mesh.size()
-    before = params_of(model)["embed.weight"]
-    one_loss(model).backward()
-    sgd(model).step()
-    after = params_of(model)["embed.weight"]
-    assert (before != after).any(1).all()
-
-
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_02_silent_non_update_of_tied_and_uneven_shard(world, num_ranks):
-    world.run(num_ranks, tied_uneven)
 
 
 class TiedStack(nn.Module):
@@ -137,126 +82,6 @@ def test_03_04_05_loading_takes_the_full_model_on_every_rank(world, tmp_path):
         assert on_device <= shard + whole + 4096
 
 
-# -- kinds of parameters
-
-
-class Adapted(nn.Module):
-    """A frozen two-byte weight and a trained float32 adapter of rank 2."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width, bias=False).to(BF16).requires_grad_(False)
-        self.a, self.b = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.base(x.to(BF16)).float() + self.b(self.a(x))
-
-
-def lora(mesh) -> None:
-    found = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model = here(nn.Sequential(Adapted(), Adapted()))
-        if sharded:
-            model = acc.shard(model, mesh=mesh, units={Adapted})
-        model(torch.linspace(-1, 1, 32, device=device()).view(2, 16)).square().sum().backward()
-        found.append(grads_of(model) if sharded else mean_grads(mesh, model))
-    assert found[1]["0.base.weight"] is None
-    assert model[0].base.weight.dtype == BF16
-    assert_close(found[1], found[0], 1e-6)
-
-
-def test_06_lora_and_bf16_base_fails(world):
-    world.run(3, lora)
-
-
-def reads_outside(mesh) -> None:
-    """A fused kernel that takes `.weight` outside of the unit gets no shard in silence."""
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
-    x = torch.ones(2, 32, device=device())
-    weight = model.blocks[0].up.weight
-    assert isinstance(weight, DTensor)
-    for kernel in (lambda: F.linear(x, weight), lambda: torch.mm(x, weight.t())):
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-            kernel()
-    with acc.full_params(model):
-        assert torch.equal(F.linear(x, model.blocks[0].up.weight), F.linear(x, plain.blocks[0].up.weight))
-
-
-def test_08_fused_kernels_read_shard_views(world):
-    world.run(2, reads_outside)
-
-
-# -- streams and lifetimes
-
-
-def drained(mesh) -> None:
-    """The last unit is left out, and every reduce has been waited for when the backward returns."""
-    model = acc.shard(models.plain(), mesh=mesh)
-    tokens, targets = batch(model)
-    for skip in ((), (2,), (0, 2)):
-        models.loss_of(model(tokens, skip=skip), targets).backward()
-        assert not engine_in(model).reduces_under_way
-        assert_at_rest(model)
-        assert all(not unit.is_launched for unit in units_of(model))
-
-
-def test_11_reduces_are_drained_by_the_last_group_only(world):
-    world.run(2, drained)
-
-
-def chunked(mesh) -> None:
-    plain = models.plain()
-    model = acc.shard(models.plain(), mesh=mesh, debug="streams")
-    tokens, targets = batch(plain)
-    for m in (plain, model):
-        logits = m(tokens)
-        for part, wanted in zip(logits.chunk(2, 1), targets.chunk(2, 1), strict=True):
-            models.loss_of(part, wanted).backward(retain_graph=True)
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-
-
-def test_12_chunked_loss_race(world):
-    world.run(2, chunked)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "13_use_after_free",
-        pytest.param("14_overlap_nan", marks=pytest.mark.cpu("a device that has asserted runs nothing")),
-    ],
-)
-def test_13_14_reads_after_the_release_or_before_the_wait(world, name):
-    """Silent in peers; here the debug mode shows them, and finds none."""
-    fault = {"13_use_after_free": "released_too_early", "14_overlap_nan": "gather_without_wait"}[name]
-    assert fault in FAULTS
-    for _, good in world.run(2, step, acc.FULL_SHARD, ""):
-        assert good
-    for _, good in world.run(2, step, acc.FULL_SHARD, fault):
-        assert not good
-
-
-# -- equal results whatever is chosen
-
-
-def losses(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> list[list[float]]:
-    return train(mesh, Scenario(steps=4), strategy, **options).losses
-
-
-def test_15_stages_and_bucket_sizes_change_the_loss(world):
-    options = [
-        {},
-        {"units": {Block, nn.Linear}},
-        {"units": acc.min_params(1000)},
-        {"prefetch": acc.Prefetch(budget_bytes=1 << 30)},
-    ]
-    runs = [(strategy, {}) for strategy in ONE_AXIS] + [(acc.FULL_SHARD, option) for option in options]
-    first = world.run(2, losses, *runs[0])
-    for strategy, option in runs[1:]:
-        assert world.run(2, losses, strategy, option) == first, (strategy.name, option)
-
-
 def surprised(mesh) -> list[set[str]]:
     """The units of each forward that were not gathered ahead."""
     model = acc.shard(models.seeded(num_blocks=5), mesh=mesh)
@@ -287,41 +112,6 @@ def test_16_trace_invalidation_turns_prefetch_off(world):
         assert back == {"blocks.1"}
 
 
-def saves(mesh, path: str) -> dict[str, Tensor]:
-    model = acc.shard(models.uneven(), mesh=mesh)
-    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
-    one_loss(model).backward()
-    optimizer.step()
-    acc.save(path, model, optimizer)
-    return resumed_step(model, optimizer)
-
-
-def resumes(mesh, path: str) -> dict[str, Tensor]:
-    model = acc.shard(models.seeded(1, vocab=19, width=10, hidden=7, scalar=True), mesh=mesh)
-    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
-    acc.load(path, model, optimizer)
-    return resumed_step(model, optimizer)
-
-
-def resumed_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """A step on the same gradients, whatever the number of ranks."""
-    optimizer.zero_grad()
-    tokens, targets = models.batch(7, 0, 0, vocab=19)
-    models.loss_of(model(tokens), targets).backward()
-    optimizer.step()
-    return params_of(model)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_17_cannot_resume_at_another_world_size(world, tmp_path, num_ranks):
-    wanted = world.run(3, saves, str(tmp_path / "step-1"))[0]
-    found = world.run(num_ranks, resumes, str(tmp_path / "step-1"))[0]
-    assert_close(found, wanted, 1e-6)
-
-
-# -- clipping, memory
-
-
 def clip(mesh, strategy: acc.Strategy) -> tuple[float, int]:
     """The norm, and how many collectives it took."""
     model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
@@ -345,58 +135,6 @@ def test_20_clip_grad_norm_gathers_or_is_wrong(world, strategy):
     assert {calls for _, calls in found} == {num_axes_cut}
 
 
-def most_open(mesh, budget_bytes: int | None) -> int:
-    """How many blocks stood gathered, or were being, at any time of some steps."""
-    model = acc.shard(models.seeded(num_blocks=6), mesh=mesh, prefetch=acc.Prefetch(budget_bytes=budget_bytes))
-    plain, most = Unit.launch, [0]
-
-    def launch(unit: Unit) -> None:
-        plain(unit)
-        is_open = [any(g.full_buffer._storage.nbytes() for g in u.groups) for u in units_of(model) if u.name]
-        most[0] = max(most[0], sum(is_open))
-
-    with mock.patch.object(Unit, "launch", launch):
-        for i in range(3):
-            one_loss(model, i).backward()
-    return most[0]
-
-
-def block_bytes(mesh) -> int:
-    return acc.describe(acc.shard(models.plain(), mesh=mesh)).units[1].full_bytes
-
-
-def test_21_22_memory_of_gathered_units_is_not_bounded(world):
-    size = world.run(2, block_bytes)[0]
-    for budget, most in ((0, 1), (None, 2), (size, 2), (2 * size, 3)):
-        assert set(world.run(2, most_open, budget)) == {most}, budget
-
-
-def precision_contract(mesh) -> None:
-    model = models.plain().to(BF16)
-    model.embed.requires_grad_(False)
-    with logged() as said:
-        model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
-    assert dist.get_rank() or any("params=torch.bfloat16" in text and "master=torch.float32" in text for text in said)
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    assert dtypes.pop("embed.weight") == BF16, "what is not trained needs no master"
-    assert set(dtypes.values()) == {torch.float32}
-    before = params_of(model)
-    one_loss(model).backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-    sgd(model, lr=1e-3).step()
-    after = params_of(model)
-    assert [name for name, p in after.items() if not torch.equal(p, before[name])] == list(dtypes)
-    ones = after["norm.weight"]
-    assert torch.equal(ones.to(BF16), before["norm.weight"].to(BF16)), "the step is below the resolution of bfloat16"
-
-
-def test_23_master_weights_silently_wrong(world):
-    world.run(2, precision_contract)
-
-
-# -- inference, autocast, optimizers
-
-
 def generate(mesh) -> None:
     """Ranks make sequences of different lengths from full weights, and say nothing to each other."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
@@ -415,67 +153,6 @@ def generate(mesh) -> None:
 
 def test_25_generate_is_slow_or_hangs(world):
     world.run(3, generate)
-
-
-def test_26_autocast_keeps_full_copies_of_weights(world):
-    for copies, _ in world.run(2, saved_copies, acc.Precision(params=BF16)):
-        assert copies == 0
-
-
-def optimizer_before(mesh) -> None:
-    model = models.plain()
-    optimizer = reference.adamw(model.parameters())
-    acc.shard(model, mesh=mesh)
-    one_loss(model).backward()
-    with pytest.raises(acc.UsageError, match=r"made before shard"):
-        optimizer.step()
-
-
-def test_27_an_optimizer_built_before_sharding(world):
-    world.run(2, optimizer_before)
-
-
-# -- also notable
-
-
-def few_rows(mesh) -> bool:
-    """Whether this rank has no row of some parameter, in a step that is right anyway."""
-    plain, model = models.uneven(), acc.shard(models.uneven(), mesh=mesh)
-    for m in (plain, model):
-        one_loss(m).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-    for optimizer in (acc.wrap_optimizer(reference.adamw(model.parameters())), reference.adamw(model.parameters())):
-        optimizer.step()
-    acc.clip_grad_norm_(model, 1.0)
-    return any(local_of(p).numel() == 0 for p in model.parameters())
-
-
-def test_notable_dim_0_too_small_leaves_ranks_empty(world):
-    assert any(world.run(4, few_rows)), "no rank lacked a row"
-
-
-def large_and_few(mesh) -> int:
-    """Bytes of a rank, of a parameter whose rows are fewer than ranks but large: another dim is cut."""
-    model = nn.Module()
-    model.experts = nn.Parameter(torch.zeros(2, 300, 400, device=device()))
-    return local_of(acc.shard(model, mesh=mesh).experts).untyped_storage().nbytes()
-
-
-def test_notable_few_large_rows_pad_little(world):
-    assert max(world.run(4, large_and_few)) <= 1.02 * 2 * 300 * 400 * 4 / 4
-
-
-def inference(mesh, strategy: acc.Strategy) -> None:
-    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    with torch.no_grad():
-        for _ in range(2):
-            model(batch(model)[0])
-    assert not [unit.name for unit in units_of(model) if unit.is_launched]
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
-def test_notable_full_parameters_stay_after_inference(world, strategy):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), inference, STRATEGIES[strategy])
 
 
 def flattened(mesh) -> None:
@@ -509,23 +186,3 @@ def flat_gradient(weight: Tensor) -> Tensor:
 
 def test_flattening_rows_that_do_not_divide_says_what_to_do(world):
     world.run(2, flattened)
-
-
-def on_cpu(mesh) -> list[float]:
-    model = acc.shard(models.plain(), mesh=mesh)
-    assert {local_of(p).device.type for p in model.parameters()} == {"cpu"}
-    optimizer, found = sgd(model, lr=1.0), []
-    for _ in range(4):
-        loss = one_loss(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.cpu("it asks whether the parameters lie there")
-def test_notable_fsdp_on_cpu(world):
-    for found in world.run(4, on_cpu):
-        assert found == sorted(found, reverse=True)
-        assert found[-1] < found[0] - 0.1

@@ -19,11 +19,12 @@ import accordion.compat.fsdp2 as compat
 from accordion.config import STRATEGIES
 from accordion.safety.agreement import CatchUp, UnitCall, choose
 from accordion.safety.pass_history import PassHistory
-from tests.devices import device, here
+from tests.devices import device
 from tests.inside import engine_in
 from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
+from tests.support.compare import seeded
 from tests.support.sample import sampled
 
 WIDTH = 16
@@ -65,11 +66,7 @@ class Paths(nn.Module):
 
 def paths(mesh, **options: Any) -> tuple[nn.Module, Paths]:
     """Sharded, and the same without sharding."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Paths()))
-    plain, model = made
+    plain, model = seeded(Paths), seeded(Paths)
     return acc.shard(model, mesh=mesh, units={models.Block, Tower}, **options), plain
 
 
@@ -297,11 +294,7 @@ def test_under_no_sync(world):
 
 def two_in_one(mesh) -> None:
     """A unit of two modules, the second of which has a unit inside that one rank leaves out."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Paths()))
-    plain, model = made
+    plain, model = seeded(Paths), seeded(Paths)
     compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
     compat.fully_shard([model.blocks[0], model.blocks[3]], mesh=mesh)
     compat.fully_shard(model, mesh=mesh)

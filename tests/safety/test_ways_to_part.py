@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accordion.safety.causes import ADVICE, advice
 from tests.support.diverging import MARGIN_S, TIMEOUT_S
+from tests.support.processes import run_python
 from tests.support.ways import SENTENCES, WAYS
 
 SAMPLE = [
@@ -29,11 +26,8 @@ SAMPLE = [
 
 
 def what_becomes_of(names: Sequence[str]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.support.ways", "--only", ",".join(f"={n}" for n in names)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environ, check=False
-    )
+    only = ",".join(f"={name}" for name in names)
+    done = run_python("-m", "tests.support.ways", "--only", only, timeout_s=3600, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     outcomes: list[dict[str, Any]] = json.loads(done.stdout)
     return outcomes

@@ -26,6 +26,7 @@ from tests.support.checks import (
     assert_close,
     assert_equal,
     batch,
+    go_on,
     mean_grads,
     one_loss,
     run_all,
@@ -219,19 +220,6 @@ def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronis
     run_all(world, different)
 
 
-def different_structure(mesh) -> None:
-    with pytest.raises(acc.DivergenceError):
-        acc.shard(models.seeded(num_blocks=2 + dist.get_rank()), mesh=mesh)
-    with pytest.raises(acc.DivergenceError):
-        acc.shard(models.plain(), mesh=mesh, units=set() if dist.get_rank() else None)
-    with pytest.raises(acc.DivergenceError):
-        acc.shard(models.plain(), mesh=mesh, strategy=acc.SHARD_OPTIM if dist.get_rank() else acc.FULL_SHARD)
-
-
-def test_ranks_with_different_models_or_settings_raise_on_every_rank(world):
-    world.run(2, different_structure)
-
-
 # -- full parameters
 
 
@@ -370,10 +358,7 @@ def test_load_state_dict_takes_full_tensors(world):
 def trained(mesh, strategy: acc.Strategy, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = acc.shard(models.seeded(seed, vocab=19, width=10, hidden=7), mesh=mesh, strategy=strategy)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
-    for step in range(steps):
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(model, optimizer, range(steps))
     return model, optimizer
 
 

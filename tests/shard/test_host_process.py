@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.optim import optimizer as optimizers
 import accordion as acc
 from accordion.optim import StepHooks
 from accordion.safety.dtensor_calls import DRAWS_INTO, DRAWS_LIKE, WRITES, WRITES_AT
+from tests.support.processes import run_python
 
 DOCUMENTED: set[str] = set()
 NUM_HOOKS = 1
@@ -172,28 +170,11 @@ def main(rank: int, store: str) -> None:
     assert after == registered
     for name, value in outcomes(mesh).items():
         assert equal(value, results[name]), (name, results[name], value)
-    print("alike")
+    print("alike", flush=True)
     dist.destroy_process_group()
 
 
 def test_shard_changes_nothing_that_other_code_sees_but_what_is_documented(tmp_path):
-    root = Path(__file__).parents[2]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(acc.__file__).parents[1]), str(root)])}
-    program = "import sys; from tests.shard.test_host_process import main; main(int(sys.argv[1]), sys.argv[2])"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            said, errors = process.communicate(timeout=600)
-            assert said == "alike\n", errors
-    finally:
-        for process in ranks:
-            process.kill()
+    program = "import os, sys; from tests.shard.test_host_process import main; main(int(os.fork() == 0), sys.argv[1])"
+    done = run_python("-c", program, tmp_path / "store", timeout_s=600)
+    assert done.stdout == "alike\nalike\n", done.stderr

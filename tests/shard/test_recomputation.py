@@ -16,6 +16,7 @@ from accordion.shard.activations import ATTENTION, PRODUCTS, _Choice
 from tests.devices import device, here
 from tests.support import models, programs
 from tests.support.checks import assert_at_rest, assert_close, mean_grads
+from tests.support.compare import seeded
 from tests.support.meters import Wire
 from tests.support.programs import Node, Program
 from tests.support.reference import grads_of
@@ -245,11 +246,7 @@ class Recomputed(nn.Module):
 
 def referring(mesh) -> None:
     """DPO with adapters: between the forward and its backward another one runs, in which nothing trains."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(here(Recomputed()))
-    model, plain = acc.shard(made[0], mesh=mesh, units={models.Block}), made[1]
+    model, plain = acc.shard(seeded(Recomputed), mesh=mesh, units={models.Block}), seeded(Recomputed)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank())).to(device())
     for _ in range(2):
         for m in (model, plain):

@@ -15,14 +15,20 @@ import accordion as acc
 from accordion.offload import arena
 from tests.devices import device
 from tests.inside import engine_in
-from tests.safety.test_exit import ALONE, fails_alone
+from tests.safety.test_exit import ALONE, Outcomes, assert_failed_alone, fail_alone
+from tests.support.fails_alone import Block, Model
 
 pytestmark = pytest.mark.sim
 
 
-@pytest.mark.parametrize(("where", "mode"), ALONE)
-def test_a_rank_that_fails_alone_exits_at_once(tmp_path, where, mode):
-    fails_alone(where, mode, "sim", tmp_path)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: Any) -> Outcomes:
+    return fail_alone("sim", tmp_path_factory.mktemp("exit"))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_that_fails_alone_exits_at_once(outcomes, name):
+    assert_failed_alone(outcomes[name])
 
 
 waits: list[str] = []
@@ -33,39 +39,6 @@ def fail() -> None:
     waits.clear()
     torch.sim.tell_waits(lambda why, stream: waits.append(why))
     raise ValueError("planted")
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        fail()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, *, lacks: bool) -> Tensor:
-        return x + (self.a(x) if lacks else self.b(torch.relu(self.a(x))))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor, fails: str = "") -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block(x, lacks=bool(fails))
-            if i == 1 and fails == "forward":
-                fail()
-            x = FailsInBackward.apply(x) if i == 1 and fails == "backward" else x
-        return x
 
 
 def trained(model: nn.Module, steps: int) -> list[Tensor]:
@@ -82,8 +55,10 @@ def trained(model: nn.Module, steps: int) -> list[Tensor]:
 def waits_after(model: nn.Module, fails: str, then: Callable[[], None]) -> list[str]:
     """From the error of a pass until `then` has returned."""
     gc.collect()
+    model.fails = f"{fails}, absent gradients"
     with pytest.raises(ValueError, match="planted"):
-        model(torch.ones(4, 16, device=device(), requires_grad=True), fails).square().mean().backward()
+        model(torch.ones(4, 16, device=device(), requires_grad=True)).square().mean().backward()
+    model.fails = ""
     then()
     torch.sim.tell_waits(None)
     return list(waits)
@@ -96,7 +71,7 @@ def after_failures(mesh, fails: str, offload: acc.Offload | None) -> tuple[list[
         torch.manual_seed(0)
         activations = "full" if offload is not None and offload.activations != "device" else "none"
         model = acc.shard(
-            Model().to(device()), mesh, units=[Block], offload=offload, checkpoint_activations=activations
+            Model(16, fail).to(device()), mesh, units=[Block], offload=offload, checkpoint_activations=activations
         )
         trained(model, 2)
         models.append(model)
@@ -128,7 +103,7 @@ def test_pinned_memory_is_dropped_although_its_device_never_ends(monkeypatch):
             given_back.set()
 
     monkeypatch.setattr(arena, "SETTLE_S", 0.0)
-    owner = Block()
+    owner = Block(16)
     arena.pin(owner, torch.empty(4096, dtype=torch.uint8, device="cpu"), Runtime(), lambda: ends.wait(), lambda: None)
     del owner
     assert not given_back.is_set()

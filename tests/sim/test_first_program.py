@@ -1,11 +1,10 @@
 """The first program of the README starts where there is an accelerator, whatever its library is called."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forked
 
 pytestmark = pytest.mark.sim
 
@@ -33,31 +32,17 @@ for count, backend in enumerate([None, "simccl", "cpu:gloo,sim:simccl", "gloo"])
 """
 
 
-def ranks(program, *args, num_ranks=2, **environ):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-        program,
-    ]
-    run = subprocess.run([*command, *args], capture_output=True, text=True, timeout=300, env={**os.environ, **environ})
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def test_the_example_trains_on_the_accelerator():
-    out = ranks(ROOT / "examples" / "train_tiny.py")
-    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step ")]
+def test_the_example_trains_on_the_accelerator(capfd):
+    assert forked.script_under_torchrun(ROOT / "examples" / "train_tiny.py", 2) == 0
+    losses = [float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_group_says_where_ranks_compute(tmp_path):
+def test_the_group_says_where_ranks_compute(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text(WHERE)
-    said = [line for line in ranks(program, tmp_path).splitlines() if line.startswith("with")]
+    assert forked.script_under_torchrun(program, 2, str(tmp_path)) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("with")]
     kinds = {None: "sim", "simccl": "sim", "cpu:gloo,sim:simccl": "sim", "gloo": "cpu"}
     assert said == [f"with {b} {f} on {kind}" for b, kind in kinds.items() for f in ("shard", "fully_shard")]

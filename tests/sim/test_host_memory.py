@@ -1,8 +1,5 @@
 """What lies on the host lies there whatever the default device is, and what a scaler does to gradients there is right."""
 
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -14,6 +11,7 @@ from accordion import _torch
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import one_loss
+from tests.support.processes import run_python
 from tests.support.reference import grads_of
 
 pytestmark = pytest.mark.sim
@@ -102,10 +100,7 @@ assert bytes(copy) == bytes(data.cpu().numpy())
 
 def test_a_save_in_the_background_pins_what_it_copies_and_no_more():
     """Torch's own pinned memory comes in powers of two: 5 MiB would pin 8, and the machine gives 6."""
-    environ = {**os.environ, "SIM_PIN_LIMIT": str(6 << 20), "SIM_DEVICES": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", BACKGROUND], capture_output=True, text=True, check=False, timeout=300, env=environ
-    )
+    done = run_python("-c", BACKGROUND, SIM_PIN_LIMIT=str(6 << 20), SIM_DEVICES="1")
     assert done.returncode == 0, done.stderr
 
 

@@ -7,39 +7,23 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import accordion as acc
 from accordion.safety import divergence
 from accordion.safety.liveness import hub
-from tests.devices import device
-from tests.support.checks import logged
+from tests.support import models
+from tests.support.checks import batch, logged
 
 pytestmark = pytest.mark.sim
 
 
-class Skips(nn.Module):
-    """Three units, the second of which a rank may leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        self.leaves_out = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if not (self.leaves_out and i == 1):
-                x = block(x)
-        return x
-
-
 def leaves_late(mesh, log: str) -> None:
-    model, x = acc.shard(Skips(), mesh, units={nn.Sequential}), torch.randn(2, 16, device=device())
+    model = acc.shard(models.plain(), mesh, units={models.Block})
+    tokens, _ = batch(model)
     for _ in range(6):
-        model(x).square().mean().backward()
+        model(tokens).square().mean().backward()
         model.zero_grad()
     torch.accelerator.synchronize()
-    model.leaves_out = mesh.get_local_rank() == 0
     logging.getLogger("accordion").addHandler(logging.FileHandler(f"{log}/{mesh.get_local_rank()}"))
     with (
         mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0),
@@ -47,7 +31,7 @@ def leaves_late(mesh, log: str) -> None:
         logged() as said,
     ):
         try:
-            model(x).square().mean().backward()
+            model(tokens, skip=() if mesh.get_local_rank() else (1,)).square().mean().backward()
         except acc.DivergenceError as error:
             raise AssertionError("; ".join([*said, str(error)])) from None
         torch.accelerator.synchronize()  # for good

@@ -1,11 +1,6 @@
 """Code in a process of its own, and how much memory it took."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import accordion
+from tests.support.processes import run_python
 
 
 def run_bounded(code, *words, seconds=300):
@@ -19,15 +14,7 @@ def run_bounded(code, *words, seconds=300):
         "resource.setrlimit(resource.RLIMIT_AS, (kib('VmSize') * 1024 + 2**30,) * 2)\n"
     )
     tail = "\nprint(); print((kib('VmHWM') - before) // 1024)\n"
-    here = Path(__file__).parents[2]
-    path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", head + code + tail, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = run_python("-c", head + code + tail, *map(str, words), timeout_s=seconds)
     assert done.returncode == 0, done.stderr[-2000:]
     *lines, mib = done.stdout.strip().splitlines()
     return "\n".join(lines), int(mib)

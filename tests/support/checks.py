@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
+from accordion import _torch
 from accordion.config import STRATEGIES
 from tests.inside import engine_in, units_of
 from tests.support import models, reference
 from tests.support.gathered import gathered
 from tests.support.reference import assert_close as assert_close
+from tests.support.sample import sampled
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
@@ -30,6 +34,16 @@ def run_all(world, fn, num_ranks: int = 2, but: Sequence[str] = ()) -> None:
     """Run `fn(mesh, strategy)` under every strategy but those named."""
     for strategy in (strategy for name, strategy in STRATEGIES.items() if name not in but):
         world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
+
+
+def under(*names: str) -> pytest.MarkDecorator:
+    """The argument `strategy` of a test: usually those named, and all of them under `make test-all`."""
+    return pytest.mark.parametrize("strategy", sampled(STRATEGIES, names.__contains__))
+
+
+def run_under(world, strategy: str, fn: Callable[..., Any], num_ranks: int = 2) -> None:
+    """Run `fn(mesh, strategy)` under the strategy of this name."""
+    world.run_mesh(*mesh_of(STRATEGIES[strategy], num_ranks), fn, STRATEGIES[strategy])
 
 
 @contextmanager
@@ -114,6 +128,14 @@ def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], toleran
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert not [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name].cpu())]
+
+
+def leave_together(mesh) -> None:
+    """Wait until all ranks of the mesh are here, through the job's store: no collective, which the engine would notice."""
+    store, size = _torch.default_store(), mesh.size()
+    arrived = store.add(f"leave_together/{size}", 1)
+    while store.add(f"leave_together/{size}", 0) < -(-arrived // size) * size:
+        time.sleep(0.05)
 
 
 class PlantedError(RuntimeError):

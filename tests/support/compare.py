@@ -17,10 +17,18 @@ from tests.inside import engine_in, units_of
 from tests.support.checks import assert_at_rest
 from tests.support.gathered import gathered
 from tests.support.reference import assert_close, grads_of, params_of
+from tests.support.sample import sampled
 
 # Two compare bit for bit, three divide no rows and are poisoned; what four add to them is met under `make test-all`.
 on_ranks = pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def on_its_ranks(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
+    """Each case by name on two, three and four ranks; usually on two if it is exact, and on three if it is not."""
+    rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
+    usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
+    return pytest.mark.parametrize(("name", "num_ranks"), usual)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,13 +1,22 @@
-"""A program of two ranks: rank 0 raises with a collective in flight that rank 1, which sleeps, never joins.
+"""Programs of two ranks: rank 0 raises with a collective in flight that rank 1, which sleeps, never joins.
 
-Arguments: where it raises, what else the model does, the kind of device, a folder, and RANK of this process.
+`python -m tests.support.fails_alone DEVICE FOLDER WHERE/MODE...` forks the ranks of all programs from this process, which has
+imported what they need, and prints for each the exit code of rank 0, what it printed, and if rank 1 still slept then. A forked
+rank ends as a script of Python's own does.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib
+import json
+import os
+import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,61 +24,66 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import _torch
 
 TIMEOUT_S = 900.0  # of the process group
+EXIT_S = 400.0  # for all programs on a busy machine
 WIDTH = 320  # a weight is a message of its own: gloo sends it from rank to rank
-AT = 1  # the block after which rank 0 raises
-rank, where, mode, device, folder = int(sys.argv[1]), *sys.argv[2:6]
-ends = False
 
 
-def end() -> None:
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward calls `fail` if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fail: Callable[[], None] | None) -> Tensor:
+        ctx.fail = fail
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fail is not None:
+            ctx.fail()
+        return grad, None
+
+
+class Block(nn.Module):
+    """A residual block. `lacks`: its second layer has no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, lacks: bool) -> Tensor:
+        return x + (self.a(x) if lacks else self.b(torch.relu(self.a(x))))
+
+
+class Model(nn.Module):
+    """Four blocks. `fails`: "forward" or "backward", perhaps with ", absent gradients"; `fail` is called behind block `at`."""
+
+    fails, at = "", 1
+
+    def __init__(self, width: int, fail: Callable[[], None]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.fail = fail
+
+    def forward(self, x: Tensor) -> Tensor:
+        where, _, absent = self.fails.partition(", ")
+        for i, block in enumerate(self.blocks):
+            x = block(x, lacks=bool(absent))
+            if where == "forward" and i == self.at:
+                self.fail()
+            x = FailsInBackward.apply(x, self.fail if where == "backward" and i == self.at else None)
+        return x
+
+
+def end(rank: int) -> None:
     if rank:
         time.sleep(TIMEOUT_S)
     raise ValueError("this rank fails alone")
 
 
-class EndsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, is_end: bool) -> Tensor:
-        ctx.is_end = is_end
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.is_end:
-            end()
-        return grad, None
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if ends and where == "backward, absent gradients":
-            return x + self.a(x)
-        return x + self.b(torch.relu(self.a(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            # The other rank has ended one block earlier.
-            if ends and where == "forward" and i == AT - rank:
-                end()
-            x = EndsInBackward.apply(x, ends and i == AT + rank)
-        return x
-
-
-def main() -> None:
-    global ends
+def train(rank: int, where: str, mode: str, device: str, folder: str) -> None:
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:simccl"
     if device != "cpu":
         torch.get_device_module(device).set_device(rank)
@@ -83,7 +97,7 @@ def main() -> None:
         "activations": acc.Offload(activations="host"),
     }.get(mode)
     model = acc.shard(
-        Model().to(device),
+        Model(WIDTH, partial(end, rank)).to(device),
         dist.init_device_mesh(device, (2,)),
         units=[Block],
         offload=offload,
@@ -98,8 +112,57 @@ def main() -> None:
     if mode == "save":
         acc.save(f"{folder}/save", model, optimizer, background=True).wait()
     dist.barrier()
-    ends = True
+    # The other rank ends one block earlier.
+    model.fails, model.at = where, 1 - rank if where == "forward" else 1 + rank
     model(x).square().mean().backward()
 
 
-main()
+def started(rank: int, where: str, mode: str, device: str, folder: Path) -> int:
+    """Fork a rank, which writes its errors to a file of its own; 0 in that rank."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    return pid
+
+
+def ended(pid: int, deadline: float) -> int | None:
+    """Wait for a process and return its exit code; None if it still runs at `deadline`."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+
+
+def main(device: str, path: str, *names: str) -> Callable[[], None] | None:
+    """Fork all ranks and print what became of them. In a rank return its program, for the end of this file to run."""
+    torch.set_num_threads(1)
+    for name in _torch.PRELOADED:  # else each rank imports it for itself
+        importlib.import_module(name)
+    pids: dict[str, list[int]] = {name: [] for name in names}
+    for i, name in enumerate(names):
+        where, mode = name.split("/")
+        folder = Path(path, str(i))
+        folder.mkdir()
+        for rank in range(2):
+            pid = started(rank, where, mode, device, folder)
+            if pid == 0:
+                return partial(train, rank, where, mode, device, str(folder))
+            pids[name].append(pid)
+    deadline, outcomes = time.monotonic() + EXIT_S, {}
+    for i, (name, (first, second)) in enumerate(pids.items()):
+        code, still_sleeps = ended(first, deadline), ended(second, 0.0) is None
+        outcomes[name] = (code, Path(path, str(i), "rank0").read_text(), still_sleeps)
+        for pid, runs in ((first, code is None), (second, still_sleeps)):
+            if runs:
+                os.kill(pid, signal.SIGKILL)
+    print(json.dumps(outcomes))
+    return None
+
+
+if __name__ == "__main__":
+    job = main(*sys.argv[1:])
+    if job is not None:
+        job()

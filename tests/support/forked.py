@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from accordion import cli
@@ -42,12 +44,27 @@ def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int, signals: objec
     return _started(launch.guarded, (entry, *args), nproc, grace_s=0.0)
 
 
-def under_torchrun(words: list[str], nproc: int) -> int:
+def under_torchrun(words: list[str], nproc: int, command: Callable[[list[str]], None] | None = None) -> int:
     """`torchrun --nproc-per-node nproc -m accordion *words`, as far as each of the ranks can tell; the exit code.
 
-    A rank that fails does not end the others, so that all is heard that they would say.
+    A rank that fails does not end the others, so that all is heard that they would say. `command`: what ranks run instead, a
+    function of a module.
     """
-    return _started(_command, (words,), nproc, grace_s=60.0)
+    return _started(command or _command, (words,), nproc, grace_s=60.0)
+
+
+def script_under_torchrun(path: Path, nproc: int, *words: str) -> int:
+    """`torchrun --nproc-per-node nproc path *words`, as far as each of the ranks can tell; the exit code."""
+    return under_torchrun([str(path), *words], nproc, _script)
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    if (
+        torch.accelerator.is_available()
+    ):  # a process that is forked for it ends without what a script's own end waits for
+        torch.accelerator.synchronize()
 
 
 def _command(words: list[str]) -> None:

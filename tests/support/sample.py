@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -26,3 +27,9 @@ def drawn(rows: Iterable[tuple[Any, ...]], count: int, group: Callable[..., Any]
         groups[group(*row)].append(row)
     draw = random.Random(0)
     return {row for found in groups.values() for row in draw.sample(found, min(count, len(found)))}
+
+
+def turns(rows: Iterable[Any], columns: Iterable[Any], count: int = 1) -> set[tuple[Any, Any]]:
+    """Each row with `count` columns in turn, so that every column comes about as often as any other."""
+    cycle = itertools.cycle(columns)
+    return {(row, next(cycle)) for row in rows for _ in range(count)}
