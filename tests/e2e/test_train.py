@@ -23,6 +23,7 @@ from accordion.train.command import read
 from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
+from accordion.train.screen import Screen
 from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -227,7 +228,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
             (),
             2,
         )
-        jobs.append((prepare(config, 2, 2, place / "cache", lambda line: None, began_s=0.0), "cpu"))
+        jobs.append((prepare(config, forked.PLACE, place / "cache", Screen(speaks=False), began_s=0.0), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
     expected = losses(metrics(variants / "full_shard"))
     assert len(expected) == 3

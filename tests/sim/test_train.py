@@ -25,10 +25,10 @@ TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "
 WATCHED = """
 import os, sys, torch
 from accordion import cli
-from accordion.train import text
+from accordion.train import language_work
 from accordion.train.steps import Steps
 
-real_take, real_losses, now, spoilt = Steps.take, text.token_losses, 0, []
+real_take, real_losses, now, spoilt = Steps.take, language_work.token_losses, 0, []
 
 def take(steps, number):
     global now
@@ -49,7 +49,7 @@ def losses(model, batch):
         spoilt.append(batch)
     return found * float("nan") if any(batch is one for one in spoilt) else found
 
-Steps.take, text.token_losses = take, losses
+Steps.take, language_work.token_losses = take, losses
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 

@@ -11,7 +11,7 @@ from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
 from accordion.sharding import Sharding
 from accordion.train import command
-from accordion.train.config import Config, ShardConfig, TrainConfig, as_yaml, check, flat, spread
+from accordion.train.config import Config, TrainConfig, as_yaml, check, flat, spread
 
 
 def test_defaults_are_valid() -> None:
@@ -81,7 +81,7 @@ MISTAKES = [
     (["--shard.offload", "optimizer=host,device_bytes=nanGiB"], "has 'device_bytes=nanGiB'"),
     (
         ["--shard.offload_params", "host"],
-        "shard.offload_params is gone; write its places in one key, shard.offload: params=",
+        "option '--shard.offload_params' does not exist; did you mean '--shard.offload'?",
     ),
     (["--train.on_nonfinite", "skip:0"], "train.on_nonfinite 'skip:0' is no choice"),
     (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
@@ -140,18 +140,6 @@ def test_numbers_have_limits(key: str) -> None:
     for value in (least - 1, most + 1):
         with pytest.raises(UsageError, match=key):
             command.read([f"--{key}", str(value)])
-
-
-def test_a_run_file_of_an_earlier_version_is_read_unless_it_uses_what_is_gone(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    before = (
-        "shard: {strategy: shard_optim, secondary: 0, precision: auto, offload_params: device, offload_grads: auto%s}\n"
-    )
-    file.write_text(before % "" + "train: {max_skips: 10}\nrun: {report: true}\nlog: {mlflow_uri: null}\n")
-    assert command.read(["--config", str(file)]) == Config(shard=ShardConfig(strategy="shard_optim"))
-    file.write_text(before % ", offload_optimizer: host")
-    with pytest.raises(UsageError, match=r"shard\.offload_optimizer is gone; write .* shard\.offload: optimizer=host"):
-        command.read(["--config", str(file)])
 
 
 def test_shard_keys_are_a_sharding() -> None:

@@ -23,8 +23,7 @@ from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
-from accordion.train.run_state import StateFile
-from accordion.train.runs import runs_in
+from accordion.train.runs import StateFile, runs_in
 from accordion.train.trackers import trackers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

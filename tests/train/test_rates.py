@@ -15,7 +15,7 @@ from accordion.tasks.loaded import optimizer_of
 from accordion.train import command
 from accordion.train.config import TrainConfig
 from accordion.train.own_task import check_optimizer
-from accordion.train.rates import lr_at, rates_of
+from accordion.train.rates import rates_of, share_at
 
 N, WARM = 100, 10
 FORMULAS = {  # of step t = 11 .. 100, behind the warmup
@@ -32,16 +32,16 @@ FORMULAS = {  # of step t = 11 .. 100, behind the warmup
 def test_each_schedule_has_its_closed_formula(schedule: Any) -> None:
     more, formula = FORMULAS[schedule]
     options = TrainConfig(steps=N, warmup=WARM, lr=2.0, schedule=schedule, **more)
-    found = [lr_at(step, options) for step in range(1, N + 1)]
+    found = [2.0 * share_at(step, options) for step in range(1, N + 1)]
     assert found[:WARM] == pytest.approx([2.0 * t / WARM for t in range(1, WARM + 1)])
     assert found[WARM:] == pytest.approx([2.0 * formula(t) for t in range(WARM + 1, N + 1)])
 
 
 def test_what_is_not_said_follows_from_the_number_of_steps() -> None:
     """A third of the steps behind the warmup between drops, a fifth of all steps at the end."""
-    drops = [lr_at(t, TrainConfig(steps=100, warmup=10, lr=1.0, schedule="step")) for t in (40, 41, 70, 71)]
+    drops = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="step")) for t in (40, 41, 70, 71)]
     assert drops == pytest.approx([1.0, 0.1, 0.1, 0.01])
-    ends = [lr_at(t, TrainConfig(steps=100, warmup=10, lr=1.0, schedule="wsd")) for t in (80, 90, 100)]
+    ends = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="wsd")) for t in (80, 90, 100)]
     assert ends == pytest.approx([1.0, 0.55, 0.1])
 
 
@@ -53,8 +53,8 @@ def test_drops_are_those_of_torchs_step_lr() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         theirs.step()
-    options = TrainConfig(steps=30, warmup=0, lr=0.3, schedule="step", decay_steps=7, decay_factor=0.2)
-    assert [lr_at(t, options) for t in range(1, 31)] == pytest.approx(expected)
+    options = TrainConfig(steps=30, warmup=0, schedule="step", decay_steps=7, decay_factor=0.2)
+    assert [0.3 * share_at(t, options) for t in range(1, 31)] == pytest.approx(expected)
 
 
 def test_groups_of_an_optimizer_keep_their_proportions() -> None:

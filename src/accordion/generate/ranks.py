@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
 import accordion as acc
-from accordion.generate.memory import SHARE, Need, free_bytes, need_of
 from accordion.generate.options import GenerateOptions
 from accordion.generate.printer import Printer
 from accordion.generate.prompts import Prompt, num_new
@@ -26,6 +28,8 @@ from accordion.weights.meta_start import load_saved
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
+SHARE = 0.9  # of the free memory: allocators round up, and activations of a prompt take some
+CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 TIMEOUT_S = 600  # after which a rank exits that waits for another one
 
 
@@ -43,7 +47,8 @@ def generate(
     model = computing(whole)
     new = num_new(options, prompts, model.config)
     longest = max(len(prompt.ids) for prompt in prompts) + new
-    full, how = _held(options, need_of(model, model.config, longest, options.batch), place, device)
+    needed = full_bytes(model, place.world, longest, options.batch)
+    full, how = _held(options, needed, place, device)
     acc.shard(model, init_device_mesh(device.type, (place.world,), mesh_dim_names=("shard",)), precision=AS_STORED)
     _fill(whole, model, stored)
     tokenizer = tokenizer_of(stored)
@@ -70,13 +75,46 @@ def _answer(writer: TextWriter, prompts: Sequence[Prompt], mine: range, batch: i
         printer.show()
 
 
-def _held(options: GenerateOptions, need: Need, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Whether all ranks keep the whole model, and that in words. Before anything of it is in memory."""
+def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
+    """Return the bytes on a rank of the full parameters, the shards that they are gathered from, and keys and values.
+
+    `model`: on any device, in the dtype to compute in. `num_tokens`: of the longest prompt with its answer.
+    """
+    config: Any = model.config
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    words = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(words, "num_attention_heads", None) or 1
+    kv_heads = getattr(words, "num_key_value_heads", None) or heads
+    hidden, layers = getattr(words, "hidden_size", None) or 0, getattr(words, "num_hidden_layers", None) or 0
+    head_dim = getattr(words, "head_dim", None) or hidden // heads
+    cache = 2 * layers * kv_heads * head_dim * next(model.parameters()).element_size() * num_tokens * batch
+    return weights + weights // num_ranks * (num_ranks > 1) + cache  # one rank's shards are the whole model
+
+
+def free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Return the memory that one of `num_ranks` ranks of this machine may take: that of its device, or its part of the host's.
+
+    The host's is what the system has available, or the control group of this process if that is less; 0 if neither is known.
+    """
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0])
+    free = []
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # no such control group, or one without a limit ("max")
+            most = int(Path("/sys/fs/cgroup", limit).read_text())
+            free.append(most - int(Path("/sys/fs/cgroup", used).read_text()))
+    return max(0, min(free, default=0)) // num_ranks
+
+
+def _held(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
+    """Return if all ranks keep the whole model, and that in words. Before anything of it is in memory."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
-    fits = need.full(place.world) <= SHARE * int(free)
-    sizes = f"{need.full(place.world) / GIB:.2f} GiB a rank of {int(free) / GIB:.2f} free"
-    full = options.hold == "full" or (options.hold == "auto" and fits)
+    full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
+    sizes = f"{needed / GIB:.2f} GiB a rank of {int(free) / GIB:.2f} free"
     return full, f"{'full parameters' if full else 'unit by unit'} ({sizes})"
 
 

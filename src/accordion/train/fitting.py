@@ -27,8 +27,8 @@ from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics import METRICS, last_line
 from accordion.train.prepare import prepare_on_host
-from accordion.train.run_files import check_removed, values_of_file
-from accordion.train.run_state import state_of
+from accordion.train.run_files import values_of_file
+from accordion.train.runs import state_of
 from accordion.train.screen import Screen
 
 
@@ -68,17 +68,17 @@ def fitted(
     named = frozenset(values)
     job = settled(job, named, world)
     store: Store
-    say = Screen(speaks=place is None or place.rank == 0).note
+    screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
-        job, expected = planned(job, named, world, device, say, loaded)
+        job, expected = planned(job, named, world, device, screen.note, loaded)
     else:
         if job.train.plan != "none":
             raise UsageError(
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
         store, expected = launch.joined(place, environ), None
-    prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
+    prepared = prepare_on_host(store, job, place, cache, screen, named=named, began_s=began_s, task=task)
     prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
@@ -114,7 +114,6 @@ def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.key: option for option in options_of(JobConfig)}
     values = {} if config is None else values_of_file(config, list(known.values()))
     for key, value in options.items():
-        check_removed(key, "options: ")
         if key not in known:
             raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
         values[key] = known[key].converted(value, key)
