@@ -1,4 +1,4 @@
-"""Jobs under torchrun that tests disturb: what they train, what they have done, and waiting for it."""
+"""Small jobs: what they train, what they have done, and waiting for it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return losses(lines_of(run_dir))
 
 
 def until(ready: Callable[[], bool], what: str, *logs: Path, timeout_s: float = 300) -> None:

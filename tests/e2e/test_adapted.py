@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from accordion import cli
 from accordion.train import launch
+from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
 
 pytestmark = [
@@ -20,26 +20,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+TUNED = ["--model.path", "llama", "--model.init", "pretrained"]
 LORA = ["--adapter", "lora", "--adapter.r", "4", "--adapter.alpha", "8", "--train.lr", "0.02", "--train.warmup", "0"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("adapted")
-    language_folders.llama(folder / "llama")
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"add {i % 9}", "completion": f" so it is {i % 5}"}) + "\n" for i in range(40))
-    )
-    with forked.commands_in(folder):
-        yield folder
+def place(place: Path) -> Path:
+    language_folders.llama(place / "llama")
+    rows = [{"prompt": f"add {i % 9}", "completion": f" so it is {i % 5}"} for i in range(40)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
 
 
 def train(run_dir: str, *flags: str) -> list[float]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
     words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT]
     assert cli.main(["train", *words, *LORA, *flags]) == 0
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "lr" in line]
+    return losses_of(Path(run_dir))
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -49,19 +46,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    flags = [
-        "--model.path",
-        "llama",
-        "--model.init",
-        "pretrained",
-        "--train.steps",
-        "6",
-        "--run.report",
-        "true",
-        "--log.tensorboard",
-        "true",
-    ]
-    found = train("run", *flags)
+    found = train("run", *TUNED, "--train.steps", "6", "--run.report", "true", "--log.tensorboard", "true")
     assert found[-1] < found[0]
     return "run"
 
@@ -105,16 +90,7 @@ def test_a_run_writes_what_its_merged_model_writes(run: str, capfd: pytest.Captu
 
 
 def test_it_goes_on_exactly_and_on_another_number_of_ranks(place: Path, run: str) -> None:
-    flags = [
-        "--model.path",
-        "llama",
-        "--model.init",
-        "pretrained",
-        "--train.schedule",
-        "constant",
-        "--train.global_batch",
-        "4",
-    ]
+    flags = [*TUNED, "--train.schedule", "constant", "--train.global_batch", "4"]
     whole = train("whole", *flags, "--train.steps", "4", "--shard.checkpoint_activations", "full")
     train("cut", *flags, "--train.steps", "2", "--adapter.dropout", "0")
     assert train("cut", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-4)
@@ -143,7 +119,7 @@ def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_adapters_on_examples_plans_itself(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train("planned", "--model.path", "llama", "--model.init", "pretrained", "--train.steps", "2", "--plan", "auto")
+    train("planned", *TUNED, "--train.steps", "2", "--plan", "auto")
     assert "plan: " in capfd.readouterr().out
 
 

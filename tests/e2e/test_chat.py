@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.nn import functional
 
 from accordion import cli
 from accordion.train import launch
+from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -24,10 +23,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("chat")
-    language_folders.llama(folder / "base")
-    with (folder / "talks.jsonl").open("w") as file:
+def place(place: Path) -> Path:
+    language_folders.llama(place / "base")
+    with (place / "talks.jsonl").open("w") as file:
         for i in range(40):
             talk = [
                 {"role": "user", "content": f"add {i % 7}"},
@@ -35,12 +33,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ]
             more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}] * (i % 3 == 0)
             file.write(json.dumps({"messages": talk + more}) + "\n")
-    (folder / "marked.jinja").write_text(TEMPLATE)
-    with forked.commands_in(folder):
-        yield folder
+    (place / "marked.jinja").write_text(TEMPLATE)
+    return place
 
 
-def train(run_dir: str, *flags: str) -> list[dict[str, Any]]:
+def train(run_dir: str, *flags: str) -> list[float]:
+    """Return the loss of each step."""
     words = [
         "--model.path",
         "base",
@@ -53,11 +51,7 @@ def train(run_dir: str, *flags: str) -> list[dict[str, Any]]:
     ]
     words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT, *flags]
     assert cli.main(["train", *words]) == 0
-    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(found: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in found if "lr" in line]
+    return losses_of(Path(run_dir))
 
 
 def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,10 +62,10 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     two = train("two", *flags, *parts, "--run.report", "true", "--log.tensorboard", "true")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert two == pytest.approx(one, rel=1e-5)
     assert "example 3 (learnt: ⟦ ⟧)" in shown
     assert "<assistant>⟦so it is" in shown
-    assert losses(two)[0] == pytest.approx(by_hand(place, 8), rel=1e-5)
+    assert two[0] == pytest.approx(by_hand(place, 8), rel=1e-5)
 
 
 @torch.no_grad()
@@ -110,10 +104,10 @@ def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packi
     whole = train(f"{packing}-whole", *flags, "--train.steps", "6")
     train(f"{packing}-cut", *flags, "--train.steps", "3")
     on = train(f"{packing}-cut", *flags, "--train.steps", "6")
-    assert losses(on) == losses(whole)
+    assert on == whole
     if packing == "documents":
         train("alone", *flags, "--train.steps", "3", "--launch.nproc", "1")
-        assert losses(train("alone", *flags, "--train.steps", "6")) == pytest.approx(losses(whole), rel=1e-4)
+        assert train("alone", *flags, "--train.steps", "6") == pytest.approx(whole, rel=1e-4)
 
 
 TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,8 @@ from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import diff, verify
 from accordion.train import owner
 from tests.e2e.jobs import TINY, lines_of, workers_of
-from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory with a cache that the tests of this file share."""
-    folder = tmp_path_factory.mktemp("jobs")
-    with forked.commands_in(folder):
-        yield folder
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("continue", 0), pytest.param("stop", 1, marks=pytest.mark.slow)])

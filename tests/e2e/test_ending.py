@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,34 +17,12 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from tests.e2e.jobs import lines_of, until
+from tests.e2e.jobs import lines_of, losses_of, until
 from tests.support import forked, own_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SLOW = f"{own_tasks.__file__}:Slow"
-FLAGS = [
-    "--launch.device",
-    "cpu",
-    "--launch.nproc",
-    "2",
-    "--train.micro_batch",
-    "2",
-    "--run.report",
-    "false",
-    "--log.tensorboard",
-    "false",
-]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("ending")
-    with forked.commands_in(folder):
-        yield folder
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", *forked.NO_REPORT]
 
 
 def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
@@ -61,7 +38,7 @@ def whole(place: Path, *flags: str) -> list[float]:
         assert (
             cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12", *flags]) == 0
         )
-    return losses(run_dir)
+    return losses_of(run_dir)
 
 
 def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> tuple[int, str]:
@@ -104,7 +81,7 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(
     assert "Traceback" not in said
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / f"step-{done:06d}")
     assert cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12"]) == 0
-    assert losses(run_dir) == whole(place)
+    assert losses_of(run_dir) == whole(place)
 
 
 EARLY = ["--train.steps", "12", "--train.eval_every", "3", "--train.keep_best", "--checkpoint.every", "3"]
@@ -120,12 +97,12 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     assert "stopped after 9 of 12 steps: no lower validation loss in 2 validations" in capfd.readouterr().out
     at = "early/checkpoints/step-000006"
     assert cli.main([*words, "--run.dir", "again", "--checkpoint.resume", at]) == 0
-    assert losses(Path("again")) == losses(Path("early"))[6:]
-    assert losses(Path("early")) == whole(place)[:9]
+    assert losses_of(Path("again")) == losses_of(Path("early"))[6:]
+    assert losses_of(Path("early")) == whole(place)[:9]
     capfd.readouterr()
     assert cli.main([*words[:-4], "--run.dir", "early", "--checkpoint.resume", "best"]) == 0
     assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
-    assert losses(Path("early")) == whole(place)
+    assert losses_of(Path("early")) == whole(place)
 
 
 def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +111,7 @@ def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.Ca
     assert "stopped after 1 of 12 steps: train.hours 1e-06 are over" in capfd.readouterr().out
     assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
     assert cli.main(words) == 0
-    assert losses(Path("timed")) == whole(place)
+    assert losses_of(Path("timed")) == whole(place)
 
 
 FIT = """
@@ -158,7 +135,7 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
-    found = losses(place / f"fit-{ranks}")
+    found = losses_of(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
     assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()
 
@@ -185,7 +162,7 @@ def test_a_signal_in_a_validation_or_before_one_changes_nothing_of_it(
     assert cli.main([*words, "--run.dir", str(run_dir)]) == 0
     said = capfd.readouterr().out
     assert "validation loss" in said.partition("after 4 steps")[0]
-    assert losses(run_dir) == whole(place)
+    assert losses_of(run_dir) == whole(place)
     assert cli.main([*words, "--run.dir", "owing-nothing"]) == 0
     one, other = (
         read_manifest(checkpoint_at(at / "checkpoints" / "step-000012")).extra

@@ -279,6 +279,7 @@ CASES = {
     "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
     "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "holds checkpoints"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
+    "no best checkpoint": (words("--checkpoint.resume", "best"), "checkpoint.resume is 'best', and there is no '"),
     "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
     "checkpoint of another program": (foreign, "not one of `accordion train`"),

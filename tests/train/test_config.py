@@ -85,6 +85,16 @@ MISTAKES = [
     ),
     (["--train.on_nonfinite", "skip:0"], "train.on_nonfinite 'skip:0' is no choice"),
     (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
+    (["--train.patience", "2"], "train.patience is 2, which needs train.eval_every"),
+    (["--train.keep_best"], "needs train.eval_every; give that too"),
+    (["--optimizer", "adadelt"], "did you mean 'adadelta'?"),
+    (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers with commas between"),
+    (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers with commas between"),
+    (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
+    (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
+    (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
+    (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
+    (["--train.schedule", "wsd", "--train.decay_steps", "98"], "98 behind train.warmup 5, more than train.steps 100"),
     (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
@@ -123,6 +133,7 @@ def test_mistakes_are_named(words: list[str], expected: str) -> None:
     with pytest.raises(UsageError) as error:
         command.read(words)
     assert expected in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 LIMITED = {

@@ -118,30 +118,6 @@ def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -
     assert (other.loss, other.step) == (2.95, 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--train.patience", "2"], "train.patience is 2, which needs train.eval_every"),
-        (["--train.keep_best"], "needs train.eval_every; give that too"),
-        (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
-        (["--train.hours", "-1"], "train.hours is -1.0; it must be between 0"),
-        (["--train.hours", "nan"], "train.hours is nan; it takes a number"),
-        (["--train.sample_every", "x"], "takes a whole number"),
-        (["--log.wandb", ""], "log.wandb is empty"),
-        (["--checkpoint.resume", "best"], "there is no 'r/checkpoints/best'"),
-    ],
-)
-def test_bad_input_is_one_line(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "--run.dir", "r", "--launch.device", "cpu", *flags]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def step(number: int) -> StepMetrics:
     return StepMetrics(step=number, loss=2.5, grad_norm=1.0, lr=1e-3, tokens_per_s=9.0, peak_bytes=7, skipped=False)
 

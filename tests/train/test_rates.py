@@ -132,31 +132,6 @@ def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     assert command.read(["--optimizer", "Rprop"]).parts["optimizer"].options["step_sizes"] == (1e-06, 50)
 
 
-BAD = {
-    "a name of none": (["--optimizer", "adadelt"], "did you mean 'adadelta'?"),
-    "one beta": (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers with commas between"),
-    "betas of words": (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers with commas between"),
-    "no such option": (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
-    "a schedule of none": (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
-    "of another schedule": (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
-    "of no schedule": (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
-    "above the peak": (["--train.final_lr", "1.5"], "it must be between 0 and 1"),
-    "a decay longer than the run": (
-        ["--train.schedule", "wsd", "--train.decay_steps", "98"],
-        "train.decay_steps is 98 behind train.warmup 5, more than train.steps 100",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_mistakes_are_one_line(case: str) -> None:
-    words, expected = BAD[case]
-    with pytest.raises(UsageError) as error:
-        command.read(words)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
