@@ -14,6 +14,7 @@ from accordion import cli
 from accordion.train import launch
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
+from tests.support.refused import refused
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),  # who collects imports it for a second
@@ -141,13 +142,10 @@ def test_bad_input_is_one_line_before_ranks_start(
     words, expected = BAD[case]
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
     data = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--run.dir", "bad"]
-    assert cli.main(["train", "--model.path", "llama", *data, *words]) == 2
-    told = capfd.readouterr().err
-    assert expected in told
-    assert told.count("\n") == 1
+    refused(capfd, ["train", "--model.path", "llama", *data, *words], expected)
     assert not Path("bad").exists()
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", "llama", "none", "--format", "peft"]) == 2
-    assert "--format peft takes an adapter, and SOURCE 'llama' has none" in capfd.readouterr().err
+    words = ["export", "llama", "none", "--format", "peft"]
+    refused(capfd, words, "--format peft takes an adapter, and SOURCE 'llama' has none")

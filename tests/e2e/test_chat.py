@@ -13,6 +13,7 @@ from accordion import cli
 from accordion.train import launch
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEMPLATE = (
@@ -146,10 +147,5 @@ def test_bad_input_is_one_line_before_ranks_start(
         BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / "bloom")
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
     base = [] if "--model.path" in words else ["--model.path", "base"]
-    capfd.readouterr()
-    assert cli.main(["train", *base, "--run.dir", "bad", *words]) == 2
-    told = capfd.readouterr().err
-    assert expected in told
-    assert told.startswith("accordion: ")
-    assert told.count("\n") == 1
+    refused(capfd, ["train", *base, "--run.dir", "bad", *words], expected)
     assert not Path("bad").exists()

@@ -15,18 +15,12 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.train import owner
 from accordion.train.runs import runs_in
-from tests.e2e.jobs import TINY, lines_of, until
+from tests.e2e.jobs import TINY, lines_of, started, until
 from tests.support import forked, own_tasks
 from tests.support.disks import mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.keep", "2"]
-
-
-def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "accordion", "train", *TINY, "--run.dir", str(run_dir), *flags]
-    with log.open("w") as file:
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, text=True)
 
 
 def tree(folder: Path) -> dict[str, float]:
@@ -39,9 +33,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     run_dir, log = place / "owned", place / "owned.log"
     mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.NO_REPORT]
     # On one rank, and mostly asleep, for it trains while the others are refused.
-    words = ["train", *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"]
-    with log.open("w") as file:
-        first = subprocess.Popen([sys.executable, "-m", "accordion", *words], stdout=file, stderr=subprocess.STDOUT)
+    first = started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1")
     try:
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +108,7 @@ def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
     num_bytes = sum(file.stat().st_size for file in saved.iterdir())
     with mounted(place / "small", f"size={int(num_bytes * 1.6)}") as run_dir:
         log = place / "small.log"
-        assert started(run_dir, log, *flags[len(TINY) :], "--train.steps", "5").wait(300) == 1
+        assert started(log, *flags, "--run.dir", str(run_dir), "--train.steps", "5").wait(300) == 1
         said = log.read_text()
         newest = run_dir / "checkpoints" / "step-000002"
         assert f"\ncheckpoint: {newest}\n" in said
@@ -139,7 +131,7 @@ def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_dir, log = place / "deleted", place / "deleted.log"
-    job = started(run_dir, log, "--train.steps", "60", "--launch.nproc", "2")
+    job = started(log, *TINY, "--run.dir", str(run_dir), "--train.steps", "60", "--launch.nproc", "2")
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
     shutil.rmtree(run_dir)
     assert job.wait(300) == 0, log.read_text()

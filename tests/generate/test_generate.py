@@ -22,6 +22,7 @@ from accordion.generate.writer import TextWriter
 from accordion.models.stored import computing, find_model, meta_model, tokenizer_of
 from accordion.train import launch
 from tests.support import forked, language_folders
+from tests.support.refused import refused
 from tests.support.sample import sampled
 
 pytestmark = [
@@ -269,12 +270,7 @@ def test_bad_input_is_one_line_before_ranks_start(words, folder, tmp_path, capfd
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
-    assert cli.main(["generate", str(folder), *words.split()]) == cli.BAD_INPUT
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("accordion: ")
-    assert said.err.count("\n") == 1
-    assert WRONG[words] in said.err
+    assert refused(capfd, ["generate", str(folder), *words.split()], WRONG[words]) == ""
 
 
 def _wide() -> str:
@@ -317,7 +313,4 @@ def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
     wrong["other"] = "export it with --like a folder"
     for source, said in wrong.items():
         more = ["--chat"] if source == "plain" else []
-        assert cli.main(["generate", source, "--prompt", "b", *more]) == cli.BAD_INPUT
-        told = capfd.readouterr().err
-        assert told.count("\n") == 1
-        assert said in told, (source, told)
+        refused(capfd, ["generate", source, "--prompt", "b", *more], said)

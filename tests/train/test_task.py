@@ -21,6 +21,7 @@ from accordion.train.batches import LoaderBatches, OrderedBatches, StreamedBatch
 from accordion.train.config import flat
 from accordion.train.data import Share
 from accordion.train.steps import Counted
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TASK = """
@@ -111,11 +112,7 @@ def test_our_errors_are_one_line(place: Path, started: list[int], capfd: pytest.
     if content:
         Path(name).write_text(content)
     named = [] if "--task" in flags else ["--task", name]
-    assert cli.main(["train", *named, *flags]) == 2
-    said = capfd.readouterr().err
-    assert expected in said
-    assert said.startswith("accordion: ")
-    assert said.count("\n") == 1
+    refused(capfd, ["train", *named, *flags], expected)
     assert not started
     assert not (place / "runs").exists()
 

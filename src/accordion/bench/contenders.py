@@ -50,7 +50,7 @@ class Loop:
 
     loss: Callable[..., Tensor] = staticmethod(language_loss)
 
-    def __init__(self, model: Callable[..., Any], optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
         """`cast`: the contender has no policy of its own for computing in bf16, so autocast is it."""
         self._model, self._optimizer = model, optimizer
         self._autocast = (

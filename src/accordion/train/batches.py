@@ -87,7 +87,7 @@ class LoaderBatches:
         with self._draws.of(self._epoch):
             if self._batches is None:
                 self._begin()
-            batch = next(self._batches, self)  # type: ignore[arg-type]  # itself: no batch
+            batch: Any = next(self._batches, self)  # type: ignore[arg-type]  # itself: no batch
         if batch is self:
             if self._num_read == 0:
                 raise UsageError(self.empty)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, get_type_hints
 
 from torch.distributed.distributed_c10d import Store
 
 from accordion.devices import devices_here, num_cores
 from accordion.errors import UsageError
+from accordion.models.stored import cache_folder
 from accordion.options import made, options_of, values_of
 from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.tasks.loaded import loaded
@@ -135,7 +135,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     values = _values(words)
     config, named = _configured(values), frozenset(values)
     place = launch.place_of(environ)
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
+    cache = cache_folder(environ)
     if place is not None:
         launch.guarded(_started_rank, config, named, cache, began_s)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.devices import devices_here
 from accordion.errors import UsageError, nearest
+from accordion.models.stored import cache_folder
 from accordion.options import made, options_of
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.tasks.loaded import of_object
@@ -47,17 +49,15 @@ class Fit:
     checkpoint: str | None
 
 
-def fitted(
-    task: object, config: str | None, options: Mapping[str, Any], environ: Mapping[str, str], cache: Path
-) -> Fit:
+def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     """As `accordion.fit`."""
-    began_s = time.time()
+    began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit makes the process group itself, and there is one; call it without init_process_group.")
     loaded, values = of_object(task), _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
-    place = launch.place_of(environ)
+    place = launch.place_of(os.environ)
     if place is None and job.launch.nproc > 1:
         raise UsageError(
             f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
@@ -77,7 +77,7 @@ def fitted(
             raise UsageError(
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
-        store, expected = launch.joined(place, environ), None
+        store, expected = launch.joined(place, os.environ), None
     prepared = prepare_on_host(store, job, place, cache, screen, named=named, began_s=began_s, task=task)
     prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)

@@ -175,8 +175,7 @@ def _of_task(
         model = work.model(options.seed)
     choose_units(model, work.units() if config.shard.units is None else config.shard.units)
     if resume is not None:
-        checkpoints.check_run(resume, options.steps)
-        checkpoints.check_task(resume)
+        checkpoints.check_run(resume, options.steps, None)
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     work = replace(work, size=check_data(work, share, options))
@@ -199,7 +198,8 @@ def _of_text(
         say("tokenizer.json asks for truncation or padding, which is off while documents are read")
     vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
-    _check_resume(resume, config, vocabulary.digest)
+    if resume is not None:
+        checkpoints.check_run(resume, config.train.steps, vocabulary.digest)
     with _cached(cache):
         tokens = cached_tokens(source, vocabulary, cache, say)
         keep_tokenizer(vocabulary, cache)
@@ -232,7 +232,8 @@ def _of_examples(
     size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
     check_fits(size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
     digest = digest_of_tokenizer(tokenizer, data.format)
-    _check_resume(resume, config, digest)
+    if resume is not None:
+        checkpoints.check_run(resume, config.train.steps, digest)
     with _cached(cache):
         examples = cached_examples(source, Encoder(tokenizer, data.format), digest, size, cache, say)
     _check_examples(examples, config, source, tokenizer, place.world, screen)
@@ -244,12 +245,6 @@ def _of_examples(
     config = with_base(config, folders["run.dir"])
     generation, spec = generation_settings(config, ends_of(end)), tokenizer.backend_tokenizer.to_str()
     return Instructions(config=config, files=examples, generation=generation, spec=spec), folders, resume, config
-
-
-def _check_resume(resume: Path | None, config: Config, tokenizer_digest: str) -> None:
-    if resume is not None:
-        checkpoints.check_run(resume, config.train.steps)
-        checkpoints.check_tokenizer(resume, tokenizer_digest)
 
 
 def _check_examples(

@@ -192,11 +192,6 @@ def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict
             yield {**row, **dict.fromkeys(left)}
 
 
-def _held_out_of(parts: Mapping[str, object]) -> str | None:
-    """Return the part of a datasets folder that is for validation, if its names say so."""
-    return next((name for name in ("validation", "valid", "dev", "test") if name in parts and "train" in parts), None)
-
-
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     """Rows of a folder that `datasets` saved. Parts that are neither for training nor for validation are left out."""
     import datasets
@@ -206,7 +201,9 @@ def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     except Exception as error:  # its readers' own errors; all of them mean that the folder is unusable
         raise UsageError(f"data.path {str(path)!r} is no saved datasets folder: {error}") from None
     parts = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
-    held_out = _held_out_of(parts)
+    held_out = next(
+        (name for name in ("validation", "valid", "dev", "test") if name in parts and "train" in parts), None
+    )
     for name, part in parts.items():
         if held_out is not None and name not in ("train", held_out):
             continue

@@ -201,10 +201,13 @@ def cached_examples(
     """
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
+    def num_chars(row: DataRow) -> int:
+        return sum(len(str(value)) for value in row.values.values())
+
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
-        for row in counted(source.rows(), _num_chars, "tokenizing", say):
+        for row in counted(source.rows(), num_chars, "tokenizing", say):
             known = set(encoder.unread)
             example = encoder.example(row)
             count += 1
@@ -237,10 +240,6 @@ def cached_examples(
         return {**sizes, "digest": digest.hexdigest(), "unread": sorted(unread)}
 
     return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_kept_beside(files, summary))
-
-
-def _num_chars(row: DataRow) -> int:
-    return sum(len(str(value)) for value in row.values.values())
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
