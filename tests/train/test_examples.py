@@ -15,8 +15,7 @@ from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import Encoder
 from accordion.train.language_work import LanguageWork, check_enough_rows, generation_settings, trained_model
 from accordion.train.packing import ExampleRows, preview
-from accordion.train.rows import DataRow
-from accordion.train.sources import find
+from accordion.train.sources import DataRow, find
 from tests.support import language_folders
 from tests.train.tables import examples_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -256,7 +257,9 @@ class Numbers:
 def stateful_loader() -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(range(40), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about what the package calls
+        return StatefulDataLoader(range(40), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("make", [Numbers, stateful_loader])

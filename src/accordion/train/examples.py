@@ -17,8 +17,7 @@ from accordion.files import read_text
 from accordion.models.language import brief
 from accordion.models.stored import TOKENIZER, StoredModel, has_tokenizer, special_ids, tokenizer_of
 from accordion.train.config import Config
-from accordion.train.rows import DataRow, checked_text
-from accordion.train.sources import Piece, Source
+from accordion.train.sources import DataRow, Piece, Source, checked_text
 from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -41,8 +41,8 @@ from accordion.train.data import (
 from accordion.train.metrics import Validation
 from accordion.train.model import causal_model, configuration, fill, rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
-from accordion.train.rows import Split
 from accordion.train.screen import Screen
+from accordion.train.sources import Split
 from accordion.train.token_tables import ExampleFiles, TokenFiles
 
 SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16

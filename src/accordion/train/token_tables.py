@@ -13,8 +13,7 @@ import numpy as np
 
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
-from accordion.train.rows import DataRow, Split
-from accordion.train.sources import Piece, Source, split_of
+from accordion.train.sources import DataRow, Piece, Source, Split, split_of
 from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
