@@ -28,7 +28,7 @@ import accordion as acc
 from accordion import _torch
 from accordion.bench.contenders import OURS, WRAPPERS, Loop, mesh_of
 from accordion.bench.gpu import wait
-from accordion.bench.model import batch_of, loss_of
+from accordion.bench.model import batch_of, batches_of, loss_of
 from accordion.bench.trainer import Trainer
 from accordion.cli import main
 from accordion.devices import devices_here, devices_named
@@ -201,7 +201,7 @@ def trainer_of(seat: Seat, contender: str, case: Case) -> Trainer:
             optimizer = acc.wrap_optimizer(optimizer, elementwise=True)
         return Loop(wrapped, optimizer, False, seat.device.type)
 
-    return Trainer(seat, build, (case.batch, case.seq), case.preset.vocab, bf16=True)
+    return Trainer(seat, build, batches_of(seat.rank, (case.batch, case.seq), case.preset.vocab), bf16=True)
 
 
 def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Module:

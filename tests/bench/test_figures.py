@@ -15,7 +15,6 @@ import torch
 from benchmarks import checkpoint, gpu, offload, scale
 from benchmarks.scale import Network
 
-from accordion import cli
 from accordion.bench import contenders
 from accordion.bench.compare import step_flops
 from accordion.bench.contenders import Setting, chosen
@@ -30,6 +29,7 @@ from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import BenchError
+from tests.support.refused import refused
 
 
 def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
@@ -179,10 +179,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
 )
 def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, said):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words if run else ["bench", *words], run) == cli.BAD_INPUT
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    refused(capsys, words if run else ["bench", *words], said, run)
 
 
 @pytest.mark.parametrize(("run", "words"), [(None, ["bench", "gpu"]), (gpu.run, [])], ids=["command", "script"])
@@ -190,16 +187,14 @@ def test_without_an_accelerator_the_cpu_has_to_be_asked_for(capsys, monkeypatch,
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words, run) == cli.BAD_INPUT
-    assert "no accelerator is found" in capsys.readouterr().err
+    refused(capsys, words, "no accelerator is found", run)
 
 
 def test_where_nothing_can_be_written_nothing_is_measured(capsys, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
     for words in (["host"], ["gpu", "--device", "cpu"]):
-        assert cli.main(["bench", *words]) == cli.BAD_INPUT
-        assert "nothing can be written to 'runs/bench'" in capsys.readouterr().err
+        refused(capsys, ["bench", *words], "nothing can be written to 'runs/bench'")
 
 
 def test_peaks_are_known_by_name():

@@ -19,7 +19,7 @@ from accordion.sharding import precision_named
 from accordion.train import command
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
-from accordion.train.rates import lr_at
+from accordion.train.rates import share_at
 from tests.compat.test_deepspeed_config import TRAINER
 
 
@@ -117,8 +117,8 @@ def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
     config = run_of(tmp_path, {"scheduler": scheduler})
     schedule = read({"scheduler": scheduler}).scheduler
-    assert [lr_at(step, config.train, schedule) for step in (1, 2, 3, 6)] == [0, 0, 0.1, 0.4]
-    assert lr_at(2, config.train) == config.train.lr * 2 / 4
+    assert [schedule.lr(step - 1, config.train.lr) for step in (1, 2, 3, 6)] == [0, 0, 0.1, 0.4]
+    assert share_at(2, config.train) == 2 / 4
 
 
 def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""Jobs under torchrun that tests disturb: what they train, what they have done, and waiting for it."""
+"""Small jobs: what they train, what they have done, and waiting for it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,21 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def started(log: Path, *words: str) -> subprocess.Popen[str]:
+    """Start `accordion train` as a process of its own, which writes to `log`."""
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "accordion", "train", *words]
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return losses(lines_of(run_dir))
 
 
 def until(ready: Callable[[], bool], what: str, *logs: Path, timeout_s: float = 300) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,32 @@ import torch
 
 from accordion import cli
 from accordion.train import launch
+from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
+from tests.support.refused import refused
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),  # who collects imports it for a second
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+TUNED = ["--model.path", "llama", "--model.init", "pretrained"]
 LORA = ["--adapter", "lora", "--adapter.r", "4", "--adapter.alpha", "8", "--train.lr", "0.02", "--train.warmup", "0"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("adapted")
-    language_folders.llama(folder / "llama")
-    (folder / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"add {i % 9}", "completion": f" so it is {i % 5}"}) + "\n" for i in range(40))
-    )
-    with forked.commands_in(folder):
-        yield folder
+def place(place: Path) -> Path:
+    language_folders.llama(place / "llama")
+    rows = [{"prompt": f"add {i % 9}", "completion": f" so it is {i % 5}"} for i in range(40)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
 
 
 def train(run_dir: str, *flags: str) -> list[float]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
     words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT]
     assert cli.main(["train", *words, *LORA, *flags]) == 0
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "lr" in line]
+    return losses_of(Path(run_dir))
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -49,19 +47,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    flags = [
-        "--model.path",
-        "llama",
-        "--model.init",
-        "pretrained",
-        "--train.steps",
-        "6",
-        "--run.report",
-        "true",
-        "--log.tensorboard",
-        "true",
-    ]
-    found = train("run", *flags)
+    found = train("run", *TUNED, "--train.steps", "6", "--run.report", "true", "--log.tensorboard", "true")
     assert found[-1] < found[0]
     return "run"
 
@@ -105,21 +91,12 @@ def test_a_run_writes_what_its_merged_model_writes(run: str, capfd: pytest.Captu
 
 
 def test_it_goes_on_exactly_and_on_another_number_of_ranks(place: Path, run: str) -> None:
-    flags = [
-        "--model.path",
-        "llama",
-        "--model.init",
-        "pretrained",
-        "--train.schedule",
-        "constant",
-        "--train.global_batch",
-        "4",
-    ]
+    flags = [*TUNED, "--train.schedule", "constant", "--train.global_batch", "4"]
     whole = train("whole", *flags, "--train.steps", "4", "--shard.checkpoint_activations", "full")
     train("cut", *flags, "--train.steps", "2", "--adapter.dropout", "0")
     assert train("cut", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-4)
-    train("one", *flags, "--train.steps", "2", "--launch.nproc", "1")
-    assert train("one", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-4)
+    resumed = ["--checkpoint.resume", "cut/checkpoints/step-000002", "--launch.nproc", "1"]
+    assert train("one", *flags, "--train.steps", "4", *resumed) == pytest.approx(whole[2:], rel=1e-4)
 
 
 def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
@@ -143,7 +120,7 @@ def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_adapters_on_examples_plans_itself(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train("planned", "--model.path", "llama", "--model.init", "pretrained", "--train.steps", "2", "--plan", "auto")
+    train("planned", *TUNED, "--train.steps", "2", "--plan", "auto")
     assert "plan: " in capfd.readouterr().out
 
 
@@ -165,13 +142,10 @@ def test_bad_input_is_one_line_before_ranks_start(
     words, expected = BAD[case]
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
     data = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--run.dir", "bad"]
-    assert cli.main(["train", "--model.path", "llama", *data, *words]) == 2
-    told = capfd.readouterr().err
-    assert expected in told
-    assert told.count("\n") == 1
+    refused(capfd, ["train", "--model.path", "llama", *data, *words], expected)
     assert not Path("bad").exists()
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", "llama", "none", "--format", "peft"]) == 2
-    assert "--format peft takes an adapter, and SOURCE 'llama' has none" in capfd.readouterr().err
+    words = ["export", "llama", "none", "--format", "peft"]
+    refused(capfd, words, "--format peft takes an adapter, and SOURCE 'llama' has none")

@@ -28,6 +28,7 @@ from accordion.engine import layout
 from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 from tests.support import own_tasks
+from tests.support.refused import refused
 
 ONE = World(num_ranks=1)
 
@@ -301,9 +302,9 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capf
 # -- a task of the user's
 
 
-def bench_task(name: str, *words: str) -> int:
+def bench_task(name: str, *words: str) -> list[str]:
     own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--rounds", "1"]
-    return cli.main(["bench", *own, "--nproc", "2", "--against", "ddp", *words])
+    return ["bench", *own, "--nproc", "2", "--against", "ddp", *words]
 
 
 def test_each_rank_has_its_own_part_of_a_tasks_data() -> None:
@@ -339,7 +340,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_task_is_measured_under_each_contender(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench_task("Weighed", "--task.width", "5", "--batch", "3") == 0
+    assert cli.main(bench_task("Weighed", "--task.width", "5", "--batch", "3")) == 0
     assert "samples/s" in capfd.readouterr().out
     found = written("bench")["comparison"]
     torch.manual_seed(0)
@@ -368,10 +369,7 @@ def test_bad_input_about_a_task_is_one_line(
     name: str, words: list[str], said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(command, "compare", None)
-    assert bench_task(name, *words) == cli.BAD_INPUT
-    err = capfd.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+    refused(capfd, bench_task(name, *words), said)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,55 +17,33 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from tests.e2e.jobs import lines_of, until
+from tests.e2e.jobs import lines_of, losses_of, started, until
 from tests.support import forked, own_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SLOW = f"{own_tasks.__file__}:Slow"
-FLAGS = [
-    "--launch.device",
-    "cpu",
-    "--launch.nproc",
-    "2",
-    "--train.micro_batch",
-    "2",
-    "--run.report",
-    "false",
-    "--log.tensorboard",
-    "false",
-]
+FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", *forked.NO_REPORT]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("ending")
-    with forked.commands_in(folder):
-        yield folder
+def words_of(run_dir: Path | str, *flags: str) -> list[str]:
+    return ["--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
-    words = ["-m", "accordion", "train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
-    with log.open("w") as file:
-        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, text=True)
+def train(run_dir: Path | str, *flags: str) -> int:
+    return cli.main(["train", *words_of(run_dir, *flags)])
 
 
 def whole(place: Path, *flags: str) -> list[float]:
     """What a run of 12 steps that nothing disturbs finds."""
     run_dir = place / "whole"
     if not run_dir.exists():
-        assert (
-            cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12", *flags]) == 0
-        )
-    return losses(run_dir)
+        assert train(run_dir, "--train.steps", "12", *flags) == 0
+    return losses_of(run_dir)
 
 
 def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> tuple[int, str]:
     """The exit code and what was said."""
-    job = started(run_dir, log, *flags)
+    job = started(log, *words_of(run_dir, *flags))
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
     os.kill(job.pid, signal.SIGTERM)
     os.kill(job.pid, signal.SIGUSR1)
@@ -77,7 +54,7 @@ def ended_by_a_signal_to_a_rank(run_dir: Path, capfd: pytest.CaptureFixture[str]
     """Ranks know nothing of their launcher, so these are forked ones."""
     capfd.readouterr()
     with ThreadPoolExecutor(1) as threads:
-        job = threads.submit(cli.main, ["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags])
+        job = threads.submit(train, run_dir, *flags)
         until(lambda: len(lines_of(run_dir)) >= 3, "three steps")
         (rank,) = (child.pid for child in multiprocessing.active_children() if child.name == "forked rank 1")
         assert rank is not None
@@ -103,8 +80,8 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(
     assert "the same command goes on from there" in said
     assert "Traceback" not in said
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / f"step-{done:06d}")
-    assert cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12"]) == 0
-    assert losses(run_dir) == whole(place)
+    assert train(run_dir, "--train.steps", "12") == 0
+    assert losses_of(run_dir) == whole(place)
 
 
 EARLY = ["--train.steps", "12", "--train.eval_every", "3", "--train.keep_best", "--checkpoint.every", "3"]
@@ -115,26 +92,24 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No validation is lower by 100: the third one ends the run, also where it goes on from a checkpoint."""
-    words = ["train", "--task", SLOW, *FLAGS, *EARLY, *PATIENT]
-    assert cli.main([*words, "--run.dir", "early"]) == 0
+    assert train("early", *EARLY, *PATIENT) == 0
     assert "stopped after 9 of 12 steps: no lower validation loss in 2 validations" in capfd.readouterr().out
     at = "early/checkpoints/step-000006"
-    assert cli.main([*words, "--run.dir", "again", "--checkpoint.resume", at]) == 0
-    assert losses(Path("again")) == losses(Path("early"))[6:]
-    assert losses(Path("early")) == whole(place)[:9]
+    assert train("again", *EARLY, *PATIENT, "--checkpoint.resume", at) == 0
+    assert losses_of(Path("again")) == losses_of(Path("early"))[6:]
+    assert losses_of(Path("early")) == whole(place)[:9]
     capfd.readouterr()
-    assert cli.main([*words[:-4], "--run.dir", "early", "--checkpoint.resume", "best"]) == 0
+    assert train("early", *EARLY, "--checkpoint.resume", "best") == 0
     assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
-    assert losses(Path("early")) == whole(place)
+    assert losses_of(Path("early")) == whole(place)
 
 
 def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--task", SLOW, *FLAGS, "--train.steps", "12", "--run.dir", "timed"]
-    assert cli.main([*words, "--train.hours", "0.000001"]) == 0
+    assert train("timed", "--train.steps", "12", "--train.hours", "0.000001") == 0
     assert "stopped after 1 of 12 steps: train.hours 1e-06 are over" in capfd.readouterr().out
     assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
-    assert cli.main(words) == 0
-    assert losses(Path("timed")) == whole(place)
+    assert train("timed", "--train.steps", "12") == 0
+    assert losses_of(Path("timed")) == whole(place)
 
 
 FIT = """
@@ -158,7 +133,7 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
-    found = losses(place / f"fit-{ranks}")
+    found = losses_of(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
     assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()
 
@@ -170,23 +145,22 @@ def test_a_signal_in_a_validation_or_before_one_changes_nothing_of_it(
     """One in a validation ends the step behind it. One in a step with a validation behind it leaves that for the next start."""
     run_dir, log = place / "owing", place / "owing.log"
     often = ["--train.steps", "12", "--train.eval_every", "2"]
-    job = started(run_dir, log, *often, "--task.slow_validation", "1", "--task.slow", "0.5")
+    job = started(log, *words_of(run_dir, *often, "--task.slow_validation", "1", "--task.slow", "0.5"))
     until(lambda: len(lines_of(run_dir)) == 2, "two steps", log)  # the validation takes two seconds
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(120) == 75, log.read_text()
     assert "validation loss" in log.read_text()
     assert len(lines_of(run_dir)) == 3
-    job = started(run_dir, log, *often, "--task.slow", "2")  # the fourth step
+    job = started(log, *words_of(run_dir, *often, "--task.slow", "2"))  # the fourth step
     until(lambda: "an epoch is" in log.read_text(), "the start", log)
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(120) == 75, log.read_text()
     assert "validation loss" not in log.read_text()
-    words = ["train", "--task", SLOW, *FLAGS, *often]
-    assert cli.main([*words, "--run.dir", str(run_dir)]) == 0
+    assert train(run_dir, *often) == 0
     said = capfd.readouterr().out
     assert "validation loss" in said.partition("after 4 steps")[0]
-    assert losses(run_dir) == whole(place)
-    assert cli.main([*words, "--run.dir", "owing-nothing"]) == 0
+    assert losses_of(run_dir) == whole(place)
+    assert train("owing-nothing", *often) == 0
     one, other = (
         read_manifest(checkpoint_at(at / "checkpoints" / "step-000012")).extra
         for at in (run_dir, Path("owing-nothing"))

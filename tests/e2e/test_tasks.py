@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import default_collate
 import accordion as acc
 from accordion import cli
 from accordion.train.data import GlobalOrder, Share
+from tests.e2e.jobs import lines_of, losses
 from tests.support import forked, own_tasks
 from tests.support.sample import sampled
 
@@ -27,29 +27,14 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "tasks" / "digits.py")
 Metrics = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("tasks")
-    with forked.commands_in(folder):
-        yield folder
-
-
 def words_of(task: str, run_dir: Path, *flags: str) -> list[str]:
     at = ["--task", f"{FILE}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu", "--train.clip", "0"]
     return ["train", *at, *forked.NO_REPORT, *flags]
 
 
-def metrics(run_dir: Path) -> Metrics:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def train(task: str, run_dir: Path, *flags: str) -> Metrics:
     assert cli.main(words_of(task, run_dir, *flags)) == 0
-    return metrics(run_dir)
-
-
-def losses(found: Metrics) -> list[float]:
-    return [line["loss"] for line in found]
+    return lines_of(run_dir)
 
 
 def plain(task: own_tasks.Task, steps: int, global_batch: int) -> list[float]:
@@ -153,10 +138,10 @@ def test_parts_by_class_path(place: Path, tmp_path: Path) -> None:
     flags += ["--optimizer.momentum", "0.9", "--train.steps", "5", "--train.micro_batch", "3", "--launch.device", "cpu"]
     flags += forked.NO_REPORT
     assert cli.main(["train", *flags, "--train.clip", "0", "--run.dir", str(place / "parts")]) == 0
-    assert losses(metrics(place / "parts")) == pytest.approx(plain(own_tasks.Task(), 5, 6), rel=1e-5)
+    assert losses(lines_of(place / "parts")) == pytest.approx(plain(own_tasks.Task(), 5, 6), rel=1e-5)
     kept = place / "parts" / "config.yaml"
     assert cli.main(["train", "--config", str(kept), "--run.dir", str(place / "by file"), "--train.steps", "4"]) == 0
-    assert losses(metrics(place / "by file")) == losses(metrics(place / "parts"))[:4]
+    assert losses(lines_of(place / "by file")) == losses(lines_of(place / "parts"))[:4]
 
 
 def test_an_optimizer_by_class_path_trains_on_text(place: Path) -> None:
@@ -164,7 +149,7 @@ def test_an_optimizer_by_class_path_trains_on_text(place: Path) -> None:
     words += ["--train.steps", "2", "--train.micro_batch", "1", "--launch.nproc", "1", "--launch.device", "cpu"]
     words += ["--optimizer", "torch.optim.Adadelta", "--optimizer.lr", "0.5", "--run.dir", str(place / "text")]
     assert cli.main(["train", *words]) == 0
-    assert [line["lr"] for line in metrics(place / "text")] == [0.5, 0.5]
+    assert [line["lr"] for line in lines_of(place / "text")] == [0.5, 0.5]
 
 
 # -- the examples
@@ -221,7 +206,7 @@ def test_digits_go_on_with_another_number_of_ranks(place: Path, run: str, nproc:
     flags = ["--train.steps", str(steps), "--train.micro_batch", str(2 * micro_batch if nproc == 1 else micro_batch)]
     words = ["train", "--task", DIGITS, *flags, "--launch.nproc", str(nproc), "--launch.device", "cpu"]
     assert cli.main([*words, *forked.NO_REPORT, "--run.dir", f"{run}-{nproc}", "--checkpoint.resume", at]) == 0
-    found, before = metrics(place / f"{run}-{nproc}"), metrics(place / run)[-LAST:]
+    found, before = lines_of(place / f"{run}-{nproc}"), lines_of(place / run)[-LAST:]
     assert [line["lr"] for line in found] == [line["lr"] for line in before]
     if nproc == 1:
         assert losses(found) == pytest.approx(losses(before), rel=1e-3)
@@ -270,7 +255,7 @@ def test_examples_train_as_one_process_does(example: str, place: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(float(mean.detach()))
-    assert losses(metrics(place / name)) == pytest.approx(expected, rel=1e-5)
+    assert losses(lines_of(place / name)) == pytest.approx(expected, rel=1e-5)
     trained = dict(model.named_parameters())
     kept = task.model()
     torch.manual_seed(0)
@@ -288,8 +273,8 @@ def test_examples_go_on_with_another_number_of_ranks(
     name = example
     at = str(place / name / "checkpoints" / f"step-{KEPT:06d}")
     assert cli.main([*example_words(name, f"{name}-{nproc}", nproc), "--checkpoint.resume", at]) == 0
-    found = metrics(place / f"{name}-{nproc}")
-    assert losses(found) == pytest.approx(losses(metrics(place / name))[KEPT:], rel=1e-5)
+    found = lines_of(place / f"{name}-{nproc}")
+    assert losses(found) == pytest.approx(losses(lines_of(place / name))[KEPT:], rel=1e-5)
     merit = re.search(rf"after {STEPS} steps, {EXAMPLES[name][1]} (\S+)", capfd.readouterr().out)
     assert merit is not None
     assert 0 <= float(merit[1]) <= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +21,17 @@ from accordion.train.command import read
 from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
+from accordion.train.screen import Screen
+from tests.e2e.jobs import TEXT, TINY, lines_of, losses
 from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-TEXT = str(Path(asyncio.__file__).parent)  # half a megabyte that every machine has
-TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 Metrics = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory with a cache that the tests of this file share; their ranks come from the fork server."""
-    folder = tmp_path_factory.mktemp("train")
-    with forked.commands_in(folder):
-        yield folder
-
-
-def metrics(run_dir: Path) -> Metrics:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(run_dir: Path, *flags: str) -> Metrics:
     assert cli.main(["train", "--run.dir", str(run_dir), *flags]) == 0
-    return metrics(run_dir)
-
-
-def losses(found: Metrics) -> list[float]:
-    return [line["loss"] for line in found]
+    return lines_of(run_dir)
 
 
 def test_a_plan_chooses_and_is_held_against_what_was_measured(place, capfd):
@@ -61,10 +43,13 @@ def test_a_plan_chooses_and_is_held_against_what_was_measured(place, capfd):
     assert 'checkpoint_activations: "full"' in (place / "planned" / "config.yaml").read_text()
 
 
-@pytest.fixture(scope="module")
-def main_job(place: Path) -> tuple[Metrics, Path]:
-    """Five steps of what `make train` does on a machine without GPUs."""
-    return train(place / "two", "--launch.device", "cpu", "--train.steps", "5", "--train.warmup", "1"), place / "two"
+@pytest.fixture(
+    scope="module", params=[TEXT, pytest.param("", marks=pytest.mark.slow)], ids=["a text", "no text named"]
+)
+def main_job(request: pytest.FixtureRequest, place: Path) -> tuple[Metrics, Path]:
+    """Five steps of what `make train` does on a machine without GPUs; without a text it reads the standard library."""
+    run_dir, data = place / f"two-{len(request.param)}", ["--data.path", request.param] * bool(request.param)
+    return train(run_dir, *data, "--launch.device", "cpu", "--train.steps", "5", "--train.warmup", "1"), run_dir
 
 
 def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path]) -> None:
@@ -95,7 +80,7 @@ def whole(place: Path) -> tuple[Metrics, str]:
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stderr == ""
-    return metrics(place / "whole"), shown.stdout
+    return lines_of(place / "whole"), shown.stdout
 
 
 def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]) -> None:
@@ -120,7 +105,7 @@ def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]
 
 def test_one_rank_sees_the_same_batches_and_losses(whole: tuple[Metrics, str], place: Path) -> None:
     flags = ("--launch.nproc", "1", "--train.accumulate", "2", "--train.steps", "12")
-    assert losses(train(place / "alone", *TINY, *forked.NO_REPORT, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
+    assert losses(train(place / "alone", *TINY, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
 
 
 def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place: Path) -> None:
@@ -132,7 +117,7 @@ def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: P
     """Wherever the optimizer rests now."""
     checkpoint, host = str(place / "whole" / "checkpoints" / "step-000006"), ("--shard.offload", "optimizer=host")
     resumed = ["--train.steps", "12", "--checkpoint.resume", checkpoint, *host]
-    found = train(place / "resumed", *TINY, *forked.NO_REPORT, *resumed)
+    found = train(place / "resumed", *TINY, *resumed)
     expected = whole[0][6:]
     for key in ("step", "loss", "grad_norm", "lr"):
         assert [line[key] for line in found] == [line[key] for line in expected], key
@@ -141,7 +126,7 @@ def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: P
 def test_resume_with_another_number_of_ranks(whole: tuple[Metrics, str], place: Path) -> None:
     checkpoint = str(place / "whole" / "checkpoints" / "step-000009")
     flags = ["--train.steps", "12", "--launch.nproc", "1", "--train.accumulate", "2", "--checkpoint.resume", checkpoint]
-    found = train(place / "fewer", *TINY, *forked.NO_REPORT, *flags)
+    found = train(place / "fewer", *TINY, *flags)
     assert losses(found) == pytest.approx(losses(whole[0])[9:], abs=1e-4)
 
 
@@ -149,7 +134,7 @@ def test_auto_finds_the_newest_and_metrics_go_on(
     whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = place / "auto"
-    train(run_dir, *TINY, *forked.NO_REPORT, "--train.steps", "3")
+    train(run_dir, *TINY, "--train.steps", "3")
     with (run_dir / "metrics.jsonl").open("a") as file:  # of a run that was killed after its last checkpoint
         file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
     capfd.readouterr()
@@ -221,29 +206,27 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
     jobs = []
     for name, flags in runs.items():
         config = translated(
-            read(
-                [*TINY, *forked.NO_REPORT, "--train.steps", "3", "--run.dir", f"variants/{len(names)}/{name}", *flags]
-            ),
+            read([*TINY, "--train.steps", "3", "--run.dir", f"variants/{len(names)}/{name}", *flags]),
             (),
             2,
         )
-        jobs.append((prepare(config, 2, 2, place / "cache", lambda line: None, began_s=0.0), "cpu"))
+        jobs.append((prepare(config, forked.PLACE, place / "cache", Screen(speaks=False), began_s=0.0), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
-    expected = losses(metrics(variants / "full_shard"))
+    expected = losses(lines_of(variants / "full_shard"))
     assert len(expected) == 3
     for name in names:
-        found = losses(metrics(variants / name))
+        found = losses(lines_of(variants / name))
         assert found == pytest.approx(expected, rel=0, abs=VARIANTS[name][1]), name
-    by_file, by_flags = (metrics(variants / name) for name in ("deepspeed", "deepspeed as flags"))
+    by_file, by_flags = (lines_of(variants / name) for name in ("deepspeed", "deepspeed as flags"))
     for key in ("loss", "grad_norm", "lr"):
         assert [line[key] for line in by_file] == [line[key] for line in by_flags], key
-    assert losses(by_file) != losses(metrics(variants / "accumulated"))
+    assert losses(by_file) != losses(lines_of(variants / "accumulated"))
 
 
 @pytest.mark.parametrize("how", ["as under it", pytest.param("by it", marks=pytest.mark.slow)])
 def test_under_torchrun(whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str], how: str) -> None:
     """`accordion doctor` is started by torchrun itself in every run of the tests."""
-    words = ["train", *TINY, "--train.steps", "2", *forked.NO_REPORT, "--run.dir", how, "--train.warmup", "0"]
+    words = ["train", *TINY, "--train.steps", "2", "--run.dir", how, "--train.warmup", "0"]
     if how == "by it":
         starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         code = subprocess.run([*starter, "-m", "accordion", *words], check=False).returncode
@@ -251,7 +234,7 @@ def test_under_torchrun(whole: tuple[Metrics, str], place: Path, capfd: pytest.C
         code = forked.under_torchrun(words, 2)
     said = capfd.readouterr()
     assert code == 0, said.err
-    assert losses(metrics(place / how))[0] == whole[0][0]["loss"]
+    assert losses(lines_of(place / how))[0] == whole[0][0]["loss"]
     assert said.out.count("validation loss") == 1
 
 
@@ -274,6 +257,6 @@ def test_under_srun(whole: tuple[Metrics, str], place: Path) -> None:
     ]
     told = [task.communicate(timeout=300) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], told
-    assert losses(metrics(place / "srun"))[0] == whole[0][0]["loss"]
+    assert losses(lines_of(place / "srun"))[0] == whole[0][0]["loss"]
     assert "validation loss" in told[0][0]
     assert told[1][0] == ""

@@ -1,4 +1,4 @@
-"""`accordion train` in trouble: two jobs in one folder, full disks, folders that go, cut checkpoints."""
+"""`accordion train` in trouble: two jobs in one folder, full disks, folders that go, cut checkpoints, killed ranks."""
 
 from __future__ import annotations
 
@@ -7,34 +7,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
+import transformers
 
 from accordion import cli
 from accordion.checkpoint import latest
+from accordion.checkpoint.convert import export
+from accordion.checkpoint.inspect import diff, verify
 from accordion.train import owner
 from accordion.train.runs import runs_in
-from tests.e2e.jobs import TINY, lines_of, until
+from tests.e2e.jobs import TINY, lines_of, losses_of, started, until, workers_of
 from tests.support import forked, own_tasks
 from tests.support.disks import mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.keep", "2"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("faults")
-    with forked.commands_in(folder):
-        yield folder
-
-
-def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "accordion", "train", *TINY, "--run.dir", str(run_dir), *flags]
-    with log.open("w") as file:
-        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, text=True)
 
 
 def tree(folder: Path) -> dict[str, float]:
@@ -47,26 +37,15 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     run_dir, log = place / "owned", place / "owned.log"
     mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.NO_REPORT]
     # On one rank, and mostly asleep, for it trains while the others are refused.
-    words = ["train", *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"]
-    with log.open("w") as file:
-        first = subprocess.Popen([sys.executable, "-m", "accordion", *words], stdout=file, stderr=subprocess.STDOUT)
+    first = started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1")
     try:
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
-        own = ["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]
-        elsewhere = ["train", *mine, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
-        for words, setting in ((own, "run.dir"), (elsewhere, "checkpoint.dir")):
-            capfd.readouterr()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
-                assert cli.main(words) == 2
-            told = capfd.readouterr().err
-            assert told.startswith(f"accordion: {setting} '{run_dir}")
-            assert "is in use by another job: process " in told
-            assert told.count("\n") == 1
-        assert not (place / "else").exists()
-        assert forked.under_torchrun(own, 2) != 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
+            assert cli.main(["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]) == 2
         told = capfd.readouterr().err
-        assert len([line for line in told.splitlines() if line.startswith("accordion: run.dir ")]) == 1
+        assert told.startswith(f"accordion: run.dir '{run_dir}' is in use by another job: process ")
+        assert told.count("\n") == 1
         before = len(lines_of(run_dir))
         until(lambda: len(lines_of(run_dir)) > before, "steps of the first job", log)
     finally:
@@ -89,7 +68,7 @@ def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
     words = ["-m", "accordion", "train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1"]
     words += ["--launch.device", "cpu", "--train.steps", "10000", "--run.dir", str(run_dir)]
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *words]
         job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         until(lambda: bool(lines_of(run_dir)), "a step", log)
@@ -103,7 +82,7 @@ def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
 def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
     run_dir = place / "unread"
     words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]
-    words += [*forked.NO_REPORT, "--launch.nproc", "1", "--train.steps", "20", "--run.dir", str(run_dir)]
+    words += [*forked.NO_REPORT, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
     job = subprocess.Popen(
         [sys.executable, "-m", "accordion", *words],
         stdout=subprocess.PIPE,
@@ -112,15 +91,15 @@ def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
     )
     assert job.stdout is not None
     try:
-        while b"step 2/20" not in job.stdout.readline():
+        while b"step 2/9" not in job.stdout.readline():
             assert job.poll() is None
         job.stdout.close()
         os.killpg(job.pid, signal.SIGHUP)
         assert job.wait(300) == 0
     finally:
         job.kill()
-    assert len(lines_of(run_dir)) == 20
-    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000020")
+    assert len(lines_of(run_dir)) == 9
+    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000009")
 
 
 @pytest.mark.slow
@@ -133,7 +112,7 @@ def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
     num_bytes = sum(file.stat().st_size for file in saved.iterdir())
     with mounted(place / "small", f"size={int(num_bytes * 1.6)}") as run_dir:
         log = place / "small.log"
-        assert started(run_dir, log, *flags[len(TINY) :], "--train.steps", "5").wait(300) == 1
+        assert started(log, *flags, "--run.dir", str(run_dir), "--train.steps", "5").wait(300) == 1
         said = log.read_text()
         newest = run_dir / "checkpoints" / "step-000002"
         assert f"\ncheckpoint: {newest}\n" in said
@@ -156,7 +135,7 @@ def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_dir, log = place / "deleted", place / "deleted.log"
-    job = started(run_dir, log, "--train.steps", "60", "--launch.nproc", "2")
+    job = started(log, *TINY, "--run.dir", str(run_dir), "--train.steps", "60", "--launch.nproc", "2")
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
     shutil.rmtree(run_dir)
     assert job.wait(300) == 0, log.read_text()
@@ -206,3 +185,77 @@ def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytes
     assert cli.main(words) == 2
     assert "there are checkpoints, and none is complete" in capfd.readouterr().err
     assert tree(run_dir) == before
+
+
+# -- checkpoints that cannot be written, and ranks that are killed
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), pytest.param("stop", 1, marks=pytest.mark.slow)])
+def test_a_checkpoint_that_cannot_be_written(
+    place: Path, capfd: pytest.CaptureFixture[str], on_error: str, code: int
+) -> None:
+    run_dir = place / on_error
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step-000002").write_text("in the way")
+    flags = ["--run.dir", str(run_dir), "--launch.nproc", "2", "--train.steps", "4", "--checkpoint.every", "1"]
+    assert cli.main(["train", *TINY, *flags, "--checkpoint.on_error", on_error]) == code
+    shown = capfd.readouterr()
+    assert "exists and is no checkpoint" in (shown.out if code == 0 else shown.err)
+    newest = latest(run_dir / "checkpoints")
+    if code == 0:
+        assert newest == str(run_dir / "checkpoints" / "step-000004")
+        assert len(lines_of(run_dir)) == 4
+        export(newest, run_dir / "hf")  # the configuration is in it
+        transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    else:
+        assert newest == str(run_dir / "checkpoints" / "step-000001")
+    assert (run_dir / "checkpoints" / "step-000002").read_text() == "in the way"
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = place / "full"
+    run_dir.mkdir()
+    with mounted(run_dir / "checkpoints", "size=8m") as checkpoints:
+        flags = ["--run.dir", str(run_dir), "--launch.nproc", "2", "--train.steps", "6", "--checkpoint.every", "1"]
+        assert cli.main(["train", *TINY, *flags]) == 1  # the last weights were not kept
+        shown = capfd.readouterr()
+        assert "No space left on device" in shown.err
+        assert "training goes on" not in shown.out
+        newest = latest(checkpoints)
+        assert newest is not None
+        assert verify(newest) == []
+        found = [path for path in checkpoints.iterdir() if not path.name.startswith(owner.FILE)]  # of a job that failed
+        assert all(verify(path) == [] for path in found)
+
+
+def torchrun(run_dir: str, *flags: str) -> list[str]:
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
+    words += ["-m", "accordion", "train"]
+    return [sys.executable, "-m", "torch.distributed.run", *words, *TINY, "--run.dir", run_dir, *flags]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_torchrun_costs_the_steps_since_the_last_checkpoint(place: Path) -> None:
+    flags = ["--train.steps", "12", "--checkpoint.every", "2", "--train.accumulate", "2", "--shard.precision", "fp16"]
+    calm = subprocess.run(torchrun("calm", *flags), capture_output=True, text=True, check=False)
+    assert calm.returncode == 0, calm.stderr
+    job = subprocess.Popen(torchrun("hurt", *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    kills = 0
+    for at_step in (3, 8):  # once one rank, then the other
+        while job.poll() is None and not any(line["step"] >= at_step for line in lines_of(place / "hurt")):
+            time.sleep(0.05)
+        ranks = workers_of(job.pid)
+        if len(ranks) == 2:
+            os.kill(ranks[kills % 2], signal.SIGKILL)
+            kills += 1
+            while job.poll() is None and not set(workers_of(job.pid)).isdisjoint(ranks):
+                time.sleep(0.05)
+    shown, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, shown
+    assert kills == 2
+    assert "resumed from" in shown
+    ends = [place / name / "checkpoints" / "step-000012" for name in ("calm", "hurt")]
+    found = diff(*ends)
+    assert (found["values"], found["kinds"], found["only_first"], found["only_second"]) == ({}, {}, [], [])
+    assert losses_of(place / "calm") == losses_of(place / "hurt")

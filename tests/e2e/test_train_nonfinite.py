@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from accordion.checkpoint import latest
 from accordion.checkpoint.inspect import diff, verify
 from accordion.errors import NonFiniteError
-from accordion.train import language_work, launch, loop, text
+from accordion.train import language_work, launch, loop
 from accordion.train.command import read
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
@@ -66,7 +66,7 @@ class Fault:
         self.real_take, self.real_model, self.real_losses = (
             Steps.take,
             language_work.trained_model,
-            text.token_losses,
+            language_work.token_losses,
         )
 
     def take(self, steps: Steps, step: int) -> None:
@@ -106,7 +106,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Steps, "take", lambda steps, step: fault.take(steps, step))
         patch.setattr(language_work, "trained_model", fault.model)
-        patch.setattr(text, "token_losses", fault.losses)
+        patch.setattr(language_work, "token_losses", fault.losses)
         patch.setattr(loop, "_finish", lambda *_: None)
         patch.setattr(loop, "Screen", Heard)
         if fault.where == "scale":
@@ -142,7 +142,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     for name, (*_, flags) in JOBS.items():
         more = ["--train.steps", "4", "--checkpoint.every", "1", "--run.dir", str(folder / name)]
         config = read([*TINY, *more, *flags])
-        jobs[name] = config, prepare(config, 2, 2, folder / "cache", lambda line: None, began_s=0.0)
+        jobs[name] = config, prepare(config, forked.PLACE, folder / "cache", Screen(speaks=False), began_s=0.0)
     assert forked.start(troubled, (folder, jobs), 2) == 0
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second  # every rank says the same

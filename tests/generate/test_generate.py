@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from accordion.generate.writer import TextWriter
 from accordion.models.stored import computing, find_model, meta_model, tokenizer_of
 from accordion.train import launch
 from tests.support import forked, language_folders
+from tests.support.refused import refused
 from tests.support.sample import sampled
 
 pytestmark = [
@@ -55,8 +57,8 @@ def of_transformers(folder: Path, text: str, new: int, model: Any = None, **how:
     return words.decode(ids, skip_special_tokens=True), len(ids)
 
 
-def generated(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    assert cli.main(["generate", *words, "--device", "cpu", "--json"]) == 0
+def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> list[dict[str, Any]]:
+    assert cli.main(["generate", str(source), *shlex.split(words), "--device", "cpu", "--json"]) == 0
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
@@ -67,18 +69,7 @@ def generated(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, 
 def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, capfd):
     """Five prompts over two or three ranks: uneven in number and in length, and some end early."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    found = generated(
-        capfd,
-        str(folder),
-        "--prompts",
-        "prompts.txt",
-        "--nproc",
-        str(num_ranks),
-        "--hold",
-        hold,
-        "--max-new-tokens",
-        "24",
-    )
+    found = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
     assert [line["prompt"] for line in found] == PROMPTS
     wanted = [of_transformers(folder, text, 24) for text in PROMPTS]
     assert [(line["text"], line["tokens"]) for line in found] == wanted
@@ -89,8 +80,7 @@ def test_ranks_without_prompts_and_with_long_ones_leave_each_other(tmp_path, cap
     """Unit by unit over three ranks: one has nothing to write; one writes up to the last of the model's positions."""
     folder = language_folders.gpt2(tmp_path / "gpt2")
     (tmp_path / "two.jsonl").write_text('{"prompt": "b"}\n\n{"prompt": "the quick brown fox jumps over"}\n')
-    words = (str(folder), "--prompts", "two.jsonl", "--nproc", "3", "--hold", "units", "--max-new-tokens", "26")
-    found = generated(capfd, *words)
+    found = generated(capfd, folder, "--prompts two.jsonl --nproc 3 --hold units --max-new-tokens 26")
     assert [(line["text"], line["tokens"]) for line in found] == [
         of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")
     ]
@@ -98,20 +88,10 @@ def test_ranks_without_prompts_and_with_long_ones_leave_each_other(tmp_path, cap
 
 def test_draws_are_those_of_the_seed_on_any_number_of_ranks(folder, tmp_path, capfd):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    words = (
-        str(folder),
-        "--prompts",
-        "prompts.txt",
-        "--temperature",
-        "0.9",
-        "--top-p",
-        "0.95",
-        "--max-new-tokens",
-        "12",
-    )
-    one = generated(capfd, *words, "--nproc", "1", "--seed", "3")
-    assert generated(capfd, *words, "--nproc", "2", "--seed", "3", "--hold", "units") == one
-    assert generated(capfd, *words, "--nproc", "1", "--seed", "4") != one
+    words = "--prompts prompts.txt --temperature 0.9 --top-p 0.95 --max-new-tokens 12"
+    one = generated(capfd, folder, f"{words} --nproc 1 --seed 3")
+    assert generated(capfd, folder, f"{words} --nproc 2 --seed 3 --hold units") == one
+    assert generated(capfd, folder, f"{words} --nproc 1 --seed 4") != one
     torch.manual_seed(3)
     drawn = of_transformers(folder, PROMPTS[0], 12, do_sample=True, temperature=0.9, top_p=0.95, top_k=0)
     assert (one[0]["text"], one[0]["tokens"]) == drawn
@@ -119,8 +99,8 @@ def test_draws_are_those_of_the_seed_on_any_number_of_ranks(folder, tmp_path, ca
 
 def test_prompts_are_computed_together(folder, tmp_path, capfd):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    words = (str(folder), "--prompts", "prompts.txt", "--nproc", "2", "--max-new-tokens", "10")
-    assert generated(capfd, *words, "--batch", "3") == generated(capfd, *words)
+    words = "--prompts prompts.txt --nproc 2 --max-new-tokens 10"
+    assert generated(capfd, folder, f"{words} --batch 3") == generated(capfd, folder, words)
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +137,8 @@ def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, 
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
     text = words.decode(made[0, shown.shape[1] :], skip_special_tokens=True)
     for source in sources:
-        words = (str(trained / source), "--prompt", "12 lines", "--nproc", "2", "--hold", hold, "--max-new-tokens", "9")
-        assert generated(capfd, *words) == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
+        found = generated(capfd, trained / source, f"--prompt '12 lines' --nproc 2 --hold {hold} --max-new-tokens 9")
+        assert found == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
 
 
 @pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
@@ -168,9 +148,7 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
-    found = generated(
-        capfd, str(adapter), "--prompt", "def add", "--nproc", "2", "--hold", hold, "--max-new-tokens", "12"
-    )
+    found = generated(capfd, adapter, f"--prompt 'def add' --nproc 2 --hold {hold} --max-new-tokens 12")
     wanted = of_transformers(folder, "def add", 12, adapted)
     assert [(line["text"], line["tokens"]) for line in found] == [wanted]
     assert wanted != of_transformers(folder, "def add", 12)
@@ -179,7 +157,7 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
 def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + '{"prompt": "add"}\n')
-    found = generated(capfd, str(folder), "--prompts", "chats.jsonl", "--chat", "--max-new-tokens", "8")
+    found = generated(capfd, folder, "--prompts chats.jsonl --chat --max-new-tokens 8")
     shown = ["<system>be brief\n<user>add\n<assistant>", "<user>add\n<assistant>"]
     assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 8) for text in shown]
 
@@ -218,9 +196,7 @@ def test_a_dtype_is_computed_in(folder, capfd):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = generated(
-        capfd, str(folder), "--prompt", "def", "--dtype", "bf16", "--nproc", "2", "--max-new-tokens", "12"
-    )
+    found = generated(capfd, folder, "--prompt def --dtype bf16 --nproc 2 --max-new-tokens 12")
     assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, "def", 12, model)]
 
 
@@ -294,12 +270,7 @@ def test_bad_input_is_one_line_before_ranks_start(words, folder, tmp_path, capfd
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
-    assert cli.main(["generate", str(folder), *words.split()]) == cli.BAD_INPUT
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("accordion: ")
-    assert said.err.count("\n") == 1
-    assert WRONG[words] in said.err
+    assert refused(capfd, ["generate", str(folder), *words.split()], WRONG[words]) == ""
 
 
 def _wide() -> str:
@@ -342,7 +313,4 @@ def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
     wrong["other"] = "export it with --like a folder"
     for source, said in wrong.items():
         more = ["--chat"] if source == "plain" else []
-        assert cli.main(["generate", source, "--prompt", "b", *more]) == cli.BAD_INPUT
-        told = capfd.readouterr().err
-        assert told.count("\n") == 1
-        assert said in told, (source, told)
+        refused(capfd, ["generate", source, "--prompt", "b", *more], said)

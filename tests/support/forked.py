@@ -22,6 +22,7 @@ from tests import pool
 
 # Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
 NO_REPORT = ["--run.report", "false", "--log.tensorboard", "false"]
+PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="a test", url="")  # of two ranks
 
 
 @contextlib.contextmanager

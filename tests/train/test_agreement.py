@@ -8,8 +8,8 @@ import pytest
 from accordion.errors import DivergenceError
 from accordion.train import build
 from accordion.train.config import Config
+from accordion.train.language_work import Text
 from accordion.train.launch import RankPlace
-from accordion.train.text import Text
 
 SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
 DIFFERENT = {

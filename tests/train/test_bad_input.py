@@ -21,6 +21,7 @@ from accordion.checkpoint import save
 from accordion.train import launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SMALL = ["--model.preset", "llama-tiny", "--data.path", "corpus", "--data.seq_len", "16", "--train.micro_batch", "2"]
@@ -279,6 +280,7 @@ CASES = {
     "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
     "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "holds checkpoints"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
+    "no best checkpoint": (words("--checkpoint.resume", "best"), "checkpoint.resume is 'best', and there is no '"),
     "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
     "checkpoint of another program": (foreign, "not one of `accordion train`"),
@@ -297,14 +299,8 @@ CASES = {
 def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str) -> None:
     make, expected = CASES[case]
     given = make(place)
-    capfd.readouterr()
     before = tree(place.parent)
-    assert cli.main(["train", *SMALL, *given]) == 2
-    told = capfd.readouterr().err
-    assert expected in told
-    assert told.startswith("accordion: ")
-    assert told.count("\n") == 1
-    assert told.endswith("\n")
+    refused(capfd, ["train", *SMALL, *given], expected)
     assert not started
     assert tree(place.parent) == before
 
@@ -339,9 +335,10 @@ def test_a_rank_that_is_no_number_is_told(
 ) -> None:
     for name, value in {"RANK": "x", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["train", *SMALL]) == 2
-    assert capfd.readouterr().err == (
-        "accordion: the launcher's environment is not understood: invalid literal for int() with base 10: 'x'.\n"
+    refused(
+        capfd,
+        ["train", *SMALL],
+        "the launcher's environment is not understood: invalid literal for int() with base 10: 'x'",
     )
 
 
@@ -366,10 +363,7 @@ def test_a_port_that_is_none_is_told(
     monkeypatch.delenv("MASTER_PORT", raising=False)
     for name, value in {**start, **({"MASTER_PORT": port} if port else {})}.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["train", *SMALL]) == 2
-    told = capfd.readouterr().err
-    assert PORTS[port] in told
-    assert told.count("\n") == 1
+    refused(capfd, ["train", *SMALL], PORTS[port])
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:

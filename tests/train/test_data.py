@@ -86,13 +86,6 @@ def test_a_loader_goes_on_where_it_stopped() -> None:
         assert torch.equal(torch.stack(read(share, 5, place)[0]), torch.stack(whole[stop : stop + 5]))
 
 
-def test_a_loader_goes_on_with_another_number_of_ranks() -> None:
-    two = [read(share, 4) for share in shares(2, 4, 1)]
-    place = read(shares(2, 4, 1)[0], 3)[1]
-    (one,), _ = read(Share(rank=0, world=1, micro_batch=8, accumulate=1), 1, place)
-    assert sorted(one.tolist()) == sorted(torch.cat([batches[3] for batches, _ in two]).tolist())
-
-
 def test_windows_overlap_by_one_token() -> None:
     assert num_sequences(1001, 10) == 100
     assert num_sequences(1000, 10) == 99

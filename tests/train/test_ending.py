@@ -23,8 +23,7 @@ from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
-from accordion.train.run_state import StateFile
-from accordion.train.runs import runs_in
+from accordion.train.runs import StateFile, runs_in
 from accordion.train.trackers import trackers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -117,30 +116,6 @@ def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -
     assert not other.look(3, math.nan)
     assert other.is_over
     assert (other.loss, other.step) == (2.95, 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--train.patience", "2"], "train.patience is 2, which needs train.eval_every"),
-        (["--train.keep_best"], "needs train.eval_every; give that too"),
-        (["--train.min_delta", "0.1"], "needs train.patience; give that too"),
-        (["--train.hours", "-1"], "train.hours is -1.0; it must be between 0"),
-        (["--train.hours", "nan"], "train.hours is nan; it takes a number"),
-        (["--train.sample_every", "x"], "takes a whole number"),
-        (["--log.wandb", ""], "log.wandb is empty"),
-        (["--checkpoint.resume", "best"], "there is no 'r/checkpoints/best'"),
-    ],
-)
-def test_bad_input_is_one_line(
-    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "--run.dir", "r", "--launch.device", "cpu", *flags]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
-    assert not list(tmp_path.iterdir())
 
 
 def step(number: int) -> StepMetrics:

@@ -13,12 +13,9 @@ from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
 from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import Encoder
-from accordion.train.instructions import check_enough_rows
-from accordion.train.language_work import LanguageWork, generation_settings, trained_model
-from accordion.train.packing import ExampleRows
-from accordion.train.preview import preview
-from accordion.train.rows import DataRow
-from accordion.train.sources import find
+from accordion.train.language_work import LanguageWork, check_enough_rows, generation_settings, trained_model
+from accordion.train.packing import ExampleRows, preview
+from accordion.train.sources import DataRow, find
 from tests.support import language_folders
 from tests.train.tables import examples_of
 

@@ -18,7 +18,7 @@ from accordion.models.language import language_model
 from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
-from accordion.train.evaluate import token_losses
+from accordion.train.language_work import token_losses
 from accordion.train.model import check_folder, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accordion.train import instructions
+from accordion.train import language_work
 from accordion.train.data import IGNORED, GlobalOrder, Share
 from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed, validation_rows
 from accordion.train.token_tables import Examples
@@ -81,7 +81,7 @@ def test_packed_losses_are_those_of_each_example_alone(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
-    monkeypatch.setattr(instructions, "in_one_row", lambda model: flat)
+    monkeypatch.setattr(language_work, "in_one_row", lambda model: flat)
     held = examples(14)
     rows = ExampleRows(held, SEQ, "documents")
     collate = Collate(SEQ, "documents")
@@ -90,7 +90,7 @@ def test_packed_losses_are_those_of_each_example_alone(
         numbers = [int(rows.fit.kept[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
         batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
-        total, count = instructions.answer_losses(model, batch)
+        total, count = language_work.answer_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert int(count) == sum(n for _, n in expected)
         assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
@@ -106,7 +106,7 @@ def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
         rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
         batch = collate([rows[i] for i in range(8)])
         expected = [alone(model, held, int(rows.fit.kept[row[0]])) for row in rows.rows[:8]]
-        total, _ = instructions.answer_losses(model, batch)
+        total, _ = language_work.answer_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert batch["input_ids"].shape[1] == int(rows.fit.lengths[[row[0] for row in rows.rows[:8]]].max())
 

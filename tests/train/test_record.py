@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shutil
@@ -22,7 +21,6 @@ from accordion.describe import Report, UnitReport
 from accordion.train import checkpoints, trackers
 from accordion.train.config import Config, LogConfig, TrainConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, last_line, lines_of, peak_bytes
-from accordion.train.rates import lr_at
 from accordion.train.report import page_of
 from accordion.train.screen import Screen, human, lasting, units_table
 from accordion.train.trackers import trackers_of
@@ -194,16 +192,6 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
-    options = TrainConfig(steps=100, warmup=10, lr=1.0)
-    rates = [lr_at(step, options) for step in range(1, 101)]
-    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
-    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
-    assert rates[-1] == pytest.approx(0.1)
-    assert lr_at(1, TrainConfig(steps=1, warmup=0, lr=1.0)) == pytest.approx(0.1)
-    assert lr_at(5, TrainConfig(steps=5, warmup=50, lr=1.0)) == pytest.approx(0.1)
-
-
 def saved(folder: Path, *steps: int, keep: int = 0) -> None:
     for step in steps:
         save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), keep=keep)
@@ -225,12 +213,16 @@ def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
     assert checkpoints.path_of(tmp_path, 5).is_dir()
 
 
+def prepared(config: Config) -> Any:
+    return SimpleNamespace(config=config, run_dir="runs/mine", work=SimpleNamespace(name="llama-10m"), expected=None)
+
+
 @pytest.mark.parametrize("steps", [1, 3, 1000, 1001, 2000])
 def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> None:
     """The first step takes 10 s, and is left out of the median alone."""
     lines = [{**asdict(line(step)), "step_s": 10.0 if step == 1 else 1.0} for step in range(1, steps + 1)]
     units = Report(strategy="full_shard", world=2, total_params=1, unsharded_bytes=1, units=())
-    page = page_of(Path("runs/mine"), "llama-10m", Config(), lines, [], "cpu", "finished", units, None)
+    page = page_of(prepared(Config()), units, lines, [], "cpu", "finished")
     told = {row[0]: row[2] for row in page.tables[0].rows}
     assert told["time of all steps"] == lasting(10 + steps - 1)
     assert told["a step"] == ("10 s (median)" if steps == 1 else "1 s (median)")
@@ -243,9 +235,7 @@ def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> 
 
 def test_the_page_of_a_run_says_which_one_it_is_and_what_differs_from_the_defaults() -> None:
     units = Report(strategy="full_shard", world=2, total_params=10_000_000, unsharded_bytes=1, units=())
-    config = Config(train=TrainConfig(lr=0.5))
-    lines = [asdict(line(1))]
-    page = page_of(Path("runs/mine"), "llama-10m", config, lines, [], "cpu", "finished", units, None)
+    page = page_of(prepared(Config(train=TrainConfig(lr=0.5))), units, [asdict(line(1))], [], "cpu", "finished")
     assert page.title == "mine: finished, 1 of 100 steps"
     assert page.notes[0] == "model: llama-10m, 10.00 M parameters, full_shard over 2 ranks"
     assert socket.gethostname() in page.notes[1]

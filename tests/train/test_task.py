@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from accordion.train.batches import LoaderBatches, OrderedBatches, StreamedBatch
 from accordion.train.config import flat
 from accordion.train.data import Share
 from accordion.train.steps import Counted
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TASK = """
@@ -108,11 +113,7 @@ def test_our_errors_are_one_line(place: Path, started: list[int], capfd: pytest.
     if content:
         Path(name).write_text(content)
     named = [] if "--task" in flags else ["--task", name]
-    assert cli.main(["train", *named, *flags]) == 2
-    said = capfd.readouterr().err
-    assert expected in said
-    assert said.startswith("accordion: ")
-    assert said.count("\n") == 1
+    refused(capfd, ["train", *named, *flags], expected)
     assert not started
     assert not (place / "runs").exists()
 
@@ -233,6 +234,46 @@ def test_kinds_of_data() -> None:
     assert other.go_on({"epoch": 1, "num_batches": 1})
     assert torch.equal(next(other)[0], read[3][0])
     assert not other.go_on({"epoch": 1, "num_read": 1})
+
+
+class Numbers:
+    """An iterable without end that keeps its state, as torchdata asks."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.next += 1
+            yield self.next
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def stateful_loader() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about what the package calls
+        return StatefulDataLoader(range(40), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("make", [Numbers, stateful_loader])
+def test_data_with_a_state_goes_on_by_it(make: Any) -> None:
+    """Across the end of an epoch of the loader, which has 20 batches."""
+    first = batches_of(make(), SHARE, 0, list, pins=False)
+    read = [[int(x) for x in next(first)] for _ in range(13)]
+    state, kept = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.kept()
+    read += [[int(x) for x in next(first)] for _ in range(13)]
+    again = batches_of(make(), SHARE, 0, list, pins=False)
+    for name, one in again.state().items():
+        one.load_state_dict(state[name])
+    assert again.go_on(kept)
+    assert [[int(x) for x in next(again)] for _ in range(13)] == read[13:]
 
 
 def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:

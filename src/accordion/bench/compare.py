@@ -46,25 +46,19 @@ class ContenderResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakFlops:
-    """The arithmetic of all ranks, operations a second, and where the figure is from."""
-
-    flops: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs.
 
-    `left_out`: peers that did not start, and why.
+    `peak_flops`: the arithmetic of all ranks, operations a second. `peak_source`: of that figure. `left_out`: peers that did not
+    start, and why.
     """
 
     machine: dict[str, Any]
     setting: Setting
     num_ranks: int
     rounds: int
-    peak: PeakFlops
+    peak_flops: float
+    peak_source: str
     verdict: Verdict
     contenders: dict[str, ContenderResult]
     ratios: dict[tuple[str, str], Spread]
@@ -101,12 +95,12 @@ def compare(
         verdict = same_losses(teams, setting)
         print(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
-        peak = _peak(teams[0], setting, world)
+        peak_flops, source = _peak(teams[0], setting, world)
         print(f"measuring {rounds} rounds of {STEPS} steps each")
         turns = interleaved(teams, rounds, "turn", WARM, STEPS)
     flops = (step_flops(setting) if flops is None else flops) * world.num_ranks
     tokens = world.num_ranks * setting.batch * setting.seq
-    results = {name: _result(turns[name], *facts[name], tokens, flops / peak.flops) for name in names}
+    results = {name: _result(turns[name], *facts[name], tokens, flops / peak_flops) for name in names}
     ours = [name for name in names if name.partition(":")[0] == OURS]
     pairs = [(a, b) for a in ours for b in names if b not in ours]
     return Comparison(
@@ -114,7 +108,8 @@ def compare(
         setting=setting,
         num_ranks=world.num_ranks,
         rounds=rounds,
-        peak=peak,
+        peak_flops=peak_flops,
+        peak_source=source,
         verdict=verdict,
         contenders=results,
         ratios={(a, b): ratio(results[a].steps, results[b].steps) for a, b in pairs},
@@ -178,11 +173,10 @@ def step_flops(setting: Setting) -> float:
     return float(counter.get_total_flops())
 
 
-def _peak(team: WorkerTeam, setting: Setting, world: World) -> PeakFlops:
-    """Return the peak from the data sheet if it is known, else from a matrix product on every rank at once."""
+def _peak(team: WorkerTeam, setting: Setting, world: World) -> tuple[float, str]:
+    """Return the peak of all ranks and its source: the data sheet if it is known, else a matrix product on all ranks at once."""
     name = name_of(world.device_type)
     known = known_peak_flops(name, setting.bf16)
     if known is not None:
-        return PeakFlops(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
-    flops = sum(team.ask("matmul_flops"))
-    return PeakFlops(flops=flops, source=f"a square matrix product on all {world.num_ranks} ranks at once")
+        return known * world.num_ranks, f"data sheet of {name}, bf16 without sparsity"
+    return sum(team.ask("matmul_flops")), f"a square matrix product on all {world.num_ranks} ranks at once"

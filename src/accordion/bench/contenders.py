@@ -41,10 +41,16 @@ class Setting:
     task: tuple[str, ...] = ()
 
 
-class Loop:
-    """One contender's model and optimizer on one rank: forward, backward, step."""
+def language_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return loss_of(model(tokens), targets)
 
-    def __init__(self, model: Callable[..., Any], optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
+
+class Loop:
+    """One contender's model and optimizer on one rank: forward, backward, step. `loss(model, *batch)` is what is trained."""
+
+    loss: Callable[..., Tensor] = staticmethod(language_loss)
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
         """`cast`: the contender has no policy of its own for computing in bf16, so autocast is it."""
         self._model, self._optimizer = model, optimizer
         self._autocast = (
@@ -53,13 +59,9 @@ class Loop:
             else contextlib.nullcontext
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.computed(lambda model: loss_of(model(tokens), targets))
-
-    def computed(self, loss: Callable[[Any], Tensor]) -> Tensor:
-        """The loss that `loss` finds with the contender's model."""
+    def forward(self, *batch: Any) -> Tensor:
         with self._autocast():
-            return loss(self._model)
+            return self.loss(self._model, *batch)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -73,16 +75,13 @@ class DeepSpeedLoop(Loop):
     """DeepSpeed's engine owns backward and step."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def computed(self, loss: Callable[[Any], Tensor]) -> Tensor:
-        return loss(self._engine)
+        self._model, self._autocast = engine, contextlib.nullcontext
 
     def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+        self._model.backward(loss)
 
     def step(self) -> None:
-        self._engine.step()
+        self._model.step()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[
     generator = torch.Generator().manual_seed(1 + 100_000 * step + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def batches_of(rank: int, shape: tuple[int, int], vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield `batch_of` of each step, without end."""
+    for step in count():
+        yield batch_of(step, rank, shape, vocab)
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:

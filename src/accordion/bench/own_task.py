@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accordion.bench.contenders import Loop, Setting, loop_of
@@ -18,7 +18,7 @@ from accordion.errors import UsageError
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.flags import read_task
 from accordion.tasks.loaded import LoadedTask, data_of, example_of, is_indexed, is_loader, mean_loss, model_of
-from accordion.train.batches import on_device, rows_of
+from accordion.train.batches import rows_of
 from accordion.workers.ranks import Seat
 
 PROG = "accordion bench"
@@ -50,40 +50,19 @@ def _real(task: LoadedTask) -> nn.Module:
     return model
 
 
-class TaskLoop(Loop):
-    """Another contender's loop, with the task's loss: its backward and its step stay its own."""
-
-    def __init__(self, loop: Loop, loss: Callable[[Any, Any], Tensor]) -> None:
-        self._loop, self._loss = loop, loss
-        self.backward, self.step = loop.backward, loop.step  # type: ignore[method-assign]
-
-    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
-        return self._loop.computed(lambda model: self._loss(model, batch))
-
-
-class TaskTrainer(Trainer):
-    """Each step has the next batch of this rank; all contenders have the same ones."""
-
-    def __init__(self, seat: Seat, build: Callable[[], Loop], setting: Setting, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        super().__init__(seat, build, (setting.batch, setting.seq), 0, bf16=setting.bf16)
-
-    def _batch(self) -> tuple[Any]:
-        self._num_steps += 1
-        return (on_device(next(self._batches), self._device),)
-
-
-def start_task(seat: Seat, contender: str, setting: Setting) -> TaskTrainer:
+def start_task(seat: Seat, contender: str, setting: Setting) -> Trainer:
     """The trainer of one rank, for a team of `contender`."""
     class_path, *words = setting.task
     task = read_task(class_path, words, PROG)
 
     def build() -> Loop:
         torch.manual_seed(setting.seed)
-        model = _real(task).to(seat.device).train()
-        return TaskLoop(loop_of(contender, model, seat, setting), partial(mean_loss, task))
+        loop = loop_of(contender, _real(task).to(seat.device).train(), seat, setting)
+        loop.loss = partial(mean_loss, task)
+        return loop
 
-    return TaskTrainer(seat, build, setting, _batches(task, seat, setting.batch))
+    batches = ((batch,) for batch in _batches(task, seat, setting.batch))
+    return Trainer(seat, build, batches, bf16=setting.bf16)
 
 
 def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:

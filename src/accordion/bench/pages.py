@@ -21,7 +21,7 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         f"{about}, {'bf16 over fp32' if s.bf16 else 'fp32'}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
         "times: median (quartiles) of steps, ms, the mean over ranks; cpu: of the process, all threads; " + ROUNDS,
-        f"MFU: of {c.peak.flops / 1e12:.3f} TFLOP/s, {c.peak.source}",
+        f"MFU: of {c.peak_flops / 1e12:.3f} TFLOP/s, {c.peak_source}",
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
         "host time: of a unit of 9 parameters over plain, 8 simulated ranks, see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),

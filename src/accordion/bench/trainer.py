@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from accordion.bench.contenders import Loop, Setting, loop_of
 from accordion.bench.meters import Allocations, Wire
-from accordion.bench.model import batch_of, shape_of
+from accordion.bench.model import batches_of, shape_of
+from accordion.train.batches import on_device
 from accordion.workers.ranks import Seat
 
 STATUS = Path("/proc/self/status")
@@ -53,10 +54,10 @@ class Trainer:
     """Owns the model, the optimizer and the meter of memory of one rank of one contender."""
 
     def __init__(
-        self, seat: Seat, build: Callable[[], Loop], batch: tuple[int, int], vocab: int, *, bf16: bool = False
+        self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]], *, bf16: bool = False
     ) -> None:
-        """`build` makes the model and its loop; `batch` (sequences, tokens) of this rank; `bf16`: what it computes in."""
-        self._seat, self._device, self._shape, self._vocab, self._bf16 = seat, seat.device, batch, vocab, bf16
+        """`build` makes the model and its loop. `batches`: the arguments of each forward of this rank. `bf16`: of products."""
+        self._device, self._batches, self._bf16 = seat.device, batches, bf16
         self._num_steps = 0
         # Before the model: what is there already it cannot count.
         self._allocations = Allocations() if seat.device.type == "cpu" else None
@@ -67,10 +68,9 @@ class Trainer:
         return self._allocations or nullcontext()
 
     def _batch(self) -> tuple[Any, ...]:
-        """What the loop's forward takes: tokens and targets of the next step; waits for the device, which copies them."""
-        tokens, targets = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
+        """What the loop's forward takes in the next step, on the device."""
         self._num_steps += 1
-        return tokens.to(self._device), targets.to(self._device)
+        return tuple(on_device(part, self._device) for part in next(self._batches))
 
     def _step(self, batch: tuple[Any, ...] | None = None) -> tuple[torch.Tensor, Clock]:
         batch = batch or self._batch()
@@ -172,7 +172,8 @@ def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
         torch.manual_seed(setting.seed)
         return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
 
-    return Trainer(seat, build, (setting.batch, setting.seq), shape.vocab, bf16=setting.bf16)
+    batches = batches_of(seat.rank, (setting.batch, setting.seq), shape.vocab)
+    return Trainer(seat, build, batches, bf16=setting.bf16)
 
 
 def forget_peak() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +18,6 @@ from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
 NAME = "accordion-fsdp"  # of the distribution
-PYTHON = (3, 11)
 OF_DEVELOPERS = ("dev", "all")  # extras that no user misses
 FOR: Mapping[str, str] = {  # what each extra is for, in the words of the command line
     "train": "accordion train and generate",
@@ -77,14 +75,11 @@ def _numbers(version: str) -> list[int]:
 
 def versions() -> list[Finding]:
     """Compare Python, torch and the packages of each extra with what this version was made for."""
-    least = ".".join(map(str, PYTHON))
-    old = sys.version_info[:2] < PYTHON
     python = Finding(
         check="software.python",
-        severity="problem" if old else "ok",
-        found=f"python {platform.python_version()}, supported from {least}",
-        means="this version was written for newer ones and fails somewhere" if old else "a version that is supported",
-        do=f"make an environment with Python {least} or newer." if old else "",
+        severity="ok",
+        found=f"python {platform.python_version()}",
+        means="a version that is supported: pip installs this package for no other",
     )
     try:
         needed = [requirement_of(line) for line in metadata.requires(NAME) or []]
@@ -135,20 +130,15 @@ def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
         for need in needs
         if (version := data[need.package]) is not None and not need.takes(version)
     ]
+    found = f"not installed: {', '.join(missing)}" if missing else "complete"
+    found = f"out of the supported range: {', '.join(wrong)}" if wrong else found
     what = FOR.get(extra, f"the extra {extra!r}")
     return Finding(
         check=f"software.extra-{extra}",
         severity="warning" if wrong else "note" if missing else "ok",
-        found=f"extra {extra}: "
-        + (
-            f"out of the supported range: {', '.join(wrong)}"
-            if wrong
-            else f"not installed: {', '.join(missing)}"
-            if missing
-            else "complete"
-        ),
-        means=f"{what} may fail, or be refused" if wrong or missing else f"{what} can run",
-        do=f"pip install '{NAME}[{extra}]', if you want that." if wrong or missing else "",
+        found=f"extra {extra}: {found}",
+        means=f"{what} may fail, or be refused" if found != "complete" else f"{what} can run",
+        do=f"pip install '{NAME}[{extra}]', if you want that." if found != "complete" else "",
         data=data,
     )
 

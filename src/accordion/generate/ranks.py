@@ -1,10 +1,16 @@
-"""What every rank does: join, hold the model, answer its own prompts, and take part in the gathers of the others."""
+"""What every rank does: join, hold the model, answer its own prompts, take part in the gathers of others, and print."""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
 import accordion as acc
-from accordion.generate.memory import SHARE, Need, free_bytes, need_of
 from accordion.generate.options import GenerateOptions
-from accordion.generate.printer import Printer
 from accordion.generate.prompts import Prompt, num_new
-from accordion.generate.writer import TextWriter
+from accordion.generate.writer import TextWriter, WrittenText
 from accordion.models.stored import StoredModel, computing, dtype_of, meta_model, tokenizer_of
 from accordion.train.launch import RankPlace, join_group
 from accordion.weights.export import load_exported
@@ -26,6 +30,9 @@ from accordion.weights.meta_start import load_saved
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
+SHARE = 0.9  # of the free memory: allocators round up, and activations of a prompt take some
+CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+LOOK_S = 0.02  # between two polls of the store for answers
 TIMEOUT_S = 600  # after which a rank exits that waits for another one
 
 
@@ -43,7 +50,8 @@ def generate(
     model = computing(whole)
     new = num_new(options, prompts, model.config)
     longest = max(len(prompt.ids) for prompt in prompts) + new
-    full, how = _held(options, need_of(model, model.config, longest, options.batch), place, device)
+    needed = full_bytes(model, place.world, longest, options.batch)
+    full, how = _held(options, needed, place, device)
     acc.shard(model, init_device_mesh(device.type, (place.world,), mesh_dim_names=("shard",)), precision=AS_STORED)
     _fill(whole, model, stored)
     tokenizer = tokenizer_of(stored)
@@ -70,13 +78,46 @@ def _answer(writer: TextWriter, prompts: Sequence[Prompt], mine: range, batch: i
         printer.show()
 
 
-def _held(options: GenerateOptions, need: Need, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Whether all ranks keep the whole model, and that in words. Before anything of it is in memory."""
+def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
+    """Return the bytes on a rank of the full parameters, the shards that they are gathered from, and keys and values.
+
+    `model`: on any device, in the dtype to compute in. `num_tokens`: of the longest prompt with its answer.
+    """
+    config: Any = model.config
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    words = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(words, "num_attention_heads", None) or 1
+    kv_heads = getattr(words, "num_key_value_heads", None) or heads
+    hidden, layers = getattr(words, "hidden_size", None) or 0, getattr(words, "num_hidden_layers", None) or 0
+    head_dim = getattr(words, "head_dim", None) or hidden // heads
+    cache = 2 * layers * kv_heads * head_dim * next(model.parameters()).element_size() * num_tokens * batch
+    return weights + weights // num_ranks * (num_ranks > 1) + cache  # one rank's shards are the whole model
+
+
+def free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Return the memory that one of `num_ranks` ranks of this machine may take: that of its device, or its part of the host's.
+
+    The host's is what the system has available, or the control group of this process if that is less; 0 if neither is known.
+    """
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0])
+    free = []
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # no such control group, or one without a limit ("max")
+            most = int(Path("/sys/fs/cgroup", limit).read_text())
+            free.append(most - int(Path("/sys/fs/cgroup", used).read_text()))
+    return max(0, min(free, default=0)) // num_ranks
+
+
+def _held(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
+    """Return if all ranks keep the whole model, and that in words. Before anything of it is in memory."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
-    fits = need.full(place.world) <= SHARE * int(free)
-    sizes = f"{need.full(place.world) / GIB:.2f} GiB a rank of {int(free) / GIB:.2f} free"
-    full = options.hold == "full" or (options.hold == "auto" and fits)
+    full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
+    sizes = f"{needed / GIB:.2f} GiB a rank of {int(free) / GIB:.2f} free"
     return full, f"{'full parameters' if full else 'unit by unit'} ({sizes})"
 
 
@@ -90,6 +131,62 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
         load_exported(whole, stored.adapter)
     elif stored.adapter is not None:
         acc.load(stored.adapter, whole, only="trained")
+
+
+class Printer:
+    """Owns what was printed so far; on other ranks `show` and `end` do nothing. Answers travel through the job's store."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
+    ) -> None:
+        self._prompts, self._store, self._tokenizer, self._speaks = prompts, store, tokenizer, speaks
+        self._as_json, self._num_shown, self._num_tokens = options.json, 0, 0
+        self._streams = speaks and len(prompts) == 1 and not options.json
+        self._began_s = time.perf_counter()
+
+    def streamer(self) -> Any:
+        """Prints words as they are written, where there is one prompt; else None."""
+        if not self._streams:
+            return None
+        from transformers import TextStreamer
+
+        return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def keep(self, answers: Sequence[WrittenText]) -> None:
+        for answer in answers:
+            self._store.set(_key(answer.index), json.dumps(asdict(answer)))
+
+    def show(self) -> None:
+        """Print the next answers, as far as they have come."""
+        while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
+            answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
+            self._print(self._prompts[self._num_shown], answer)
+            self._num_shown += 1
+            self._num_tokens += answer.num_tokens
+
+    def end(self, how: str) -> None:
+        """Print what is still to come, as it comes, and how fast all was."""
+        if not self._speaks:
+            return
+        while self._num_shown < len(self._prompts):
+            self.show()
+            time.sleep(LOOK_S)
+        seconds = time.perf_counter() - self._began_s
+        speed = f"{self._num_tokens:,} tokens in {seconds:.1f} s, {self._num_tokens / seconds:,.1f} tokens/s"
+        print(f"{speed}; {how}", file=sys.stderr, flush=True)
+
+    def _print(self, prompt: Prompt, answer: WrittenText) -> None:
+        if self._as_json:
+            words = {"prompt": prompt.text, "text": answer.text, "tokens": answer.num_tokens, "ended": answer.ended}
+            print(json.dumps(words), flush=True)
+        elif len(self._prompts) > 1:
+            print(f"> {prompt.text}\n{answer.text}\n", flush=True)
+        elif not self._streams:
+            print(answer.text, flush=True)
+
+
+def _key(index: int) -> str:
+    return f"accordion/answer/{index}"
 
 
 class CommonSteps:

@@ -27,8 +27,7 @@ from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
 from accordion.train.config import Config, Job, JobConfig, ShardConfig
-from accordion.train.instructions import answer_losses
-from accordion.train.language_work import trained_model
+from accordion.train.language_work import answer_losses, trained_model
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,7 +28,7 @@ class Batches(Protocol):
     def __next__(self) -> Any: ...
     def kept(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
-    def go_on(self, kept: Mapping[str, Any]) -> bool:
+    def go_on(self, kept: dict[str, Any]) -> bool:
         """Go on where another run stopped, of which `state` is loaded; False where that was in other data."""
         ...
 
@@ -62,90 +61,25 @@ class OrderedBatches:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def go_on(self, kept: Mapping[str, Any]) -> bool:
-        place = kept.get("_index_sampler_state", kept)  # so named by torchdata, in checkpoints of older versions
-        if not (isinstance(place, dict) and "count" in place and self.order.continues(place)):
+    def go_on(self, kept: dict[str, Any]) -> bool:
+        if not ("count" in kept and self.order.continues(kept)):
             return False
-        self.order.load_state_dict(place)
+        self.order.load_state_dict(kept)
         return True
-
-
-class StreamedBatches:
-    """Micro-batches of an iterable of samples. Each rank walks through all of it and keeps the positions of its share.
-
-    An epoch ends with the last whole global batch; then the iterable begins again, after `set_epoch(epoch)` where it has that.
-    It draws random numbers of its own, the same on all ranks. An iterable with `state_dict` goes on by that, and any other one
-    by reading again what was read of the epoch.
-    """
-
-    def __init__(self, data: Any, share: Share, seed: int, collate: Collate) -> None:
-        self._data, self._share, self._collate = data, share, collate
-        self._draws = Draws(seed)
-        self._epoch, self._num_read = 0, 0  # samples of this epoch that all ranks have read
-        self._items: Iterator[Any] | None = None
-        self._ready: deque[list[Any]] = deque()
-
-    def __next__(self) -> Any:
-        if not self._ready:
-            with self._draws.of(self._epoch):
-                whole = self._read_step()
-            while not whole:
-                if self._num_read == 0:
-                    raise UsageError(
-                        f"the training data ended before one step, {self._share.global_batch} samples over all ranks; give more, "
-                        "lower train.micro_batch, or, if it is a generator, an object whose __iter__ begins anew."
-                    )
-                self._epoch, self._num_read, self._items = self._epoch + 1, 0, None
-                with self._draws.of(self._epoch):
-                    whole = self._read_step()
-        return self._collate(self._ready.popleft())
-
-    def _read_step(self) -> bool:
-        """Read the samples of a global batch, and keep this rank's; False where the epoch has no more as many."""
-        share, step = self._share, list[list[Any]]()
-        if self._items is None:
-            self._items = begun(self._data, self._epoch)
-        for position in range(share.global_batch):
-            item = next(self._items, self)  # itself: no sample
-            if item is self:
-                return False
-            if position % (share.world * share.micro_batch) == 0:
-                step.append([])
-            if position % share.world == share.rank:
-                step[-1].append(item)
-        self._num_read += share.global_batch
-        self._ready.extend(step)
-        return True
-
-    def kept(self) -> dict[str, Any]:
-        assert not self._ready, "a checkpoint is of a whole number of steps"
-        return {"epoch": self._epoch, "num_read": self._num_read}
-
-    def state(self) -> dict[str, Any]:
-        return {"data": self._data, "draws": self._draws} if _is_stateful(self._data) else {}
-
-    def go_on(self, kept: Mapping[str, Any]) -> bool:
-        if "num_read" not in kept:
-            return False
-        self._epoch, self._num_read = kept["epoch"], kept["num_read"]
-        with self._draws.of(self._epoch):
-            if _is_stateful(self._data):
-                self._items = iter(self._data)
-                return True
-            self._items = begun(self._data, self._epoch)
-            return all(next(self._items, self) is not self for _ in range(self._num_read))
 
 
 class LoaderBatches:
     """The batches of a loader, as it gives them; it begins again where it ends, after `set_epoch(epoch)` where it has that.
 
-    Its shuffling draws random numbers that the epoch alone decides, the same on all ranks. A loader with `state_dict` goes on by
+    Reading draws random numbers that the epoch alone decides, the same on all ranks. A loader with `state_dict` goes on by
     that, and any other one by reading again what was read of the epoch.
     """
 
-    def __init__(self, loader: Any, seed: int) -> None:
-        self._loader, self._draws = loader, Draws(seed)
-        self._generators = {id(g): (g, g.initial_seed()) for g in _generators_of(loader)}
+    counter, empty = "num_batches", "the loader of the training data gives no batch; give it data."
+
+    def __init__(self, data: Any, seed: int, collate: Collate = lambda batch: batch) -> None:
+        self._data, self._draws, self._collate = data, Draws(seed), collate
+        self._generators = {id(g): (g, g.initial_seed()) for g in _generators_of(data)}
         self._epoch, self._num_read = 0, 0
         self._batches: Iterator[Any] | None = None
 
@@ -153,35 +87,74 @@ class LoaderBatches:
         with self._draws.of(self._epoch):
             if self._batches is None:
                 self._begin()
-            batch = next(self._batches, self)  # type: ignore[arg-type]
+            batch: Any = next(self._batches, self)  # type: ignore[arg-type]  # itself: no batch
         if batch is self:
             if self._num_read == 0:
-                raise UsageError("the loader of the training data gives no batch; give it data.")
+                raise UsageError(self.empty)
             self._epoch, self._num_read, self._batches = self._epoch + 1, 0, None
             return next(self)
-        self._num_read += 1
-        return batch
+        return self._collate(batch)
 
-    def _begin(self) -> None:
+    def _begin(self, *, tells_epoch: bool = True) -> Iterator[Any]:
+        """Begin a pass over the data, and return it."""
         for generator, seed in self._generators.values():
             generator.manual_seed(seed + self._epoch)
-        self._batches = begun(self._loader, self._epoch)
+        items = begun(self._data, self._epoch) if tells_epoch else iter(self._data)
+        self._batches = self._batches_of(items)
+        return items
+
+    def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
+        for batch in items:
+            self._num_read += 1
+            yield batch
 
     def kept(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "num_batches": self._num_read}
+        return {"epoch": self._epoch, self.counter: self._num_read}
 
     def state(self) -> dict[str, Any]:
-        return {"data": self._loader, "draws": self._draws} if _is_stateful(self._loader) else {}
+        return {"data": self._data, "draws": self._draws} if _is_stateful(self._data) else {}
 
-    def go_on(self, kept: Mapping[str, Any]) -> bool:
-        if "num_batches" not in kept:
+    def go_on(self, kept: dict[str, Any]) -> bool:
+        if self.counter not in kept:
             return False
-        self._epoch, self._num_read = kept["epoch"], kept["num_batches"]
+        self._epoch, self._num_read = kept["epoch"], kept[self.counter]
         with self._draws.of(self._epoch):
-            self._begin()
-            if _is_stateful(self._loader):
+            if _is_stateful(self._data):
+                self._begin(tells_epoch=is_loader(self._data))  # the state of an iterable has its epoch
                 return True
-            return all(next(self._batches, self) is not self for _ in range(self._num_read))  # type: ignore[arg-type]
+            items = self._begin()
+            return all(next(items, self) is not self for _ in range(self._num_read))
+
+
+class StreamedBatches(LoaderBatches):
+    """Micro-batches of an iterable of samples. Each rank walks through all of it and keeps the positions of its share.
+
+    An epoch ends with the last whole global batch; then the iterable begins again, as a loader does.
+    """
+
+    counter = "num_read"
+
+    def __init__(self, data: Any, seed: int, share: Share, collate: Collate) -> None:
+        super().__init__(data, seed, collate)
+        self._share = share
+        self.empty = (
+            f"the training data ended before one step, {share.global_batch} samples over all ranks; give more, lower "
+            "train.micro_batch, or, if it is a generator, an object whose __iter__ begins anew."
+        )
+
+    def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Read the samples of a whole global batch before yielding this rank's micro-batches of it."""
+        share = self._share
+        while True:
+            step = [list[Any]() for _ in range(share.accumulate)]
+            for position in range(share.global_batch):
+                item = next(items, self)  # itself: no sample
+                if item is self:
+                    return
+                if position % share.world == share.rank:
+                    step[position // (share.world * share.micro_batch)].append(item)
+            self._num_read += share.global_batch
+            yield from step
 
 
 class Draws:
@@ -283,7 +256,7 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
     if kind == "loader":
         return LoaderBatches(data, seed)
     if kind == "iterable":
-        return StreamedBatches(data, share, seed, collate)
+        return StreamedBatches(data, seed, share, collate)
     return OrderedBatches(data, share, seed, collate, pins=pins)
 
 

@@ -92,7 +92,10 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
     """Build and shard the model, and connect it with what a run needs."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
-    options, precision = config.train, config.shard.precision or own_precision(device)
+    # `auto` is bf16 on accelerators that have it, else fp16, and fp32 on CPU.
+    best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
+    options, precision = config.train, config.shard.precision or precision_named(best)
+    assert precision is not None, "only `auto` has none"
     name = str(precision_words(precision))
     theirs = settings_of(config, name)
     built = work.model(options.seed)
@@ -122,14 +125,6 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         best=Best(options.patience, options.min_delta),
         skips=Skips(max_skips_of(options.on_nonfinite)),
     )
-
-
-def own_precision(device: torch.device) -> Precision:
-    """Return the precision that `auto` means: bf16 on accelerators that have it, else fp16; fp32 on CPU."""
-    name = "fp32" if device.type == "cpu" else "bf16" if _torch.has_bf16(device) else "fp16"
-    precision = precision_named(name)
-    assert precision is not None, "only `auto` has none"
-    return precision
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:

@@ -83,21 +83,18 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
     """The newest checkpoint beyond `origin` that a start with the settings of `config` has written; None if there is none."""
-    found, step = None, _extra(origin)["step"]
+    found, step, now, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
     for path in (folder / BEST, kept(folder)):
         try:
             extra = _extra(Path(path)) if path is not None else None
         except UsageError:
             continue
-        if extra is not None and extra["step"] > step and _is_of(extra["config"], config):
+        if extra is None or extra["step"] <= step:
+            continue
+        before = extra["config"]
+        if before.get(key) == now[key] and not set(differing(before, now)) - set(OF_A_START):
             found, step = Path(str(path)), extra["step"]
     return found
-
-
-def _is_of(before: Mapping[str, Any], config: JobConfig) -> bool:
-    """Whether `before`, the settings that a checkpoint keeps, are those of the same command as `config`."""
-    now, key = flat(config), "checkpoint.resume"
-    return before.get(key) == now[key] and not set(differing(before, now)) - set(OF_A_START)
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -185,13 +182,14 @@ def _extra(path: Path) -> Mapping[str, Any]:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    if not isinstance(extra, dict) or not {"tokenizer", "task"} & set(extra) or not _says_where(extra):
+    kinds = {"step": int, "config": dict}
+    if (
+        not isinstance(extra, dict)
+        or not {"tokenizer", "task"} & set(extra)
+        or not all(isinstance(extra.get(key), kind) for key, kind in kinds.items())
+    ):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
-
-
-def _says_where(extra: Mapping[str, Any]) -> bool:
-    return isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
 
 
 def best_in(folder: Path) -> tuple[float, int] | None:
@@ -241,32 +239,26 @@ def keep_as_best(folder: Path, step: int) -> None:
         raise CheckpointError(f"{source} cannot be kept as {target}: {error.strerror or error}.") from None
 
 
-def check_run(path: Path, steps: int) -> None:
-    """Raise `UsageError` where the run is over before `path`."""
+def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
+    """Raise `UsageError` if the run is over before `path`, or if `path` is of other tokens or of another kind of run.
+
+    `tokenizer_digest`: None if the run trains a task.
+    """
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
             f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
             "run.dir."
         )
-
-
-def check_task(path: Path) -> None:
-    """Raise `UsageError` where the checkpoint is of a run on text."""
-    if "task" not in _extra(path):
+    if tokenizer_digest is None and "task" not in extra:
         raise UsageError(
             f"checkpoint {str(path)!r} is of a run on text, and this one trains a task; take another run.dir."
         )
-
-
-def check_tokenizer(path: Path, tokenizer_digest: str) -> None:
-    """Raise `UsageError` where the checkpoint's tokens mean something else."""
-    extra = _extra(path)
-    if "tokenizer" not in extra:
+    if tokenizer_digest is not None and "tokenizer" not in extra:
         raise UsageError(
             f"checkpoint {str(path)!r} is of the task {extra['task']!r}, and this run trains on text; take another run.dir."
         )
-    if extra["tokenizer"] != tokenizer_digest:
+    if tokenizer_digest is not None and extra["tokenizer"] != tokenizer_digest:
         raise UsageError(
             f"checkpoint {str(path)!r} was trained with another tokenizer (other data, or another model folder); take the data "
             "it was trained on, another run.dir, or a model.path that holds its tokenizer.json."

@@ -6,15 +6,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
-from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, get_type_hints
 
 from torch.distributed.distributed_c10d import Store
 
 from accordion.devices import devices_here, num_cores
 from accordion.errors import UsageError
+from accordion.models.stored import cache_folder
 from accordion.options import made, options_of, values_of
 from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.tasks.loaded import loaded
@@ -23,9 +22,8 @@ from accordion.train.auto_plan import planned
 from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
 from accordion.train.deepspeed import settled
 from accordion.train.ending import PREEMPTED, Signals
-from accordion.train.owner import check_free
 from accordion.train.prepare import prepare, prepare_on_host
-from accordion.train.run_files import check_removed, content_of, flattened, split, values_of_file
+from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 
 ABOUT = (
@@ -97,8 +95,6 @@ def _values(words: list[str]) -> dict[str, Any]:
     files, flags = split([_whole(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     kind = _kind_of(class_paths(files, flags))
-    for word in flags:
-        check_removed(word.partition("=")[0].removeprefix("--"))
     found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)
@@ -139,7 +135,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     values = _values(words)
     config, named = _configured(values), frozenset(values)
     place = launch.place_of(environ)
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
+    cache = cache_folder(environ)
     if place is not None:
         launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
@@ -156,12 +152,12 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     device, world = launch.choose(config.launch, None, devices_here())
     config = settled(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
-    config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
+    config, expected = planned(config, named, world, device, screen.note, task)
     if warning := launch.few_cores(device, world, num_cores()):
         screen.note(warning)
-    ask = partial(check_free, job=None)
-    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, named=named, began_s=began_s)
+    place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train", url="")
+    prepared = prepare(config, place, cache, screen, named=named, began_s=began_s)
     prepared = replace(prepared, expected=expected)
     return launch.start(loop.train, (prepared, device), world, signals)
 
@@ -172,8 +168,8 @@ def _started_rank(
     """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
-    device, world = launch.choose(config.launch, place, devices_here())
-    config = settled(config, named, world)
+    device, _ = launch.choose(config.launch, place, devices_here())
+    config = settled(config, named, place.world)
     if config.train.plan != "none":
         raise UsageError(
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "
@@ -182,7 +178,5 @@ def _started_rank(
     screen = Screen(speaks=place.rank == 0)
     if warning := launch.few_cores(device, place.local_world, num_cores()):
         screen.note(warning)
-    prepared = prepare_on_host(
-        place, store, config, world, cache, screen.note, show=screen.examples, named=named, began_s=began_s
-    )
+    prepared = prepare_on_host(store, config, place, cache, screen, named=named, began_s=began_s)
     return loop.train(place, store, prepared, device, signals)

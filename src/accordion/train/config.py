@@ -89,13 +89,6 @@ class ShardConfig(Sharding):
     replicas: int = at_least(0, 0)
     """copies of the sharded model with a hybrid strategy; 0: one for each node"""
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            # Run files of earlier versions, and plans, have 0 for a number that is not asked for.
-            if f.default is None and getattr(self, f.name) == 0:
-                object.__setattr__(self, f.name, None)
-        Sharding.__post_init__(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

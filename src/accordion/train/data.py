@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ def _mix(value: int, key: int) -> int:
 class Sequences(Dataset[Tensor]):
     """Packed tokens cut into windows of `seq_len + 1`: inputs, and the same one token later. Owns nothing."""
 
-    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+    def __init__(self, tokens: Any, seq_len: int) -> None:  # an array, or a `TokenStream`
         self.tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
@@ -176,15 +176,7 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     return -(-(num_tokens - 1) // seq_len)
 
 
-class Tokens(Protocol):
-    """An array of tokens, or what is read as one."""
-
-    @property
-    def size(self) -> int: ...
-    def __getitem__(self, span: slice, /) -> np.ndarray: ...
-
-
-def validation_batches(tokens: Tokens, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
+def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
     """This rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
 
     The last window is filled up, and so are ranks that have fewer windows, with `IGNORED`: averages go by tokens.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,6 @@ def digest_of(config: JobConfig) -> str:
     return hashlib.sha256(Path(config.train.deepspeed).read_bytes()).hexdigest()[:12]
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """What the file means for one key of the run. `names`: keys of the file that would say so."""
-
-    key: str
-    value: Any
-    names: tuple[str, ...]
-
-
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """`config` with what the file says; `named`: the keys that flags and run files gave.
 
@@ -77,17 +68,17 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
             "it in one place."
         )
     values, changed = flat(config), {}
-    for means in _meanings(config, settings, num_ranks):
-        says = [name for name in means.names if name in settings.said]
-        asks = any(name in settings.autos for name in means.names)
-        if means.key in named and values[means.key] != means.value and not asks:
+    for key, value, names in _meanings(config, settings, num_ranks):
+        says = [name for name in names if name in settings.said]
+        asks = any(name in settings.autos for name in names)
+        if key in named and values[key] != value and not asks:
             if says:
                 raise UsageError(
-                    f"{means.key} is {values[means.key]}, and {' and '.join(says)} in {config.train.deepspeed!r} "
-                    f"mean{'s' if len(says) == 1 else ''} {means.value}; say it in one place."
+                    f"{key} is {values[key]}, and {' and '.join(says)} in {config.train.deepspeed!r} "
+                    f"mean{'s' if len(says) == 1 else ''} {value}; say it in one place."
                 )
             continue
-        changed[means.key] = means.value
+        changed[key] = value
     groups = {
         group.name: replace(
             getattr(config, group.name),
@@ -101,34 +92,34 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
     return result
 
 
-def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[Translation]:
-    groups = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
-    yield Translation("shard.strategy", settings.sharding.strategy.name, ("zero_optimization.stage", *groups))
+def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Yield each key of the run that the file decides, its value, and the keys of the file that would give it."""
+    zero = "zero_optimization."
+    groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
+    yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)
     if settings.group_ranks is not None:
-        yield Translation("shard.replicas", settings.replicas(num_ranks), groups)
-    yield Translation("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
-    z = "zero_optimization."
-    names = (
+        yield "shard.replicas", settings.replicas(num_ranks), groups
+    yield "shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled")
+    places = (
         "offload_optimizer.device",
         "cpu_offload",
         "offload_param.device",
         "cpu_offload_params",
         "cpu_offload_param",
     )
-    yield Translation("shard.offload", offload_words(settings.sharding.offload), tuple(z + name for name in names))
+    yield "shard.offload", offload_words(settings.sharding.offload), tuple(zero + name for name in places)
     said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=said).batch(num_ranks)
-    yield Translation("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))
-    yield Translation("train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN))
-    yield Translation("train.clip", settings.clip, ("gradient_clipping",))
+    yield "train.micro_batch", batch.micro_batch, (MICRO, TRAIN)
+    yield "train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN)
+    yield "train.clip", settings.clip, ("gradient_clipping",)
     if settings.optimizer is not None:
-        yield Translation("train.lr", settings.optimizer.lr, ("optimizer.params.lr", "optimizer.type"))
+        yield "train.lr", settings.optimizer.lr, ("optimizer.params.lr", "optimizer.type")
         decay = ("optimizer.params.weight_decay", "optimizer.type")
-        yield Translation("train.weight_decay", settings.optimizer.weight_decay, decay)
+        yield "train.weight_decay", settings.optimizer.weight_decay, decay
     if settings.scheduler is not None:
-        yield Translation(
-            "train.warmup", settings.scheduler.warmup, ("scheduler.params.warmup_num_steps", "scheduler.type")
-        )
+        names = ("scheduler.params.warmup_num_steps", "scheduler.type")
+        yield "train.warmup", settings.scheduler.warmup, names
 
 
 def _precision(config: JobConfig, settings: Settings) -> str:

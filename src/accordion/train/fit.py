@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +25,4 @@ def fit(task: object, config: str | os.PathLike[str] | None = None, options: Map
     """
     from accordion.train.fitting import fitted
 
-    environ = os.environ
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
-    return fitted(task, None if config is None else os.fspath(config), options or {}, environ, cache)
+    return fitted(task, None if config is None else os.fspath(config), options or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.devices import devices_here
 from accordion.errors import UsageError, nearest
+from accordion.models.stored import cache_folder
 from accordion.options import made, options_of
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.tasks.loaded import of_object
@@ -27,8 +29,8 @@ from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics import METRICS, last_line
 from accordion.train.prepare import prepare_on_host
-from accordion.train.run_files import check_removed, values_of_file
-from accordion.train.run_state import state_of
+from accordion.train.run_files import values_of_file
+from accordion.train.runs import state_of
 from accordion.train.screen import Screen
 
 
@@ -47,17 +49,15 @@ class Fit:
     checkpoint: str | None
 
 
-def fitted(
-    task: object, config: str | None, options: Mapping[str, Any], environ: Mapping[str, str], cache: Path
-) -> Fit:
+def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     """As `accordion.fit`."""
-    began_s = time.time()
+    began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit makes the process group itself, and there is one; call it without init_process_group.")
     loaded, values = of_object(task), _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
-    place = launch.place_of(environ)
+    place = launch.place_of(os.environ)
     if place is None and job.launch.nproc > 1:
         raise UsageError(
             f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
@@ -68,17 +68,17 @@ def fitted(
     named = frozenset(values)
     job = settled(job, named, world)
     store: Store
-    say = Screen(speaks=place is None or place.rank == 0).note
+    screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
-        job, expected = planned(job, named, world, device, say, loaded)
+        job, expected = planned(job, named, world, device, screen.note, loaded)
     else:
         if job.train.plan != "none":
             raise UsageError(
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
-        store, expected = launch.joined(place, environ), None
-    prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
+        store, expected = launch.joined(place, os.environ), None
+    prepared = prepare_on_host(store, job, place, cache, screen, named=named, began_s=began_s, task=task)
     prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
@@ -114,7 +114,6 @@ def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     known = {option.key: option for option in options_of(JobConfig)}
     values = {} if config is None else values_of_file(config, list(known.values()))
     for key, value in options.items():
-        check_removed(key, "options: ")
         if key not in known:
             raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
         values[key] = known[key].converted(value, key)

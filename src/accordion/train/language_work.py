@@ -1,40 +1,63 @@
-"""Base class of training on text and on examples: the language model, and its description in checkpoints."""
+"""Training of a causal language model, on packed text or on examples with answers: losses, validation, and samples."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from accordion.checkpoint.streamed import draft_of
+from accordion.describe import describe
+from accordion.errors import UsageError
 from accordion.models.stored import ends_of, generation_config, with_lora
-from accordion.state import Only
+from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
+from accordion.train.batches import OrderedBatches, on_device
 from accordion.train.config import Config, model_name
-from accordion.train.evaluate import sample
-from accordion.train.model import causal_model, configuration, fill
+from accordion.train.data import (
+    IGNORED,
+    GlobalOrder,
+    Sequences,
+    Share,
+    inputs_and_labels,
+    num_sequences,
+    num_windows,
+    rows_read,
+    validation_batches,
+    validation_order,
+)
+from accordion.train.metrics import Validation
+from accordion.train.model import causal_model, configuration, fill, rows_are_sequences, rows_hold_documents
+from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
 from accordion.train.screen import Screen
+from accordion.train.sources import Split
 from accordion.train.token_tables import ExampleFiles, TokenFiles
-from accordion.train.work import Validation
 
-SAMPLE_TOKENS = 64
+SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16
+SMALL_BYTES = 4 << 30  # below it a sample is drawn from full parameters, above it from the sharded model, unit by unit
+TEMPERATURE = 0.8
 BASE = "base"  # folder in the run's, of a base that is no folder yet
+# Two documents, told apart by how the model answers them in either order.
+ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
     """Base class of the work on a language model. `generation`, `spec`: its generation_config.json and tokenizer.json.
 
-    `unit`: what the data is counted in, for messages.
+    `unit`: what the data is counted in, and `of_what` its validation loss is, for messages.
     """
 
     config: Config
@@ -42,7 +65,16 @@ class LanguageWork:
     generation: Mapping[str, Any]
     spec: str
     unit: str
+    of_what: str = ""
     counted: str = "tokens"
+
+    def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
+        """Return the number of held-out rows, and a function that gives this rank's batches of those in an order."""
+        raise NotImplementedError
+
+    def _sums(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of all labels that count, and the number of those, both 0-d."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -66,14 +98,47 @@ class LanguageWork:
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.data)
 
+    @torch.no_grad()
+    def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
+        """Return the mean loss of a token that counts, over the batches of all ranks, of which each has equally many."""
+        count, batches_of = self._held_out()
+        order = validation_order(count, self.config.train.validation_rows)
+        was_training = model.training
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+        for batch in batches_of(share, order):
+            total += torch.stack([value.double() for value in self._sums(model, on_device(batch, device))])
+        dist.all_reduce(total)
+        model.train(was_training)
+        loss, tokens = total.tolist()
+        perplexity = math.exp(min(loss / tokens, 700.0))
+        words = f" (perplexity {perplexity:,.1f}{self.of_what}; {rows_read(order, count)})"
+        return Validation(loss=loss / tokens, words=words)
+
+    @torch.no_grad()
     def _show_sample(
         self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen, **words: bool
     ) -> None:
-        """Show how the model goes on after `prompt`. `words`: of the tokenizer's `decode`."""
-        ends, longest = self.generation["eos_token_id"], self.config.data.seq_len
-        written = sample(model, device, prompt, SAMPLE_TOKENS, longest, seed, ends)
+        """Show how the model goes on after `prompt`, up to an end token; the same on every rank. Collective.
+
+        `device`: the device of the computation; parameters may be elsewhere. `words`: of the tokenizer's `decode`.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        small = describe(model).total_params * 4 <= SMALL_BYTES
+        was_training = model.training
+        model.eval()
+        ids = list(prompt)
+        with full_params(model) if small else nullcontext():
+            for _ in range(SAMPLE_TOKENS):
+                shown = torch.tensor([ids[-self.config.data.seq_len :]], device=device)  # (1, tokens)
+                logits = model(input_ids=shown, use_cache=False).logits[0, -1].float().cpu()  # (vocab,)
+                token = int(torch.multinomial(torch.softmax(logits / TEMPERATURE, dim=-1), 1, generator=generator))
+                if token in self.generation["eos_token_id"]:
+                    break
+                ids.append(token)
+        model.train(was_training)
         tokenizer = Tokenizer.from_str(self.spec)
-        screen.sample(tokenizer.decode(prompt, **words), tokenizer.decode(written, **words))
+        screen.sample(tokenizer.decode(prompt, **words), tokenizer.decode(ids[len(prompt) :], **words))
 
     def model(self, seed: int) -> nn.Module:
         return trained_model(self.config)
@@ -112,10 +177,181 @@ class LanguageWork:
         return {**extra, "adapter": {**asdict(self.config.adapter), "base": base}}
 
 
-def validated(loss: float, of_what: str, read: str) -> Validation:
-    """Return a validation loss with its perplexity. `read`: how many rows it is of."""
-    perplexity = math.exp(min(loss, 700.0))
-    return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f}{of_what}; {read})")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text(LanguageWork):
+    """A language model on text."""
+
+    files: TokenFiles
+    unit: str = "training tokens"
+
+    def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
+        sequences = Sequences(self.files.read("train"), self.config.data.seq_len)
+        return OrderedBatches(sequences, share, seed, None, pins=pins)
+
+    def notes(self, share: Share) -> list[str]:
+        count = num_sequences(self.files.num_train, self.config.data.seq_len)
+        return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """The mean of a token; every micro-batch has equally many."""
+        return token_losses(model, batch) / (batch.shape[0] * self.config.data.seq_len)
+
+    def num_counted(self, share: Share, batches: list[Any]) -> int:
+        return share.global_batch * self.config.data.seq_len
+
+    def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
+        tokens, seq_len = self.files.read("validation"), self.config.data.seq_len
+        return num_windows(tokens.size, seq_len), partial(validation_batches, tokens, seq_len)
+
+    def _sums(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return token_losses(model, batch), (batch[:, 1:] != IGNORED).sum()
+
+    def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
+        """A sample of text."""
+        prompt = [int(token) for token in self.files.read("validation")[:PROMPT_TOKENS]]
+        self._show_sample(model, device, prompt, seed, screen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instructions(LanguageWork):
+    """A language model on examples."""
+
+    files: ExampleFiles
+    unit: str = "training examples"
+    of_what: str = " of an answer's token"
+
+    @property
+    def data(self) -> str:
+        data = self.config.data
+        return f"{self.files.digest} {data.packing} {data.seq_len}"
+
+    def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
+        LanguageWork.fill(self, model, seed, on_meta=on_meta)
+        if self.config.data.packing == "documents":
+            check_apart(model)
+
+    def _rows(self, split: Any) -> ExampleRows:
+        return ExampleRows(self.files.read(split), self.config.data.seq_len, self.config.data.packing)
+
+    def _collate(self) -> Collate:
+        return Collate(self.config.data.seq_len, self.config.data.packing)
+
+    def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
+        order = LengthOrder if self.config.data.packing == "length" else GlobalOrder
+        return OrderedBatches(self._rows("train"), share, seed, self._collate(), pins=pins, order=order)
+
+    def notes(self, share: Share) -> list[str]:
+        data, rows = self.config.data, self._rows("train")
+        what = f"rows of {data.seq_len} tokens" if data.packing == "documents" else "examples"
+        return GlobalOrder(len(rows), share, 0).notes(what)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum and count over the answer tokens of this micro-batch, 0-d float32."""
+        return answer_losses(model, batch)
+
+    def num_counted(self, share: Share, batches: list[Any]) -> int:
+        """Tokens without filling, of each rank as many as of this one."""
+        return share.world * sum(int(batch["num_tokens"]) for batch in batches)
+
+    def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
+        rows = self._rows("validation")
+        return len(rows), partial(validation_rows, rows, self._collate())
+
+    def _sums(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return answer_losses(model, batch)
+
+    def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
+        """An answer to the first held-out example."""
+        ids, answers = self.files.read("validation")[0]
+        prompt = [int(token) for token in ids[: int(answers.argmax())]][-self.config.data.seq_len :]
+        if prompt:
+            self._show_sample(model, device, prompt, seed, screen, skip_special_tokens=False)
+
+
+# -- losses
+
+
+def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """The sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
+    inputs, labels = inputs_and_labels(batch)
+    with rows_are_sequences():
+        logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:
+    """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
+    data = config.data
+    for split, held in rows.items():
+        if not len(held) or not held.fit.num_answers:
+            raise UsageError(
+                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len) that is to be "
+                "learnt; raise data.seq_len, shorten the prompts, or give some answers a weight."
+            )
+    count = len(rows["train"])
+    if count < global_batch:
+        several = data.packing == "documents"
+        what, less = (f"rows of {data.seq_len} tokens", " shorten data.seq_len") if several else ("examples", "")
+        raise UsageError(
+            f"one step takes {global_batch} {what} (ranks x train.micro_batch x train.accumulate), {where} has {count}; lower "
+            f"one of these,{less} or give more data."
+        )
+
+
+def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of all labels that count, and how many those are, 0-d float32."""
+    shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    labels: Tensor = batch["labels"]
+    several = "position_ids" in shown
+    if several and in_one_row(model):
+        shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
+    with rows_hold_documents() if several else rows_are_sequences():
+        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
+    total = functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total, (labels != IGNORED).sum().float()
+
+
+def in_one_row(model: nn.Module) -> bool:
+    """Whether its attention tells documents apart in a batch of one row alone: flash attention, by the lengths of each."""
+    return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
+
+
+@torch.no_grad()
+def check_apart(model: nn.Module) -> None:
+    """Raise `UsageError` on every rank where documents of a row see each other, by the logits of one in two places.
+
+    Whether an architecture heeds position ids in its mask is nowhere written down, so it is tried.
+    """
+    device = sharded_engine(model, "training").context.device
+    was_training = model.training
+    model.eval()
+    first, second = ROWS_OF_TEST
+    ids = torch.tensor([[*first, *second], [*second, *first]], device=device)
+    places = [torch.arange(len(part), device=device) for part in (first, second)]
+    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
+    if in_one_row(model):
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+    with rows_hold_documents():
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
+    logits = logits.float().reshape(2, len(first) + len(second), -1)
+    model.train(was_training)
+    here, there = logits[0, len(first) :], logits[1, : len(second)]
+    apart = (here - there).abs().max() <= bound * here.abs().max()
+    told = apart.to(torch.int64)
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    if not int(told):
+        raise UsageError(
+            f"data.packing is 'documents', and {type(model).__name__} lets the examples in a row see each other; take "
+            "--data.packing length."
+        )
+
+
+# -- the model, and the files beside its weights
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from accordion.checkpoint.prune import BEST
 from accordion.describe import describe
 from accordion.errors import UsageError
-from accordion.train import checkpoints, run_state
+from accordion.train import checkpoints, runs
 from accordion.train.auto_plan import beside
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
@@ -52,9 +52,7 @@ def train(
         if claim is not None:
             held.callback(claim.release)
         run_dir, leads = Path(prepared.run_dir), place.rank == 0
-        state = stack.enter_context(
-            run_state.StateFile(run_dir, config.train.steps, prepared.checkpoint_dir, leads=leads)
-        )
+        state = stack.enter_context(runs.StateFile(run_dir, config.train.steps, prepared.checkpoint_dir, leads=leads))
         device = join_group(place, store, kind, config.launch.timeout_s)
         held.callback(dist.destroy_process_group)
         agree(prepared, place)
@@ -84,16 +82,6 @@ class Over:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The decision after a step, the same on all ranks. `over`: why training ends with it, None if it goes on."""
-
-    over: Over | None
-    saves: bool = False
-    saves_best: bool = False
-    samples: bool = False
-
-
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Over]:
     """Train on from `done` steps. Returns how many are done then, and why it ends. `stack`: takes what ends with the run."""
     config, screen, seen = run.config, run.screen, list[StepMetrics]()
@@ -109,29 +97,20 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
         saves.save(done, last=_over(run, done) is not None, name=BEST)
     screen.start(done, config.train.steps)
     steps = stack.enter_context(Steps(run, saves, record))
-    step, decision = done, Decision(over=_over(run, done))
-    while decision.over is None:
+    step, over = done, _over(run, done)
+    while over is None:
         step += 1
         steps.take(step)
         saves.poll()
-        decision = _decide(run, saves, steps, step, log)
-        if decision.saves_best:
-            saves.save(step, last=False, name=BEST)
-        if decision.saves:
-            steps.settle()
-            saves.save(step, last=decision.over is not None)
-        if decision.samples:
-            steps.settle()
-            screen.note(f"after {step} steps:")
-            run.prepared.work.finish(run.model, run.device, config.train.seed, screen)
+        over = _after_step(run, saves, steps, step, log)
     screen.stop()
     if run.prepared.expected is not None and seen:
         screen.note(beside(run.prepared.expected, seen, run.device.type))
-    return step, decision.over
+    return step, over
 
 
-def _decide(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Decision:
-    """Validate if that is due, and decide what follows `step`."""
+def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Over | None:
+    """Validate, save and draw a sample if that is due after `step`. Return why training ends with it, the same on all ranks."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -140,12 +119,16 @@ def _decide(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog 
     is_best = run.best.is_owed and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
     saved = over is not None or _due(run.config.checkpoint.every, step)
-    return Decision(
-        over=over,
-        saves=saved,
-        saves_best=is_best and not (saved and saves.links),
-        samples=over is None and _due(options.sample_every, step),
-    )
+    if is_best and not (saved and saves.links):
+        saves.save(step, last=False, name=BEST)
+    if saved:
+        steps.settle()
+        saves.save(step, last=over is not None)
+    if over is None and _due(options.sample_every, step):
+        steps.settle()
+        run.screen.note(f"after {step} steps:")
+        run.prepared.work.finish(run.model, run.device, options.seed, run.screen)
+    return over
 
 
 def _due(every: int, step: int) -> bool:
@@ -155,13 +138,13 @@ def _due(every: int, step: int) -> bool:
 def _over(run: Run, step: int) -> Over | None:
     """Return why training ends with `step`, None if it goes on; the same on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
-        return Over(run_state.PREEMPTED)
+        return Over(runs.PREEMPTED)
     if step >= run.config.train.steps:
-        return Over(run_state.FINISHED)
+        return Over(runs.FINISHED)
     if run.ending.decided == TIME_IS_OVER:
-        return Over(run_state.STOPPED, f"train.hours {run.config.train.hours:g} are over")
+        return Over(runs.STOPPED, f"train.hours {run.config.train.hours:g} are over")
     if run.best.is_over:
-        return Over(run_state.STOPPED, f"no lower validation loss in {run.best.waited} validations (train.patience)")
+        return Over(runs.STOPPED, f"no lower validation loss in {run.best.waited} validations (train.patience)")
     return None
 
 
@@ -214,7 +197,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     Raises `CheckpointError` if the weights were not kept.
     """
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
-    has_time, is_finished = not run.ending.decided, over.state == run_state.FINISHED
+    has_time, is_finished = not run.ending.decided, over.state == runs.FINISHED
     if has_time and run.best.last != steps and _validate(run, steps, log):
         saves.save(steps, last=True, name=BEST)
     if not is_finished:
@@ -245,19 +228,10 @@ def _report(run: Run, over: Over, log: MetricsLog) -> None:
         note("no report.html: it is drawn with plotly; pip install 'accordion-fsdp[plan]'")
         return
     try:
-        found = page_of(
-            folder,
-            run.prepared.work.name,
-            run.config,
-            lines_of(folder),
-            log.validations,
-            run.device.type,
-            over.why or over.state,
-            describe(run.model),
-            run.prepared.expected,
-        )
-        write_whole(folder / f"{found.name}.html", as_html(found))
+        units, lines, why = describe(run.model), lines_of(folder), over.why or over.state
+        page = page_of(run.prepared, units, lines, log.validations, run.device.type, why)
+        write_whole(folder / f"{page.name}.html", as_html(page))
     except Exception as error:  # no room, or whatever plotly says; the other ranks wait for this one
         note(f"no report.html: {' '.join(f'{type(error).__name__}: {error}'.split())}")
         return
-    note(f"report: {folder / found.name}.html")
+    note(f"report: {folder / page.name}.html")

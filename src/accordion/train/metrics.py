@@ -9,7 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ class StepMetrics:
         if self.tokens_per_s is not None:
             return f"{self.tokens_per_s:,.0f} tok/s"
         return f"{self.samples_per_s or 0.0:,.0f} samples/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """The figures of held-out data. `words`: what a person reads after the loss."""
+
+    loss: float
+    words: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -102,13 +102,9 @@ def rows_hold_documents() -> Iterator[None]:
 
     It looks for them by itself too, and waits for the device to say whether there are any.
     """
-    with _told_of_documents(documents_of):
+    # (b, seq_len) positions -> the number of each token's document in its row, likewise
+    with _told_of_documents(lambda ids: (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)):
         yield
-
-
-def documents_of(position_ids: Tensor) -> Tensor:
-    """(b, seq_len) positions -> the number of each token's document in its row, likewise."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 @contextmanager

@@ -40,8 +40,8 @@ from accordion.train.batches import (
 )
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.data import GlobalOrder, Share
+from accordion.train.metrics import Validation
 from accordion.train.screen import Screen
-from accordion.train.work import Validation
 from accordion.weights.initialise import initialise
 
 

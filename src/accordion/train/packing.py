@@ -1,10 +1,11 @@
-"""Which examples share a row, and batches of rows: tokens, labels, and positions that begin anew with each example."""
+"""Rows of examples: which share one, batches of rows with positions that begin anew with each example, and a preview."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch.utils.data import Dataset
 from accordion.train.data import IGNORED, GlobalOrder, Share, shuffled
 from accordion.train.token_tables import Examples
 
+SHOWN = 3  # examples that a person sees before a run
+LONGEST = 1200  # characters of one; of a longer one the middle of each part is left out
 Batch = dict[str, Any]
 """`input_ids` and `labels`, (b, tokens); `position_ids` where rows hold several examples; `num_tokens`, without the filling."""
 
@@ -181,3 +184,24 @@ def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Se
         if not mine:
             batch["labels"].fill_(IGNORED)
         yield batch
+
+
+def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
+    """Return the first examples as they will be learnt, cut to `seq_len` labels: each in texts, and whether one is learnt."""
+    shown = []
+    for number in range(min(SHOWN, len(examples))):
+        ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])
+        learnt[:1] = False  # nothing comes before it
+        parts, whole = list[tuple[str, bool]](), ""
+        for is_learnt, run in groupby(range(len(ids)), key=lambda i: bool(learnt[i])):
+            text = tokenizer.decode(np.asarray(ids[: max(run) + 1]).tolist(), skip_special_tokens=False)
+            parts.append((text[len(whole) :], is_learnt))
+            whole = text
+        room = max(80, LONGEST // max(1, len(parts)))
+        shown.append(
+            [
+                (text if len(text) <= room else f"{text[: room // 2]} […] {text[-room // 2 :]}", flag)
+                for text, flag in parts
+            ]
+        )
+    return shown

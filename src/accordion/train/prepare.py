@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -20,30 +20,34 @@ from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.auto_plan import Expected
-from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Share, check_enough
-from accordion.train.examples import Encoder, digest_of_tokenizer
-from accordion.train.instructions import Instructions, check_enough_rows
-from accordion.train.language_work import generation_settings, kept_of, trained_model, with_base
+from accordion.train.examples import Encoder, chat_tokenizer, digest_of_tokenizer
+from accordion.train.language_work import (
+    Instructions,
+    Text,
+    check_enough_rows,
+    generation_settings,
+    kept_of,
+    trained_model,
+    with_base,
+)
 from accordion.train.launch import RankPlace, once_per_host
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
-from accordion.train.packing import ExampleRows
-from accordion.train.preview import Part, preview
+from accordion.train.packing import ExampleRows, preview
+from accordion.train.screen import Screen
 from accordion.train.sources import Source, find, first_of
-from accordion.train.text import Text
 from accordion.train.token_tables import SPLITS, ExampleFiles, cached_examples, cached_tokens
 from accordion.train.tokens import Say, Vocabulary, cached_vocabulary, check_fits, folder_vocabulary, keep_tokenizer
 from accordion.train.trackers import check_trackers
-from accordion.train.work import Work
-from accordion.units import UnitChoice, choose_units
+from accordion.units import choose_units
 
+Work = Text | Instructions | OwnTask
+"""A task to train, as the loop sees it: made before ranks start and pickled to each of them."""
 Folders = dict[str, Path]
 """Those that one job writes to at a time, under the settings that name them."""
-Show = Callable[[list[list[Part]]], None]
-"""Takes examples, each in parts that are learnt or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,50 +71,61 @@ class Prepared:
 
 def prepare(
     config: JobConfig,
-    world: int,
-    local_world: int,
+    place: RankPlace,
     cache: Path,
-    say: Say,
-    ask: Callable[[Folders], None] = lambda folders: None,
-    show: Show = lambda examples: None,
-    task: object | None = None,
+    screen: Screen,
     *,
     named: Collection[str] = (),
     began_s: float,
+    task: object | None = None,
 ) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
-    `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
-    `ask`: called with the run's folders before they are looked into; may raise. `show`: called with examples that will be
-    learnt. `task`: what is trained where `config` names no class of it. `named`: the keys that flags and run files gave.
-    `began_s`: when this start of the run began.
+    Args:
+        place: this process in the run; the first rank of all checks that no other job has the folders of the run
+        cache: folder for tokenizers and tokens, made if need be
+        screen: shows notes, and examples with what is learnt of them
+        named: the keys that flags and run files gave
+        began_s: when this start of the run began, by `time.time` of this machine
+        task: the task to train, if `config` names no class of it
     """
     try:
-        replicas = _replicas(config, world, local_world)
-        place = _Place(world=world, replicas=replicas, named=named, began_s=began_s, say=say, ask=ask, show=show)
-        _check_shards(config, place)
+        replicas = _replicas(config, place)
+        config.shard.check_secondary(place.world // replicas, "shard.")
+        for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+            if url and "://" in url:
+                raise UsageError(
+                    f"{key} is {url!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
+                )
         check_trackers(config.log)
         if isinstance(config, Config):
             optimizer = optimizer_of(config.parts)
             check_own_keys(optimizer, None, config)
             with of_the_task("optimizer(params)"):
                 check_optimizer(optimizer)
-            return (_of_text if config.data.format == "text" else _of_examples)(config, place, cache)
-        return _of_task(config, place, OwnTask(parts=config.parts, task=task))
+        work, folders, resume, config = (
+            (_of_text if config.data.format == "text" else _of_examples)(config, place, cache, screen, named)
+            if isinstance(config, Config)
+            else _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
+        )
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
+    return Prepared(
+        config=config,
+        run_dir=str(folders["run.dir"]),
+        checkpoint_dir=str(folders["checkpoint.dir"]),
+        work=work,
+        replicas=replicas,
+        resume=None if resume is None else str(resume),
+        began_s=began_s,
+    )
 
 
 def prepare_on_host(
-    place: RankPlace, store: Store, config: JobConfig, world: int, cache: Path, say: Say, **options: Any
+    store: Store, config: JobConfig, place: RankPlace, cache: Path, screen: Screen, **options: Any
 ) -> Prepared:
-    """`prepare` on the first rank of this host, then on its other ranks. The first rank of all asks for the folders."""
-
-    def ask(folders: Folders) -> None:
-        if place.rank == 0:  # elsewhere it may have them already when others look
-            check_free(folders, place.job)
-
-    return once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say, ask, **options))
+    """Call `prepare` on the first rank of this host, then on its other ranks."""
+    return once_per_host(place, store, lambda: prepare(config, place, cache, screen, **options))
 
 
 @contextmanager
@@ -125,38 +140,19 @@ def _cached(cache: Path) -> Iterator[None]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a run will be and since when, and whom to ask and tell."""
-
-    world: int
-    replicas: int
-    named: Collection[str]
-    began_s: float
-    say: Say
-    ask: Callable[[Folders], None]
-    show: Show
-
-
-def _check_shards(config: JobConfig, place: _Place) -> None:
-    config.shard.check_secondary(place.world // place.replicas, "shard.")
-    for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
-        if url and "://" in url:
-            raise UsageError(
-                f"{key} is {url!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
-            )
-
-
-def _folders(config: Job, name: str, place: _Place) -> tuple[Folders, Path | None, Job]:
+def _folders(
+    config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
+) -> tuple[Folders, Path | None, Job]:
     """Those of the run, the checkpoint to go on from, and `config` with the batch of that. Nothing is written."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
         _check_writable(path)
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
-    place.ask(folders)
-    resume = checkpoints.choose(folder, config, place.say)
-    return folders, resume, checkpoints.with_batch_of(resume, config, place.named, place.world)
+    if place.rank == 0:  # elsewhere it may have them already when others look
+        check_free(folders, place.job)
+    resume = checkpoints.choose(folder, config, screen.note)
+    return folders, resume, checkpoints.with_batch_of(resume, config, named, place.world)
 
 
 def _make(folders: Folders) -> None:
@@ -167,45 +163,35 @@ def _make(folders: Folders) -> None:
             raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
 
 
-def _prepared(config: JobConfig, folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
-    return Prepared(
-        config=config,
-        run_dir=str(folders["run.dir"]),
-        checkpoint_dir=str(folders["checkpoint.dir"]),
-        work=work,
-        replicas=place.replicas,
-        resume=None if resume is None else str(resume),
-        began_s=place.began_s,
-    )
-
-
-def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
+def _of_task(
+    config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]
+) -> tuple[Work, Folders, Path | None, JobConfig]:
     """Build the model and read a batch, and take the loss of it where that is quickly done here."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
-    folders, resume, config = _folders(config, task.name, place)
+    folders, resume, config = _folders(config, task.name, place, screen, named)
     options = config.train
     with of_the_task("model()"):
         model = work.model(options.seed)
     choose_units(model, work.units() if config.shard.units is None else config.shard.units)
     if resume is not None:
-        checkpoints.check_run(resume, options.steps)
-        checkpoints.check_task(resume)
+        checkpoints.check_run(resume, options.steps, None)
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
-    return _prepared(config, folders, work, place, resume)
+    return work, folders, resume, config
 
 
-def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
-    model_vocab = _vocab_of_model(config)
-    source, say = find(config.data), place.say
-    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
-    units = config.shard.units
-    if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
-        _describe_model(_check_model(config, units, resume), config, say)
+def _of_text(
+    config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]
+) -> tuple[Work, Folders, Path | None, JobConfig]:
+    model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
+    is_preset = config.model.path is None and config.adapter.kind == "none"
+    if not is_preset or config.shard.units is not None or resume is not None:
+        _check_model(config, resume, say)
     with _cached(cache):
         vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     if vocabulary.cuts:
@@ -213,8 +199,7 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
-        checkpoints.check_run(resume, config.train.steps)
-        checkpoints.check_tokenizer(resume, vocabulary.digest)
+        checkpoints.check_run(resume, config.train.steps, vocabulary.digest)
     with _cached(cache):
         tokens = cached_tokens(source, vocabulary, cache, say)
         keep_tokenizer(vocabulary, cache)
@@ -227,18 +212,16 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     config = with_base(config, folders["run.dir"])
     generation = generation_settings(config, [vocabulary.end_id])
     work = Text(config=config, files=tokens, generation=generation, spec=vocabulary.spec)
-    return _prepared(config, folders, work, place, resume)
+    return work, folders, resume, config
 
 
-def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
+def _of_examples(
+    config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]
+) -> tuple[Work, Folders, Path | None, JobConfig]:
     """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
-    data, say = config.data, place.say
-    model_vocab = _vocab_of_model(config)
-    source = find(data)
-    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
-    model = _check_model(config, config.shard.units, resume)
-    inner = computing(model)
-    _describe_model(model, config, say)
+    model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
+    data, inner = config.data, computing(_check_model(config, resume, say))
     if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
         raise UsageError(
             f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
@@ -250,33 +233,32 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     check_fits(size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
     digest = digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
-        checkpoints.check_run(resume, config.train.steps)
-        checkpoints.check_tokenizer(resume, digest)
+        checkpoints.check_run(resume, config.train.steps, digest)
     with _cached(cache):
         examples = cached_examples(source, Encoder(tokenizer, data.format), digest, size, cache, say)
-    _check_examples(examples, config, source, tokenizer, place)
+    _check_examples(examples, config, source, tokenizer, place.world, screen)
     _make(folders)
     tokenizer.save_pretrained(folders["run.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
     if end is None:
         say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
-    generation = generation_settings(config, ends_of(end))
     config = with_base(config, folders["run.dir"])
-    spec = tokenizer.backend_tokenizer.to_str()
-    work = Instructions(config=config, files=examples, generation=generation, spec=spec)
-    return _prepared(config, folders, work, place, resume)
+    generation, spec = generation_settings(config, ends_of(end)), tokenizer.backend_tokenizer.to_str()
+    return Instructions(config=config, files=examples, generation=generation, spec=spec), folders, resume, config
 
 
-def _check_examples(examples: ExampleFiles, config: Config, source: Source, tokenizer: Any, place: _Place) -> None:
+def _check_examples(
+    examples: ExampleFiles, config: Config, source: Source, tokenizer: Any, world: int, screen: Screen
+) -> None:
     """Show and describe the examples. Raises `UsageError` if there are too few."""
-    data, say = config.data, place.say
+    data, say = config.data, screen.note
     _tell_of_unread(source, say)
     if examples.unread:
         say(f"data: fields that are not read, or not by the chat template: {', '.join(examples.unread)}")
     rows = {split: ExampleRows(examples.read(split), data.seq_len, data.packing) for split in SPLITS}
     train = rows["train"]
-    place.show(preview(train.examples, tokenizer, data.seq_len))  # also of what is refused next
-    batch = place.world * config.train.micro_batch * config.train.accumulate
+    screen.examples(preview(train.examples, tokenizer, data.seq_len))  # also of what is refused next
+    batch = world * config.train.micro_batch * config.train.accumulate
     check_enough_rows(rows, config, batch, source.label)
     for split, held in rows.items():
         cut = held.fit.words(data.seq_len)
@@ -299,7 +281,22 @@ def _tell_of_unread(source: Source, say: Say) -> None:
         )
 
 
-def _describe_model(model: nn.Module, config: Config, say: Say) -> None:
+def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
+    """Return the model without storage, once it fits the units asked for, its weights and the checkpoint; describe it."""
+    from accordion.weights.pretrained import check_pretrained
+
+    model = trained_model(config)
+    choose_units(model, config.shard.units)
+    if config.model.path is not None and config.model.init == "pretrained":
+        try:
+            check_pretrained(model, Path(config.model.path))
+        except CheckpointError as error:
+            raise UsageError(f"model.path: {error}") from None
+    if resume is not None:
+        held = model.state_dict(keep_vars=True).items()
+        all_of_it = kept_of(config) is None
+        shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
+        checkpoints.check_model(resume, shapes)
     if config.model.init == "pretrained" and "optimizer" not in config.parts:
         say(
             f"fine-tuning at a peak learning rate of {config.train.lr:g} (train.lr); "
@@ -308,12 +305,13 @@ def _describe_model(model: nn.Module, config: Config, say: Say) -> None:
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
+    return model
 
 
-def _replicas(config: JobConfig, world: int, local_world: int) -> int:
+def _replicas(config: JobConfig, place: RankPlace) -> int:
     if not config.shard.strategy.hybrid:
         return 1
-    replicas = config.shard.replicas or max(1, world // local_world)
+    replicas, world = config.shard.replicas or max(1, place.world // place.local_world), place.world
     if world % replicas:
         raise UsageError(
             f"shard.replicas is {replicas}, which does not divide the {world} ranks; take a divisor of {world}."
@@ -356,22 +354,3 @@ def _check_writable(folder: Path) -> None:
             if not os.access(place, os.W_OK | os.X_OK):
                 raise UsageError(f"{str(folder)!r} cannot be written: no permission in {str(place)!r}.")
             return
-
-
-def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> nn.Module:
-    """The model without storage, held against the units asked for and the checkpoint."""
-    from accordion.weights.pretrained import check_pretrained
-
-    model = trained_model(config)
-    choose_units(model, units)
-    if config.model.path is not None and config.model.init == "pretrained":
-        try:
-            check_pretrained(model, Path(config.model.path))
-        except CheckpointError as error:
-            raise UsageError(f"model.path: {error}") from None
-    if resume is not None:
-        held = model.state_dict(keep_vars=True).items()
-        all_of_it = kept_of(config) is None
-        shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
-        checkpoints.check_model(resume, shapes)
-    return model

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accordion.compat.deepspeed import Schedule, Settings
+from accordion.compat.deepspeed import Settings
 from accordion.train.config import TrainConfig
 
 
@@ -78,15 +78,8 @@ def rates_of(
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:
         schedule = theirs.scheduler
-        return LearningRates(optimizer, lambda step, first: lr_at(step, options, schedule))
+        return LearningRates(optimizer, lambda step, first: schedule.lr(step - 1, options.lr))
     return LearningRates(optimizer, lambda step, first: first * share_at(step, options))
-
-
-def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
-    """The learning rate of step 1, 2, ...: that of `schedule`, else `train.lr` as `train.schedule` says."""
-    if schedule is not None:
-        return schedule.lr(step - 1, options.lr)
-    return options.lr * share_at(step, options)
 
 
 def share_at(step: int, options: TrainConfig) -> float:

@@ -12,8 +12,8 @@ from typing import Any
 from accordion.describe import Report
 from accordion.pages.machine import describe as machine
 from accordion.pages.page import Chart, Page, Table
-from accordion.train.auto_plan import Expected
-from accordion.train.config import Config, JobConfig, flat
+from accordion.train.config import Config, flat
+from accordion.train.prepare import Prepared
 from accordion.train.screen import human, lasting, millions
 
 NAME = "report"
@@ -22,20 +22,16 @@ SPEEDS = ("tokens_per_s", "samples_per_s")
 
 
 def page_of(
-    run_dir: Path,
-    model: str,
-    config: JobConfig,
+    prepared: Prepared,
+    units: Report,
     lines: Sequence[dict[str, Any]],
     validations: Sequence[tuple[int, float]],
     device: str,
     ended: str,
-    units: Report,
-    expected: Expected | None,
 ) -> Page:
-    """The page of the run in `run_dir`. `model`: its name. `lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why
-    the run ended.
-    """
-    thinned = _thinned(lines)
+    """Return the page of a run. `lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why the run ended."""
+    config, every = prepared.config, max(1, -(-(len(lines) - 1) // (MOST_POINTS - 1)))
+    thinned = [*lines[:-1:every], *lines[-1:]]
 
     def curve(key: str, scale: float = 1.0) -> dict[str, float]:
         return {str(line["step"]): line[key] * scale for line in thinned if line.get(key) is not None}
@@ -54,12 +50,13 @@ def page_of(
     defaults = flat(Config())
     keys = [[key, str(value), str(defaults.get(key, ""))] for key, value in flat(config).items()]
     keys.sort(key=lambda row: row[1] == row[2])  # those that differ from their defaults first
-    rows = _beside(config, lines, validations, device, expected)
+    rows = _beside(prepared, lines, validations, device)
+    name, done = Path(prepared.run_dir).resolve().name, lines[-1]["step"] if lines else 0
     return Page(
         name=NAME,
-        title=f"{run_dir.resolve().name}: {ended}, {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
+        title=f"{name}: {ended}, {done} of {config.train.steps} steps",
         notes=[
-            f"model: {model}, {millions(units.total_params)} parameters, {units.strategy} over {units.world} ranks",
+            f"model: {prepared.work.name}, {millions(units.total_params)} parameters, {units.strategy} over {units.world} ranks",
             f"machine: {socket.gethostname()}, {here['device']}, {here['cores']} cores, torch {here['torch']}",
             f"ended: {time.strftime('%Y-%m-%d %H:%M %Z')}",
         ],
@@ -72,19 +69,11 @@ def page_of(
     )
 
 
-def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    every = max(1, -(-(len(lines) - 1) // (MOST_POINTS - 1)))
-    return [*lines[:-1:every], *lines[-1:]]
-
-
 def _beside(
-    config: JobConfig,
-    lines: Sequence[dict[str, Any]],
-    validations: Sequence[tuple[int, float]],
-    device: str,
-    expected: Expected | None,
+    prepared: Prepared, lines: Sequence[dict[str, Any]], validations: Sequence[tuple[int, float]], device: str
 ) -> list[list[str]]:
     """The first step makes optimizer state, and is left out of the median."""
+    config, expected = prepared.config, prepared.expected
     peak = max((line["peak_bytes"] for line in lines), default=0)
     seconds = [line["step_s"] for line in lines]
     # On CPU ranks the plan counts tensors, and the record all that the process holds.

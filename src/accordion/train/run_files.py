@@ -11,36 +11,13 @@ import yaml  # type: ignore[import-untyped]
 from accordion.errors import UsageError, nearest
 from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
 
-OFFLOAD = "write its places in one key, shard.offload: "
-REMOVED = {
-    **{f"shard.offload_{name}": ("device", f"{OFFLOAD}{name}=host") for name in ("optimizer", "params", "activations")},
-    "shard.offload_grads": ("auto", f"{OFFLOAD}grads=host"),
-    "shard.offload_step": ("auto", f"{OFFLOAD}optimizer=host,step=device"),
-    "shard.offload_device_gib": (None, f"{OFFLOAD}optimizer=host,device_bytes=16GiB"),
-    "shard.offload_host_gib": (None, f"{OFFLOAD}optimizer=disk:/folder,host_bytes=16GiB"),
-    "train.decay_every": (0, "write train.decay_steps"),
-    "train.max_skips": (10, "write train.on_nonfinite: skip:3, for example"),
-    "log.wandb_mode": ("online", "set WANDB_MODE=offline in the environment"),
-    "log.mlflow_uri": (None, "set MLFLOW_TRACKING_URI in the environment"),
-}
-"""Keys of earlier versions: the default, with which a run file may still have them, and what to write in their place."""
-
-
-def check_removed(key: str, said_in: str = "", value: Any = ...) -> None:
-    """Raise `UsageError` for a key of an earlier version, unless `value` is its default. `said_in`: words ahead of the key."""
-    if key in REMOVED and value != REMOVED[key][0]:
-        raise UsageError(f"{said_in}{key} is gone; {REMOVED[key][1]}.")
-
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """What a run file says: `group.key` -> value. Raises `UsageError` naming the file, the key and what was given."""
     known = {option.key: option for option in options}
     content = content_of(file)
-    _check_keys(file, content, [*known, *REMOVED])
-    values = flattened(content)
-    for key in REMOVED.keys() & values.keys():
-        check_removed(key, f"run file {file!r}: ", values.pop(key))
-    return {key: known[key].converted(value, key) for key, value in values.items()}
+    _check_keys(file, content, list(known))
+    return {key: known[key].converted(value, key) for key, value in flattened(content).items()}
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:

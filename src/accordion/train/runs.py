@@ -1,12 +1,15 @@
-"""`accordion runs`: the runs of a folder with their state, step, losses, checkpoints and time."""
+"""The state of a run in its folder, written by the run itself, and `accordion runs`, which lists the runs of a folder."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import UnionType
 
 from rich import box
 from rich.console import Console
@@ -14,19 +17,100 @@ from rich.table import Table
 
 from accordion.checkpoint.prune import BEST, fault_of
 from accordion.checkpoint.storage.folders import folder_at
-from accordion.errors import UsageError
+from accordion.errors import AccordionError, UsageError
 from accordion.options import place, read
+from accordion.safety.liveness.wording import is_echo
 from accordion.train.checkpoints import NAME
 from accordion.train.metrics import METRICS, last_line
 from accordion.train.owner import holder_of
-from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
+from accordion.train.tokens import write_whole
 
-KILLED, UNKNOWN = "killed", "unknown"
+FILE = "state.json"
+RUNNING, FINISHED, STOPPED, PREEMPTED, FAILED = "running", "finished", "stopped", "preempted", "failed"
+KILLED, UNKNOWN = "killed", "unknown"  # of a run that cannot say so itself
+LONGEST = 500  # characters of why
 DEPTH = 3  # folders below the one that is named in which runs are looked for
 ABOUT = (
     "List the runs below a folder: running, finished, stopped, preempted, failed or killed, and what they have reached."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """`since`: when this start of the run began, `until`: when it ended; both in seconds since 1970. `why`: in one line.
+
+    `checkpoint_dir`: as seen from the run folder if it lies inside, so that a run may be moved; else its absolute path.
+    """
+
+    state: str
+    why: str = ""
+    steps: int
+    checkpoint_dir: str
+    since: float
+    until: float | None = None
+
+    def checkpoints_of(self, run_dir: Path) -> Path:
+        """The folder of checkpoints of the run that lies in `run_dir` now."""
+        return run_dir / ("checkpoints" if ".." in Path(self.checkpoint_dir).parts else self.checkpoint_dir)
+
+
+class StateFile(AbstractContextManager["StateFile"]):
+    """Owns `state.json` for one start of a run. A rank that fails writes why; the others' errors of the same end are echoes,
+    which change nothing where a rank has said why already. What cannot be written is left out.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, checkpoint_dir: str, *, leads: bool) -> None:
+        """`leads`: this rank says that the run trains and how it ended."""
+        self._path, self._leads = run_dir / FILE, leads
+        at, home = Path(os.path.abspath(checkpoint_dir)), os.path.abspath(run_dir)
+        self._now = RunState(
+            state=RUNNING,
+            steps=steps,
+            checkpoint_dir=str(at.relative_to(home) if at.is_relative_to(home) else at),
+            since=time.time(),
+        )
+        if leads:
+            self._write(self._now)
+
+    def ended(self, state: str, why: str = "") -> None:
+        if self._leads:
+            self._end(state, why)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self._end(STOPPED, "interrupted")
+            return
+        before = state_of(self._path.parent)
+        is_later = is_echo(error) or (isinstance(error, RuntimeError) and not isinstance(error, AccordionError))
+        if is_later and before is not None and before.state != RUNNING:
+            return
+        self._end(FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST])
+
+    def _end(self, state: str, why: str) -> None:
+        now = {**asdict(self._now), "state": state, "why": why, "until": time.time()}
+        self._write(RunState(**now))
+
+    def _write(self, state: RunState) -> None:
+        with suppress(OSError):  # the run is worth more than what it says of itself
+            write_whole(self._path, json.dumps(asdict(state), indent=1) + "\n")
+
+
+def state_of(run_dir: Path) -> RunState | None:
+    """None where the folder has no such file, or one that is not read as such."""
+    try:
+        said = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        found = RunState(**said)
+    except (OSError, ValueError, TypeError):
+        return None
+    kinds: dict[str, type | UnionType] = dict.fromkeys(("state", "why", "checkpoint_dir"), str)
+    kinds |= {"steps": int, "since": int | float, "until": int | float | None}
+    return found if all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()) else None
+
+
+# -- accordion runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +197,13 @@ def _folders(folder: Path) -> list[Path]:
 def _found(folder: Path) -> FoundRun:
     said, last = state_of(folder), last_line(folder / METRICS)
     kept = folder / "checkpoints" if said is None else said.checkpoints_of(folder)
-    state, why, until = UNKNOWN, "", None
-    if said is not None:
-        state, why, until = said.state, said.why, said.until
-    if state == RUNNING:
-        if holder_of(folder) is None:
-            state, why = KILLED, "it ended without a word"
-            until = _written_at(folder / METRICS)
-        else:
-            until = time.time()
+    state, why, until = (UNKNOWN, "", None) if said is None else (said.state, said.why, said.until)
+    if state == RUNNING and holder_of(folder) is not None:
+        until = time.time()
+    elif state == RUNNING:
+        state, why = KILLED, "it ended without a word"
+        with suppress(OSError):
+            until = (folder / METRICS).stat().st_mtime
     seconds = None if said is None or until is None else max(0.0, until - said.since)
     return FoundRun(
         folder=str(folder),
@@ -152,13 +234,6 @@ def _is_complete(path: Path) -> bool:
         return path.is_dir() and fault_of(folder_at(path)) is None
     except OSError:
         return False
-
-
-def _written_at(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _table(found: Sequence[FoundRun]) -> Table:

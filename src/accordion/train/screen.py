@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from rich import box
@@ -130,64 +129,39 @@ class Screen:
         self.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Bytes on a rank. `copies`: kept beside the shards all the time; `gathered`: of one unit, while it is used."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    copies: int
-    gathered: int
-
-    def cells(self, with_copies: bool) -> list[str]:
-        kept = [self.parameters, self.gradients, self.optimizer, self.copies]
-        return [
-            *(human(n) for n in [*kept[: 3 + with_copies], sum(kept)]),
-            human(self.gathered) if self.gathered else "",
-        ]
-
-
 def units_table(report: Report) -> Table:
     """A row for each run of equal units, their sum, and data parallelism without sharding."""
     strategy = STRATEGIES.get(report.strategy)
     resident = strategy is not None and strategy.params is Place.REPLICATE
-    rows = [(unit, _row_of(unit, resident)) for unit in report.units]
-    with_copies = any(row.copies for _, row in rows)
+    rows = [(unit, _bytes_of(unit, resident)) for unit in report.units]
+    with_copies = any(row[3] for _, row in rows)
     title = f"{report.strategy} over {report.world} ranks: bytes on each rank"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("unit")
-    copies = ["copies"] * with_copies
-    for name in ("size", "weights", "gradients", "optimizer", *copies, "in all", "gathered"):
+    for name in ("size", "weights", "gradients", "optimizer", *["copies"] * with_copies, "in all", "gathered"):
         table.add_column(name, justify="right", no_wrap=True)
+
+    def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
+        """Add a row. What is kept adds up; of what is gathered, the largest counts."""
+        *kept, _ = map(sum, zip(*several, strict=True))
+        gathered = max(row[-1] for row in several)
+        cells = [*(human(n) for n in [*kept[: 3 + with_copies], sum(kept)]), human(gathered) if gathered else ""]
+        table.add_row(name, millions(num_params), *cells, style=style)
+
     for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
         alike = list(run)
         first, last = alike[0][0].name, alike[-1][0].name.rpartition(".")[2]
         name = first if len(alike) == 1 else f"{first}-{last}"
-        count = sum(unit.num_params for unit, _ in alike)
-        table.add_row(name, millions(count), *_sum([row for _, row in alike]).cells(with_copies))
+        add(name, sum(unit.num_params for unit, _ in alike), [row for _, row in alike])
     table.add_section()
-    total = _sum([row for _, row in rows])
-    table.add_row("all units", millions(report.total_params), *total.cells(with_copies), style="bold")
+    add("all units", report.total_params, [row for _, row in rows], style="bold")
     quarter = report.unsharded_bytes // 4  # parameters, gradients and two states of AdamW, alike in bytes
-    unsharded = _Row(quarter, quarter, 2 * quarter, 0, 0)
-    table.add_row("without sharding", millions(report.total_params), *unsharded.cells(with_copies))
+    add("without sharding", report.total_params, [(quarter, quarter, 2 * quarter, 0, 0)])
     return table
 
 
-def _row_of(unit: UnitReport, resident: bool) -> _Row:
+def _bytes_of(unit: UnitReport, resident: bool) -> tuple[int, ...]:
+    """Return bytes on a rank: parameters, gradients, optimizer, copies kept all the time, and those of the gathered unit."""
     always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
-    return _Row(
-        unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always, 0 if resident else unit.full_bytes
-    )
-
-
-def _sum(rows: list[_Row]) -> _Row:
-    """What is kept adds up; of what is gathered, the largest counts."""
-    return _Row(
-        sum(row.parameters for row in rows),
-        sum(row.gradients for row in rows),
-        sum(row.optimizer for row in rows),
-        sum(row.copies for row in rows),
-        max(row.gathered for row in rows),
-    )
+    kept = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
+    return (*kept, 0 if resident else unit.full_bytes)

@@ -13,8 +13,7 @@ import numpy as np
 
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
-from accordion.train.rows import DataRow, Split
-from accordion.train.sources import Piece, Source, split_of
+from accordion.train.sources import DataRow, Piece, Source, Split, split_of
 from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -201,10 +200,13 @@ def cached_examples(
     """
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
+    def num_chars(row: DataRow) -> int:
+        return sum(len(str(value)) for value in row.values.values())
+
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
-        for row in counted(source.rows(), _num_chars, "tokenizing", say):
+        for row in counted(source.rows(), num_chars, "tokenizing", say):
             known = set(encoder.unread)
             example = encoder.example(row)
             count += 1
@@ -237,10 +239,6 @@ def cached_examples(
         return {**sizes, "digest": digest.hexdigest(), "unread": sorted(unread)}
 
     return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_kept_beside(files, summary))
-
-
-def _num_chars(row: DataRow) -> int:
-    return sum(len(str(value)) for value in row.values.values())
 
 
 def _parts(table: Any) -> dict[Split, Examples]:

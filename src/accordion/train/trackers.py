@@ -6,7 +6,6 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,21 +19,11 @@ PACKAGES = ("wandb", "mlflow")
 FLUSH_S = 10  # after which TensorBoard shows a figure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A start of a run. `first_step`: steps that are done. `theirs`: the tracker's name of the run that goes on."""
-
-    config: JobConfig
-    run_dir: Path
-    first_step: int
-    theirs: str | None
-
-
 class RunTracker(Protocol):
     """Takes the figures of a run. If one of these raises, that is told, and the tracker is asked no more."""
 
-    def open(self, start: Start) -> str | None:
-        """Begin a run, or go on with one. Return the tracker's name of it if that is needed to go on."""
+    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
+        """Begin a run, or go on with the run `theirs` after `first_step` steps. Return its name there if that is needed."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -63,8 +52,7 @@ def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable
     ids, opened = (_ids(run_dir) if first_step else {}), dict[str, RunTracker]()
     for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
         try:
-            start = Start(config=config, run_dir=run_dir, first_step=first_step, theirs=ids.get(name))
-            theirs = tracker.open(start)
+            theirs = tracker.open(config, run_dir, first_step, ids.get(name))
         except Exception as error:  # whatever a service or its client raises
             say(f"not recorded in {name}: {' '.join(str(error).split())}; training goes on")
             continue
@@ -86,13 +74,13 @@ def _ids(run_dir: Path) -> dict[str, str]:
 class _TensorBoard:
     """Event files in the run folder."""
 
-    def open(self, start: Start) -> None:
+    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> None:
         if find_spec("tensorboard") is None:
             raise UsageError("it is not installed here; pip install tensorboard, or give --log.tensorboard false")
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = start.first_step + 1 if start.first_step else None  # steps that come anew
-        self._writer: Any = SummaryWriter(str(start.run_dir), purge_step=purged, flush_secs=FLUSH_S)
+        purged = first_step + 1 if first_step else None  # steps that come anew
+        self._writer: Any = SummaryWriter(str(run_dir), purge_step=purged, flush_secs=FLUSH_S)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -105,16 +93,15 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases, whose client gives figures to a process of its own, which waits for the service."""
 
-    def open(self, start: Start) -> str:
+    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
-        log, run_dir = start.config.log, start.run_dir
         self._run = wandb.init(
-            project=log.wandb,
+            project=config.log.wandb,
             name=run_dir.name,
             dir=str(run_dir),
-            config=flat(start.config),
-            id=start.theirs,
-            resume="allow" if start.theirs is not None else None,
+            config=flat(config),
+            id=theirs,
+            resume="allow" if theirs is not None else None,
         )
         # Their own steps only grow; a run that goes on takes back what was not saved.
         self._run.define_metric("*", step_metric="step")
@@ -130,19 +117,18 @@ class _Wandb:
 class _Mlflow:
     """MLflow, whose client sends figures from a thread of its own."""
 
-    def open(self, start: Start) -> str:
-        log = start.config.log
+    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = importlib.import_module("mlflow.tracking").MlflowClient()
-        if start.theirs is None:
-            experiment = self._client.get_experiment_by_name(log.mlflow)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(log.mlflow)
-            self._run = str(self._client.create_run(number, run_name=start.run_dir.name).info.run_id)
+        if theirs is None:
+            experiment = self._client.get_experiment_by_name(config.log.mlflow)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(config.log.mlflow)
+            self._run = str(self._client.create_run(number, run_name=run_dir.name).info.run_id)
         else:
-            self._run = start.theirs
+            self._run = theirs
             self._client.update_run(self._run, status="RUNNING")
         known = self._client.get_run(self._run).data.params  # which cannot be written anew there
-        settings = [self._entities.Param(k, str(v)) for k, v in flat(start.config).items() if k not in known]
+        settings = [self._entities.Param(k, str(v)) for k, v in flat(config).items() if k not in known]
         self._client.log_batch(self._run, params=settings)
         return self._run
 
