@@ -172,40 +172,37 @@ def test_no_second_goes_into_a_last_garbage_collection(lines):
 
 
 def test_a_plan_that_was_made_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
-    """The same answer without a trace, until an option, the configuration or a version is another."""
+    """The same answer without a trace, until an option, the configuration or a version is another. One plan is really made."""
+    module = import_module("accordion.plan.cli.planned")
+    plain, answers = module.planned, list[cache.SavedAnswer]()
+
+    def once(o: Options, own: list[str]) -> cache.SavedAnswer:
+        answers.append(answers[0] if answers else plain(o, own))
+        return answers[-1]
+
+    monkeypatch.setattr(module, "planned", once)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"vocab_size": 512, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = [
-        "plan",
-        "--model",
-        str(tmp_path),
-        "--gpus",
-        "2",
-        "--seq",
-        "64",
-        "--strategy",
-        "full_shard",
-        "--micro-batch",
-        "1",
-    ]
-    words += ["--units", "blocks", "--offload", "none"]
+    fixed = "--gpus 2 --seq 64 --strategy full_shard --micro-batch 1 --units blocks --offload none --json"
 
     def said(*more: str) -> tuple[object, bool]:
-        assert cli.main([*words, "--json", *more]) == 0
-        out, err = capsys.readouterr()
-        return json.loads(out), "tracing" in err
+        """What is printed, and whether it was planned for that."""
+        before = len(answers)
+        assert cli.main(["plan", "--model", str(tmp_path), *fixed.split(), *more]) == 0
+        return json.loads(capsys.readouterr().out), len(answers) > before
 
-    first, is_traced = said()
-    assert is_traced
+    first, is_planned = said()
+    assert is_planned
     assert said() == (first, False)
-    assert cli.main([*words, "--html", str(tmp_path / "page.html")]) == 0
-    assert "tracing" in capsys.readouterr().err, "of the pictures nothing is kept"
+    assert said("--html", str(tmp_path / "page.html"))[1], "of the pictures nothing is kept"
     assert said("--seq", "32")[1]
     for text in ("{", "[]", "[1, 2]", "{}"):
         for file in (tmp_path / "cache" / "accordion" / "plans").iterdir():
             file.write_text(text)
         assert said() == (first, True)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
+    assert said()[1]
     monkeypatch.setattr(cache, "version", lambda name: "9.9")
     assert said()[1]

@@ -17,7 +17,7 @@ from accordion.offload.estimate import estimate_memory
 from accordion.plan.choice import in_memory
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log, Op
 from accordion.plan.extrapolate.family import UnlikeError
-from accordion.plan.extrapolate.offload import disk_bytes, elements_of, host_bytes, offloaded
+from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, rests_of
 from accordion.plan.extrapolate.sizes import alike
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
@@ -202,7 +202,7 @@ def plain():
 def test_offload_takes_states_off_the_device_and_leaves_no_gradient_behind(plain):
     before = peak_of(plain)
     for offload, kept in (("optimizer", 0.5), ("all", 0.0), ("disk", 0.0)):
-        moved = offloaded(plain, choice(offload=OFFLOADS[offload]), compute_bytes=2)
+        moved = offloaded(plain, choice(offload=OFFLOADS[offload]).offload, compute_bytes=2)
         peak = peak_of(moved)
         assert peak.highest["optimizer"] <= 0.01 * before.highest["optimizer"] + 4096
         assert peak.highest["parameters"] == pytest.approx(kept * before.highest["parameters"], rel=0.05, abs=4096)
@@ -217,11 +217,11 @@ def test_offload_copies_cost_time_and_host_memory(plain):
     times = {}
     for offload in ("none", "optimizer", "all", "disk"):
         chosen = choice(offload=OFFLOADS[offload])
-        moved = offloaded(plain, chosen, compute_bytes=2)
+        moved = offloaded(plain, chosen.offload, compute_bytes=2)
         times[offload] = step_of_choice(moved, run_of(8), chosen, CLUSTER, "middle").seconds
     assert times["none"] < times["optimizer"] <= times["all"] < times["disk"]
     params = sum(p.numel() for p in gpt(3).make().parameters())
-    assert elements_of(plain) == pytest.approx(params / 8, rel=0.02)
+    assert sum(rests.elements for rests in rests_of(plain).values()) == pytest.approx(params / 8, rel=0.02)
     assert host_bytes(plain, choice(), 2, CLUSTER) == 0
 
 

@@ -158,4 +158,4 @@ def log_of_choice(found: SearchResult, choice: Choice, space: Space) -> Log | No
     if moved_as(choice) in found.logs:
         return found.logs[moved_as(choice)]
     log = found.logs.get(traced_as(choice))
-    return None if log is None else offloaded(log, choice, space.compute_bytes)
+    return None if log is None else offloaded(log, choice.offload, space.compute_bytes)

@@ -35,7 +35,6 @@ def _efficiency(told: Mapping[str, Any]) -> Efficiency:
 
 _TOLD: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 MADE: str = _TOLD["made"]
-SOURCE: str = _TOLD["source"]
 BY_KIND: Mapping[str, Efficiency] = {kind: _efficiency(told) for kind, told in _TOLD["kinds"].items()}
 GUESSED = BY_KIND["guessed"]
 

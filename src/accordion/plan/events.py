@@ -26,6 +26,7 @@ class Category(Enum):
     GATHERED = "gathered"  # full parameters, and messages of a gather
     ACTIVATIONS = "activations"  # all that a forward makes, recomputation too: saved tensors, logits, loss
     OTHER = "other"  # gradients of activations, temporaries of the backward
+    __hash__ = object.__hash__  # that of an enum is a function of Python's, and walks over logs look many up
 
 
 class StepPhase(Enum):
@@ -35,6 +36,7 @@ class StepPhase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+    __hash__ = object.__hash__
 
 
 class StepPart(NamedTuple):
@@ -132,9 +134,11 @@ class Enter:
 Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """A step in its steady state. `held`: what is there before it, each with its unit (None: of no unit). `units`: names.
+    """A step in its steady state. Nothing writes to it, so what is worked out of it may be kept.
+
+    `held`: what is there before it, each with its unit (None: of no unit). `units`: names.
     `host_bytes`: the most that rests in the host's memory, which is in none of the rest.
 
     `substituted`, `unmodelled`: operators that stood for those of the device, and those whose memory or time is not known.

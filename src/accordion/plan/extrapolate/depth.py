@@ -230,7 +230,8 @@ class _Extension:
 
     def _again(self, event: Event, segment: _Segment, copy: int) -> Iterator[Event]:
         if isinstance(event, Alloc):
-            yield replace(event, number=self._number(event.number, copy))
+            number = self._number(event.number, copy)
+            yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
         elif isinstance(event, (Launch, Mark)):
             yield replace(event, transfer=self._transfer(event.transfer, copy))
         elif isinstance(event, Free):

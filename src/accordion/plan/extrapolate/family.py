@@ -34,13 +34,23 @@ class Family:
         across = 0.0 if self.fewer is None else (1 / ranks - 1 / num) / (1 / self.fewer[0] - 1 / num)
         more = log if self.more is None else self.more[1]
         fewer = log if self.fewer is None else self.fewer[1]
-        held = [
-            (_between(a, b, c, along, across), unit)
-            for (a, unit), (b, _), (c, _) in zip(log.held, more.held, fewer.held, strict=True)
-        ]
-        events: list[Event] = [
-            _between(a, b, c, along, across) for a, b, c in zip(log.events, more.events, fewer.events, strict=True)
-        ]
+        known: dict[
+            tuple[int, int, int], Event
+        ] = {}  # a deep model's log has the same kernel many times, and so has this one
+
+        def between(a: Any, b: Any, c: Any) -> Any:
+            if type(a) is Alloc:
+                return _between(a, b, c, along, across)
+            if type(a) is not Op and type(a) is not Collective:
+                return a
+            key = id(a), id(b), id(c)
+            if key not in known:
+                known[key] = _between(a, b, c, along, across)
+            return known[key]
+
+        pairs = zip(log.held, more.held, fewer.held, strict=True)
+        held = [(between(a, b, c), unit) for (a, unit), (b, _), (c, _) in pairs]
+        events: list[Event] = list(map(between, log.events, more.events, fewer.events))
         host = (
             log.host_bytes + along * (more.host_bytes - log.host_bytes) + across * (fewer.host_bytes - log.host_bytes)
         )
@@ -53,9 +63,13 @@ def _renumbered(log: Log) -> Log:
     transfers: dict[int, int] = {}
 
     def again(event: Any) -> Any:
-        if isinstance(event, (Alloc, Free)):
-            return replace(event, number=numbers.setdefault(event.number, len(numbers)))
-        if isinstance(event, (Launch, Land, Mark, Wait)):
+        kind = type(event)
+        if kind is Free:
+            return Free(numbers.setdefault(event.number, len(numbers)))
+        if kind is Alloc:
+            number = numbers.setdefault(event.number, len(numbers))
+            return Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
+        if kind in (Launch, Land, Mark, Wait):
             return replace(event, transfer=transfers.setdefault(event.transfer, len(transfers)))
         return event
 
@@ -63,10 +77,10 @@ def _renumbered(log: Log) -> Log:
     return replace(log, held=held, events=[again(event) for event in log.events])
 
 
-def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Any:
-    if not isinstance(a, (Alloc, Op, Collective)):
-        return a
-    num_bytes = round(a.num_bytes + along * (b.num_bytes - a.num_bytes) + across * (c.num_bytes - a.num_bytes))
+def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Alloc | Op | Collective:
+    num_bytes = a.num_bytes
+    if not num_bytes == b.num_bytes == c.num_bytes:
+        num_bytes = round(num_bytes + along * (b.num_bytes - num_bytes) + across * (c.num_bytes - num_bytes))
     num_bytes = max(1, num_bytes)
     if isinstance(a, Op):
         flops = a.flops + along * (b.flops - a.flops) + across * (c.flops - a.flops)
@@ -74,7 +88,7 @@ def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Any:
         return Op(a.name, flops, num_bytes, a.dtype, a.stream, a.again, unsure)
     if isinstance(a, Alloc):
         return Alloc(a.number, num_bytes, a.category, a.stream, a.operator)
-    return replace(a, num_bytes=num_bytes)
+    return Collective(a.kind, num_bytes, a.axis, a.stream)
 
 
 def _shape(log: Log) -> Sequence[object]:

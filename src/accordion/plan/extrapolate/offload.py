@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from accordion.config import DEVICE, HOST, folder_of
+from accordion.config import DEVICE, HOST, Offload, folder_of
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
@@ -17,12 +18,11 @@ from accordion.plan.hardware import Cluster
 MASTER_BYTES, GRADIENT_BYTES = 4, 4  # of an element, float32
 
 
-def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
-    """`log` of the same step with shards, gradients and states where the choice has them, with the copies, the work of
-    the host and of the disk, and the waits of the engine. The log has inputs of recomputed units on the host if the choice has
-    them off the device; on disk they are behind that. A step of one rank alone is traced instead: see `Evaluator`.
+def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
+    """Return `log` with shards, gradients and states where `offload` has them, with the copies, the work of the host and of the
+    disk, and the waits of the engine. The log has inputs of recomputed units on the host if `offload` has them off the device;
+    a disk is behind that. A step of one rank alone is traced instead: see `Evaluator`.
     """
-    offload = choice.offload
     if folder_of(offload.activations):
         log = inputs_on_disk(log)
     if not offload.is_any:
@@ -52,29 +52,30 @@ def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
     return replace(log, held=held, events=list(OffloadWalk(log, away).events()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rests:
     """What stays of one unit between steps: elements of its parameters, and bytes of the optimizer's states."""
 
-    elements: int
-    state_bytes: int
+    elements: int = 0
+    state_bytes: int = 0
 
 
+@lru_cache(4)
 def rests_of(log: Log) -> Mapping[int, Rests]:
     """By unit, of one rank."""
     found: dict[int, Rests] = {}
     for alloc, unit in log.held:
         if unit is None:
             continue
-        known = found.get(unit, Rests(0, 0))
+        known = found.setdefault(unit, Rests())
         if alloc.category is Category.PARAMETERS:
-            known = replace(known, elements=known.elements + alloc.num_bytes // MASTER_BYTES)
+            known.elements += alloc.num_bytes // MASTER_BYTES
         elif alloc.category is Category.OPTIMIZER:
-            known = replace(known, state_bytes=known.state_bytes + alloc.num_bytes)
-        found[unit] = known
+            known.state_bytes += alloc.num_bytes
     return found
 
 
+@lru_cache(4)
 def _leaving(log: Log) -> set[int]:
     """Sharded gradients: those that are there at the end of a backward, and what other micro-batches add to them, which is made
     at the same points.
@@ -97,11 +98,6 @@ def _leaving(log: Log) -> set[int]:
     return {number for number, point in points.items() if point in leave}
 
 
-def elements_of(log: Log) -> int:
-    """Elements that one rank keeps, from its masters in float32."""
-    return sum(rests.elements for rests in rests_of(log).values())
-
-
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, where those of a unit land, and
     states, or the buffers through which these pass where they are on disk; and inputs of recomputed units likewise.
@@ -111,8 +107,8 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
     waiting = ranks * (staged_bytes(inputs) if folder_of(offload.activations) else sum(inputs))
     if not offload.is_any:
         return waiting
-    rests = rests_of(log).values()
-    elements, states = elements_of(log), sum(r.state_bytes for r in rests)
+    rests = list(rests_of(log).values())
+    elements, states = sum(r.elements for r in rests), sum(r.state_bytes for r in rests)
     largest = max((r.elements for r in rests), default=0)
     each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
     if folder_of(offload.optimizer):

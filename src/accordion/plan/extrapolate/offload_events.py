@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from accordion.plan.events import (
     COMPUTE,
@@ -83,21 +84,28 @@ class OffloadWalk:
         first, *rest = self._log.events
         yield from self._enter(first) if isinstance(first, Enter) else [first]
         yield from self._deferred_step()
-        for event in rest:
-            if isinstance(event, Enter):
+        leaving, freed_elsewhere = self._away.leaving, self._away.leaving | self._away.gone
+        for event in rest:  # what there is most of comes first
+            if isinstance(event, Op):
+                if self._place.phase is StepPhase.STEP:
+                    yield from self._of_step(event)
+                else:
+                    yield event
+            elif isinstance(event, Alloc):
+                yield event
+                if event.number in leaving:
+                    self._waiting.append(event)
+            elif isinstance(event, Free):
+                if event.number not in freed_elsewhere:
+                    yield event
+            elif isinstance(event, Enter):
                 yield from self._enter(event)
             elif isinstance(event, Launch):
                 yield from self._launch(event)
             elif isinstance(event, Land):
                 yield from self._land(event)
-            elif isinstance(event, Op) and self._place.phase is StepPhase.STEP:
-                yield from self._of_step(event)
-            elif not (
-                isinstance(event, Free) and (event.number in self._away.gone or event.number in self._away.leaving)
-            ):
+            else:
                 yield event
-            if isinstance(event, Alloc) and event.number in self._away.leaving:
-                self._waiting.append(event)
 
     def _next(self) -> int:
         self._transfers += 1
@@ -237,6 +245,7 @@ class OffloadWalk:
         yield replace(event, stream=HOST) if NORM in event.name or SCALE in event.name else event
 
 
+@lru_cache(4)
 def gathers_of(log: Log) -> tuple[dict[int, int], dict[int, int]]:
     """By transfer: the unit that is gathered, which is entered where it lands; and how many of its gathers land there."""
     place, streams = StepPart(StepPhase.FORWARD, -1), dict[int, str]()

@@ -37,21 +37,28 @@ def alike(log: Log, base: Log, other: Log) -> Log:
     if not varying <= mine.keys():
         raise UnlikeError
     taken: dict[object, int] = defaultdict(int)
+    known: dict[tuple[int, Sizes], Any] = {}  # kernels come again as the same objects
 
     def changed(event: Any) -> Any:
         if not isinstance(event, (Alloc, Op, Collective)) or (key := _key(event)) not in varying:
             return event
         sizes = changes[key]
-        num_bytes, flops = sizes[min(taken[key], len(sizes) - 1)]
+        size = sizes[min(taken[key], len(sizes) - 1)]
         taken[key] += 1
-        return (
-            replace(event, num_bytes=num_bytes, flops=flops, unsure=event.unsure * num_bytes // max(1, event.num_bytes))
-            if isinstance(event, Op)
-            else replace(event, num_bytes=num_bytes)
-        )
+        again = id(event), size
+        if again not in known:
+            known[again] = _resized(event, *size)
+        return known[again]
 
     held = [(changed(alloc), unit) for alloc, unit in log.held]
     return replace(log, held=held, events=[changed(event) for event in log.events])
+
+
+def _resized(event: Alloc | Op | Collective, num_bytes: int, flops: float) -> Alloc | Op | Collective:
+    if not isinstance(event, Op):
+        return replace(event, num_bytes=num_bytes)
+    unsure = event.unsure * num_bytes // max(1, event.num_bytes)
+    return replace(event, num_bytes=num_bytes, flops=flops, unsure=unsure)
 
 
 def _adopt(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:

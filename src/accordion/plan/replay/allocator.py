@@ -9,7 +9,7 @@ off, and free neighbours are joined. Nothing is given back: a step that is short
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from accordion.plan.events import Alloc, Free, Log
@@ -17,39 +17,48 @@ from accordion.plan.events import Alloc, Free, Log
 MIB = 1 << 20
 ROUND, SMALL, SMALL_SEGMENT, LARGE_SEGMENT, LARGE_ROUND = 512, MIB, 2 * MIB, 20 * MIB, 2 * MIB
 MIN_LARGE = 10 * MIB
-
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    start: int
-    size: int
-    free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+BITS = 48  # of an address
 
 
 @dataclass(slots=True)
 class _Pool:
-    """Owns the free blocks of one stream and kind, by (size, start)."""
+    """The free blocks of one stream and kind, which a search goes over many million times: plain numbers, and no objects.
+
+    Args:
+        by_size: `size << BITS | start` of each, sorted.
+        by_start: the size of each.
+        by_end: the start of each.
+        top: address behind the last segment. In an expandable pool the last block ends there; else segments have a gap between
+            them, so that no two are neighbours.
+    """
 
     small: bool
-    blocks: list[tuple[int, int, _Block]] = field(default_factory=list)
+    by_size: list[int] = field(default_factory=list)
+    by_start: dict[int, int] = field(default_factory=dict)
+    by_end: dict[int, int] = field(default_factory=dict)
     top: int = 0
-    end: _Block | None = None  # the last block of an expandable segment
 
-    def add(self, block: _Block) -> None:
-        block.free = True
-        bisect.insort(self.blocks, (block.size, block.start, block))  # no two start alike
+    def add(self, start: int, size: int) -> None:
+        insort(self.by_size, size << BITS | start)
+        self.by_start[start] = size
+        self.by_end[start + size] = start
 
-    def remove(self, block: _Block) -> None:
-        del self.blocks[bisect.bisect_left(self.blocks, (block.size, block.start))]
+    def remove(self, start: int, size: int) -> None:
+        del self.by_size[bisect_left(self.by_size, size << BITS | start)]
+        del self.by_start[start]
+        del self.by_end[start + size]
 
-    def fitting(self, size: int, last: _Block | None) -> _Block | None:
-        """The smallest free block that is large enough; `last` only where there is no other."""
-        i = bisect.bisect_left(self.blocks, (size, -1))
-        if i + 1 < len(self.blocks) and self.blocks[i][2] is last:
+    def take_fitting(self, size: int) -> tuple[int, int] | None:
+        """Remove the smallest block that is large enough, one at the top only if there is no other; return (start, size)."""
+        i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
+        if i > last:
+            return None
+        if i < last and (self.by_size[i] & (1 << BITS) - 1) + (self.by_size[i] >> BITS) == self.top:
             i += 1
-        return self.blocks[i][2] if i < len(self.blocks) else None
+        block = self.by_size.pop(i)
+        start, size = block & (1 << BITS) - 1, block >> BITS
+        del self.by_start[start], self.by_end[start + size]
+        return start, size
 
 
 class Allocator:
@@ -58,70 +67,47 @@ class Allocator:
     def __init__(self, *, expandable: bool) -> None:
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
-        self._used: dict[int, tuple[_Block, _Pool]] = {}
+        self._used: dict[int, tuple[_Pool, int, int]] = {}  # by number: pool, start, size
         self.reserved_bytes = 0
 
     def take(self, number: int, num_bytes: int, stream: str) -> None:
         size = max(ROUND, -(-num_bytes // ROUND) * ROUND)
         small = size <= SMALL
-        pool = self._pools.setdefault((stream, small), _Pool(small))
-        block = pool.fitting(size, pool.end if self._expandable else None) or self._grown(pool, size)
-        pool.remove(block)
-        rest = block.size - size
+        pool = self._pools.get((stream, small)) or self._pools.setdefault((stream, small), _Pool(small))
+        start, room = pool.take_fitting(size) or self._grown(pool, size)
+        rest = room - size
         if rest >= ROUND if (small or self._expandable) else rest > SMALL:
-            self._split(pool, block, size)
-        block.free = False
-        self._used[number] = block, pool
+            pool.add(start + size, rest)
+            room = size
+        self._used[number] = pool, start, room
 
     def give(self, number: int) -> None:
-        block, pool = self._used.pop(number)
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                pool.remove(other)
-                block = self._joined(pool, *sorted((other, block), key=lambda b: b.start))
-        pool.add(block)
+        pool, start, size = self._used.pop(number)
+        after, before = pool.by_start.get(start + size), pool.by_end.get(start)
+        if after is not None:
+            pool.remove(start + size, after)
+            size += after
+        if before is not None:
+            pool.remove(before, start - before)
+            start, size = before, size + start - before
+        pool.add(start, size)
 
-    def _grown(self, pool: _Pool, size: int) -> _Block:
-        """A free block of new memory, large enough."""
-        if not self._expandable:
-            segment = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < MIN_LARGE else _up(size, LARGE_ROUND)
-            block = _Block(pool.top, segment)
-            pool.top += segment + 1  # segments are no neighbours
-            self.reserved_bytes += segment
-            pool.add(block)
-            return block
-        page, end = SMALL_SEGMENT if pool.small else LARGE_SEGMENT, pool.end
-        more = _up(size - (end.size if end is not None and end.free else 0), page)
+    def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """Take new memory, with the free block at the top of an expandable pool; return (start, size) of a large enough block."""
+        start = pool.top
+        if self._expandable:
+            start = pool.by_end.get(pool.top, start)
+            if start < pool.top:
+                pool.remove(start, pool.top - start)
+            more = _up(size - (pool.top - start), SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
+            pool.top += more
+            block = start, pool.top - start
+        else:
+            more = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < MIN_LARGE else _up(size, LARGE_ROUND)
+            pool.top += more + 1
+            block = start, more
         self.reserved_bytes += more
-        new = _Block(pool.top, more, before=end)
-        pool.top += more
-        if end is not None:
-            end.after = new
-        pool.end = new
-        if end is not None and end.free:
-            pool.remove(end)
-            new = self._joined(pool, end, new)
-        pool.add(new)
-        return new
-
-    def _split(self, pool: _Pool, block: _Block, size: int) -> None:
-        rest = _Block(block.start + size, block.size - size, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        if pool.end is block:
-            pool.end = rest
-        pool.add(rest)
-
-    @staticmethod
-    def _joined(pool: _Pool, low: _Block, high: _Block) -> _Block:
-        low.size += high.size
-        low.after = high.after
-        if high.after is not None:
-            high.after.before = low
-        if pool.end is high:
-            pool.end = low
-        return low
+        return block
 
 
 def _up(size: int, step: int) -> int:
@@ -129,14 +115,15 @@ def _up(size: int, step: int) -> int:
 
 
 def reserved_bytes(log: Log, *, expandable: bool) -> int:
-    """What the allocator has reserved after steps like this one: the second is replayed too, for what the first left behind."""
+    """Return what the allocator has reserved after steps like this one. The second is replayed for what the first left behind."""
     allocator = Allocator(expandable=expandable)
     for alloc, _ in log.held:
         allocator.take(alloc.number, alloc.num_bytes, alloc.stream)
+    changes = [event for event in log.events if isinstance(event, (Alloc, Free))]
     for _ in range(2):
-        for event in log.events:
-            if isinstance(event, Alloc):
+        for event in changes:
+            if type(event) is Alloc:
                 allocator.take(event.number, event.num_bytes, event.stream)
-            elif isinstance(event, Free):
+            else:
                 allocator.give(event.number)
     return allocator.reserved_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
 
@@ -20,7 +22,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in the log's events.
+    """The most bytes that are live at once. `unit`, `operator`: where the step is then.
 
     `held_bytes`: between steps. `highest`: the most of each category at any time. `unsure_bytes`: how much higher it may be for
     what `unsure_operator` may take inside, which no trace sees.
@@ -33,12 +35,12 @@ class MemoryPeak:
     operator: str
     live: tuple[Holding, ...]
     held_bytes: int
-    at: int
     highest: dict[str, int]
     unsure_bytes: int = 0
     unsure_operator: str = ""
 
 
+@lru_cache(4)
 def peak_of(log: Log) -> MemoryPeak:
     """The peak of allocated bytes in a step, and what they are."""
     total = held = sum(a.num_bytes for a, _ in log.held)
@@ -47,19 +49,22 @@ def peak_of(log: Log) -> MemoryPeak:
     highest = dict(now)
     best, best_at = total, -1
     most, most_by = 0, ""
-    for i, event in enumerate(log.events):
-        if isinstance(event, Alloc):
+    events: list[Any] = log.events
+    for i, event in enumerate(events):
+        kind = type(event)
+        if kind is Alloc:
             live[event.number] = event
             total += event.num_bytes
-            now[event.category] += event.num_bytes
-            highest[event.category] = max(highest[event.category], now[event.category])
+            mine = now[event.category] = now[event.category] + event.num_bytes
+            if mine > highest[event.category]:
+                highest[event.category] = mine
             if total > best:
                 best, best_at = total, i
-        elif isinstance(event, Free):
+        elif kind is Free:
             gone = live.pop(event.number)
             total -= gone.num_bytes
             now[gone.category] -= gone.num_bytes
-        elif isinstance(event, Op) and event.unsure and total + event.unsure > most:
+        elif kind is Op and event.unsure and total + event.unsure > most:
             most, most_by = total + event.unsure, event.name
     peak = _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
     return replace(peak, unsure_bytes=most - best, unsure_operator=most_by) if most > best else peak
@@ -85,7 +90,6 @@ def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, in
         operator=last.operator if isinstance(last, Alloc) else "",
         live=_largest(list(live.values())),
         held_bytes=held,
-        at=at,
         highest=highest,
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from accordion.config import FULL_SHARD, Offload
-from accordion.plan.choice import Choice, moved_as
+from accordion.plan.choice import Choice, in_memory, moved_as
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
@@ -16,6 +17,7 @@ from accordion.plan.replay.timeline import Step
 from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.space import Space
 from accordion.plan.search.traces import Traces
+from accordion.sharding import offload_words
 
 AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken
 BESIDE = 3  # of the fastest, with which other units are tried
@@ -65,6 +67,7 @@ class Evaluator:
         self.traces = Traces(space, say, known or {})
         self._floors: dict[Choice, Floor] = {}
         self._memory: dict[Choice, MemoryNeed] = {}  # of offload that was worked out, as `moved_as` has it
+        self._last_moved: tuple[Log | None, dict[str, Log]] = None, {}
         self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
         # Allocated bytes beyond which nothing fits.
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
@@ -83,7 +86,7 @@ class Evaluator:
         if first.memory is None and (bound := self._host_bound_of(choices[1:])):
             yield Candidate(choice=furthest, fits=False, least_bytes=least_bytes(furthest, self._space), bound=bound)
             return
-        if peak_of(offloaded(self.traces.of(choice), furthest, self._space.compute_bytes)).num_bytes > self._most:
+        if peak_of(self._moved(self.traces.of(choice), in_memory(furthest.offload))).num_bytes > self._most:
             yield self.candidate(furthest)
             return
         for further in choices[1:]:
@@ -193,10 +196,9 @@ class Evaluator:
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
         """`log`: without offload. `traced`: the engine's own with offload, which says what the device holds."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
-        moved = offloaded(log, choice, space.compute_bytes)
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
-        candidate.memory = self._memory_of(choice, moved) if traced is None else memory_of(traced, self._most)
-        candidate.steps = {"middle": self._step(moved, choice, "middle")}
+        candidate.memory = self._memory_of(choice, log) if traced is None else memory_of(traced, self._most)
+        candidate.steps = {"middle": self._step(log, choice, "middle")}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
         candidate.disk_bytes = disk_bytes(log, choice, cluster)
         on_host = candidate.host_bytes * HOST_MARGIN <= cluster.host_bytes
@@ -204,24 +206,34 @@ class Evaluator:
         self._bound(candidate)
         return candidate
 
-    def _memory_of(self, choice: Choice, moved: Log) -> MemoryNeed:
+    def _moved(self, log: Log, offload: Offload) -> Log:
+        """`log` with offload; what was worked out of the last log is kept, of which memory, time and bounds are asked for."""
+        known, words = self._last_moved, offload_words(offload)
+        if known[0] is not log:
+            known = self._last_moved = log, {}
+        if words not in known[1]:
+            known[1][words] = offloaded(log, offload, self._space.compute_bytes)
+        return known[1][words]
+
+    def _memory_of(self, choice: Choice, log: Log) -> MemoryNeed:
         """Of a log without the engine's own offload: the same for states on the host and on disk, and replayed once."""
+        moved = partial(self._moved, log, in_memory(choice.offload))
         if not choice.offload.is_any:
-            return memory_of(moved, self._most)
+            return memory_of(moved(), self._most)
         key = moved_as(choice)
         if key not in self._memory:
-            self._memory[key] = memory_of(moved, self._most)
+            self._memory[key] = memory_of(moved(), self._most)
         return self._memory[key]
 
-    def _step(self, moved: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
+    def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
+        moved = self._moved(log, choice.offload)
         return step_of_choice(moved, self._space.setup(choice), choice, self._cluster, rate, drawn=drawn)
 
     def at_all_rates(self, candidate: Candidate) -> None:
         if candidate.steps is None:
             return
-        log = self.traces.of(candidate.choice)
-        moved = offloaded(log, candidate.choice, self._space.compute_bytes)
-        candidate.steps = {rate: self._step(moved, candidate.choice, rate, drawn=rate == "middle") for rate in REACHED}
+        log, choice = self.traces.of(candidate.choice), candidate.choice
+        candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits by a trace of its own."""

@@ -29,6 +29,9 @@ class Traces:
         self.traced = dict(known)
         self._families: dict[Choice, Family | None] = {}
         self._lines: list[_Lines] = []
+        self._last: tuple[Choice, Log] | None = (
+            None  # that was worked out; a choice is asked for once for each of its offloads
+        )
 
     def of(self, choice: Choice) -> Log:
         return self._of(traced_as(choice))
@@ -46,8 +49,12 @@ class Traces:
     def _of(self, choice: Choice) -> Log:
         if choice in self.traced:
             return self.traced[choice]
-        family = self._family(choice)
-        return self._trace(choice) if family is None else family.at(choice.micro_batch, choice.gpus)
+        if self._last is None or self._last[0] != choice:
+            family = self._family(choice)
+            if family is None:
+                return self._trace(choice)
+            self._last = choice, family.at(choice.micro_batch, choice.gpus)
+        return self._last[1]
 
     def _trace(self, choice: Choice) -> Log:
         if choice not in self.traced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +11,30 @@ import torch
 from accordion import _torch
 from accordion.plan.trace.operators import tensors_of
 
-Make = Callable[[Any], Any]
-"""Makes what an operator gives of its positional arguments."""
+_NEW = torch.ops.aten.new_empty_strided.default
+Make = Callable[[torch.Tensor, Any], Any]
+"""Makes what an operator gives, of a fake tensor of the same trace and the positional arguments."""
+
+
+_KNOWN: dict[Any, Make | None] = {}
+MOST_KNOWN = 20_000  # results: a search of a large model has some thousand
 
 
 class Memo:
-    """Results of operators by the metadata of their inputs; of one trace.
+    """Results of operators by the metadata of their inputs.
 
     torch's mode of fake tensors has such a memory of its own, but takes 0.5 ms to look an operator up there, several times as
     long as this. Operators are remembered that make new tensors, or that write into their arguments and give the first one or
     nothing. Views are made by their own kernels. All others are left to the mode.
+
+    Results outlive a trace, whose tensors do not mix with those of another one: what is remembered are shapes, of which
+    an empty tensor of this trace makes new ones.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, Make | None] = {}
+        self._anchor: torch.Tensor | None = None
+        if len(_KNOWN) > MOST_KNOWN:
+            _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an operator, or make what it gave for inputs like these."""
@@ -34,14 +45,16 @@ class Memo:
             return func(*args, **kwargs) if out is None else out
         try:
             key = (func, _described(args), _described(tuple(kwargs.items())))
-            make = self._known.get(key)
+            make = _KNOWN.get(key)
         except TypeError:  # a tensor of another kind, or a value that has no hash
             return func(*args, **kwargs)
         if make is not None:
-            return make(args)
+            if self._anchor is None:
+                self._anchor = torch.empty(0)
+            return make(self._anchor, args)
         out = func(*args, **kwargs)
-        if key not in self._known:
-            self._known[key] = _maker(func, args, kwargs, out)
+        if key not in _KNOWN:
+            _KNOWN[key] = _maker(func, args, kwargs, out)
         return out
 
 
@@ -64,25 +77,30 @@ def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | Non
     if writes:
         in_place = torch.Tag.inplace_view not in func.tags and "out" not in kwargs
         if in_place and out is None:
-            return lambda args: None
-        return (lambda args: args[0]) if in_place and args and out is args[0] else None
+            return lambda anchor, args: None
+        return (lambda anchor, args: args[0]) if in_place and args and out is args[0] else None
     if any(r.alias_info is not None for r in schema.returns):
         return None
     storages = {_torch.storage_key(t.untyped_storage()) for t in given}
     makers: list[Make] = []
     for item in out if isinstance(out, (tuple, list)) else [out]:
         if isinstance(item, torch.Tensor):
-            again = _torch.fake_like(item)
             key = _torch.storage_key(item.untyped_storage())
-            if again is None or key in storages:
+            if _torch.fake_like(item) is None or item.device.type != "cpu" or key in storages:
                 return None
             storages.add(key)
-            makers.append(again)
+            makers.append(partial(_empty, tuple(item.shape), item.stride(), item.dtype))
         elif item is None or isinstance(item, (int, float, bool)):
-            makers.append(lambda args, item=item: item)  # type: ignore[misc]
+            makers.append(lambda anchor, args, item=item: item)  # type: ignore[misc]
         else:
             return None
     if isinstance(out, (tuple, list)):
         kind = type(out)
-        return lambda args: kind(make(args) for make in makers)
+        return lambda anchor, args: kind(make(anchor, args) for make in makers)
     return makers[0]
+
+
+def _empty(shape: Any, strides: Any, dtype: torch.dtype, anchor: torch.Tensor, args: Any) -> torch.Tensor:
+    """Return a new fake tensor: a kernel on the meta device, as for a view."""
+    made: torch.Tensor = _torch.fake_view(_NEW, (anchor, shape, strides), {"dtype": dtype})
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.experts import experts_in
-from accordion.plan.trace.moves import Move, moved, with_tensors
 from accordion.plan.trace.tracker import Tracker
 from accordion.sharding import MeshChoice
 
 EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # of the mesh, the second of neighbours
 ALL_AXES = "dp"  # both as one
 
-Exchange = Move
+Exchange = Callable[[Tensor], Tensor]
 """An all-to-all over the ranks that share experts: rows, as many to each, and as many come."""
 
 
@@ -54,9 +54,9 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
     exchange(torch.empty(module.num_experts, dtype=torch.int64, device=rows.device))  # how many come to each
-    come, each = moved(rows, exchange, exchange), moved(each, exchange, exchange)
+    come, each = _moved(rows, exchange), _moved(each, exchange)
     out = type(module).forward(_own(module, num), come, (by_expert % num).unsqueeze(-1), each)
-    back = moved(out, exchange, exchange)
+    back = _moved(out, exchange)
     order = torch.empty_like(by_expert)
     order[by_expert] = torch.arange(by_expert.numel(), device=order.device)
     summed: Tensor = back[order].view(*chosen.shape, -1).sum(-2)
@@ -65,6 +65,24 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 def _own(module: nn.Module, num_experts: int) -> nn.Module:
     """The module as a rank computes with it: with its own experts, plain tensors where the engine puts full parameters."""
-    twin = with_tensors(module, lambda p: p.to_local())  # type: ignore[attr-defined]
-    twin.num_experts = num_experts
+    twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
+    own = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
+    vars(twin).update({**vars(module), **own, "num_experts": num_experts})
     return twin  # type: ignore[no-any-return]
+
+
+def _moved(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Return rows of other ranks in place of `rows`; their gradients go back the same way."""
+    moved: Tensor = _Moved.apply(rows, exchange)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.exchange(grads[0]), None

@@ -57,7 +57,6 @@ class Tracker(StorageWatch):
         self._count = 0
         self._paused = 0
         self._only_memory = False
-        self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
         self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
@@ -185,13 +184,11 @@ class Tracker(StorageWatch):
             self._count += 1
             alloc = Alloc(self._count, num_bytes, category, self.stream, self._operator)
             self.live[key] = alloc
-            self.num_live_bytes += num_bytes
             self.events.append(alloc)
 
     def _release(self, key: int) -> None:
         alloc = self.live.pop(key, None)
         if alloc is not None:
-            self.num_live_bytes -= alloc.num_bytes
             self.events.append(Free(alloc.number))
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
