@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accordion import cli
 from accordion.checkpoint.inspect import diff
-from accordion.train import text
+from accordion.train import language_work
 from accordion.train.steps import Steps
 from tests.support import forked
 
@@ -95,7 +95,7 @@ class Watched:
         ahead = number > 3 and not behind.query()
         print(f"step {number}: {'ahead' if ahead else 'behind'}, waits: {', '.join(waits)};", flush=True)
 
-    def losses(self, model: nn.Module, batch: Any, real: Any = text.token_losses) -> Tensor:
+    def losses(self, model: nn.Module, batch: Any, real: Any = language_work.token_losses) -> Tensor:
         found = real(model, batch)
         if self.now == 2 and os.environ["RANK"] == "1":
             self.spoilt.append(batch)
@@ -107,7 +107,7 @@ def watched(words: list[str]) -> None:
     watch = Watched()
     with (
         mock.patch.object(Steps, "take", lambda steps, number: watch.take(steps, number)),
-        mock.patch.object(text, "token_losses", watch.losses),
+        mock.patch.object(language_work, "token_losses", watch.losses),
     ):
         sys.exit(cli.main(words))
 
