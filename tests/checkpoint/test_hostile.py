@@ -296,4 +296,4 @@ def test_changed_sources_are_read_right_or_refused(tmp_path, count):
     )
     said, mib = run_bounded(code, tmp_path, count, 3, seconds=600)
     assert count // 2 < int(said.split()[-1]) < count
-    assert mib < 100
+    assert mib < 200  # under torch 2.15 145 of them are imports, whatever the count
