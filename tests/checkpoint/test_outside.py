@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accordion.checkpoint.convert import convert, export
+from accordion.checkpoint.untrusted_files import read_folder
 from accordion.errors import CheckpointError
 from accordion.weights.pretrained import check_pretrained
 from tests.support.bounded import run_bounded
@@ -87,7 +88,13 @@ def test_every_tensor_that_an_index_promises_is_there_once(tmp_path):
         {"x.safetensors": one, "y.safetensors": {**one, "b": torch.ones(1)}},
         {"a": "x.safetensors", "b": "y.safetensors"},
     )
-    assert_refused(twice, tmp_path, "a lies in x.safetensors and in y.safetensors")
+    assert read_folder(twice)["a"][0].name == "x.safetensors"  # the copy that the index names
+    beside = hf(
+        tmp_path / "beside",
+        {"x.safetensors": {**one, "b": torch.ones(1)}, "y.safetensors": {**one, "c": torch.ones(1)}},
+        {"b": "x.safetensors", "c": "y.safetensors"},
+    )
+    assert_refused(beside, tmp_path, "a lies in x.safetensors and in y.safetensors")
     keys = hf(tmp_path / "keys", {"x.safetensors": one}, '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}')
     assert_refused(keys, tmp_path, "a key twice")
     elsewhere = hf(

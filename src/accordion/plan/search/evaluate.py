@@ -67,7 +67,7 @@ class Evaluator:
         self.traces = Traces(space, say, known or {})
         self._floors: dict[Choice, Floor] = {}
         self._memory: dict[Choice, MemoryNeed] = {}  # of offload that was worked out, as `moved_as` has it
-        self._last_moved: tuple[Log | None, dict[str, Log]] = None, {}
+        self._last_moved: tuple[Log | None, dict[str | Offload, Log]] = None, {}
         self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
         # Allocated bytes beyond which nothing fits.
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
