@@ -291,8 +291,12 @@ class Hub:
 
     def _why_not(self, rank: int) -> str:
         """Return why it is of no use to wait for a rank on a device; empty if nothing is known."""
+        causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
-        return next((text for r, _, text in self._causes if r == rank), posts[0] if posts else "")
+        if "" in causes:  # its program has ended
+            return causes[""]
+        # A rank that waits with one model has gone on after a step of another one that failed.
+        return next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
