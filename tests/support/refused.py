@@ -17,7 +17,7 @@ def refused(capture: pytest.CaptureFixture[str], words: list[str], said: str, ru
     capture.readouterr()
     assert cli.main(words, run) == cli.BAD_INPUT
     out, err = capture.readouterr()
-    assert said in err
+    assert said in err, err
     assert err.startswith("accordion: ")
     assert err.endswith("\n")
     assert err.count("\n") == 1

@@ -270,7 +270,7 @@ CASES = {
     "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
     "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
     "no weights": (pretrained, "has neither model.safetensors nor"),
-    "weights cut off": (truncated, "cannot be read: model.safetensors"),
+    "weights cut off": (truncated, "model.safetensors is no safetensors file"),
     "part of the weights": (shard_missing, "model-2.safetensors"),
     "weights of another": (other_weights, "12 missing in the folder: model.embed_tokens.weight (1024, 32)"),
     "no tokenizer": (no_tokenizer, "no tokenizer.json"),

@@ -193,11 +193,11 @@ def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_afte
 def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     fit(Curve({3: 2.0}), train_steps=4, checkpoint_every=2, **BEST)
-    (folder / "step-000004").rename(folder / ".step-000004.01234567.old")  # as a save that was killed leaves it
+    (folder / "step-000004").rename(folder / ".step-000004.old")  # as a save that was killed leaves it
     path = str(folder / "step-000002")
     fit(Curve({3: 3.0}), train_steps=3, checkpoint_resume=path, **BEST)
     assert names_in(folder) == [
-        "abandoned-1/.step-000004.01234567.old", "abandoned-1/best", "best", "step-000002", "step-000003"
+        "abandoned-1/.step-000004.old", "abandoned-1/best", "best", "step-000002", "step-000003"
     ]  # fmt: skip
     assert (extra_of(folder / "best")["best"]["loss"], extra_of(folder / "abandoned-1" / "best")["step"]) == (3.0, 3)
 

@@ -242,10 +242,12 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """A configuration: the fields of its sharding in words, and the rest."""
+        """Return a configuration as plain data: the fields of its sharding in words, and the rest."""
         choice = c.choice
+        words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {
-            **words_of(choice.sharding),
+            **words,
+            "units": AUTO if choice.sharding.units is None else words["units"],
             "replicas": choice.replicas,
             "micro_batch": choice.micro_batch,
             "accumulate": choice.accumulate,
@@ -277,23 +279,24 @@ class Plan:
         }
 
     def assumptions(self) -> dict[str, Any]:
-        """What the figures rest on."""
+        """Return what the figures rest on."""
+        gpu = self.cluster.gpu
         return {
             "torch": torch.__version__,
             "time": self.time_is,
             "tight": self.is_tight,
             "efficiency": {
-                "is": self.cluster.gpu.efficiency_is,
-                **{
-                    key: getattr(self.cluster.gpu, key)
-                    for key in ("products", "elementwise", "attention", "slow", "fast")
-                },
+                "is": gpu.efficiency_is,
+                **{key: getattr(gpu, key) for key in ("products", "elementwise", "attention", "slow", "fast")},
             },
             "tellable": self.cluster.tellable,
             "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
             "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
             "optimizer": self.space.optimizer,
-            "host": host_assumed(self.cluster),
+            "host": (
+                f"{self.cluster.host_is}; what is offloaded x {HOST_MARGIN} must fit into it; {gpu.host_gbps:g} GB/s to it a "
+                f"GPU; optimizers there reach {HOST_MEMORY_GBPS:g} GB/s together (a guess); disk {self.cluster.disk_gbps:g} GB/s"
+            ),
             "substituted": {} if self.log is None else self.log.substituted,
             "unmodelled": {} if self.log is None else self.log.unmodelled,
             "remarks": list(self.task.remarks),
@@ -303,12 +306,6 @@ class Plan:
 
 def _name_of(dtype: object) -> str:
     return "as the model's" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def words_of(sharding: Sharding) -> dict[str, Any]:
-    """The fields of a sharding that a plan chooses, in words."""
-    words = {name: PRINTERS.get(name, lambda value: value)(getattr(sharding, name)) for name in FIELDS}
-    return {**words, "units": AUTO if sharding.units is None else words["units"]}
 
 
 def versions() -> dict[str, str]:
@@ -349,15 +346,6 @@ def next_gains(plan: Plan) -> list[NextGain]:
     costs = "another host, or disk" if host > step.exposed_s / 2 else "another network"
     faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs=costs)]
     return [*(n for _, n in found[:2]), *(faster if without >= plan.cluster.tellable else [])]
-
-
-def host_assumed(cluster: Cluster) -> str:
-    """What is taken for granted of a machine, where anything is offloaded."""
-    return (
-        f"{cluster.host_is}; what is offloaded x {HOST_MARGIN} must fit into it; "
-        f"{cluster.gpu.host_gbps:g} GB/s to it a GPU; optimizers there reach {HOST_MEMORY_GBPS:g} GB/s together (a guess); "
-        f"disk {cluster.disk_gbps:g} GB/s"
-    )
 
 
 def gib(num_bytes: float) -> str:

@@ -145,6 +145,8 @@ class Claim:
     def _again(self, setting: str, folder: Path) -> None:
         """The lease was removed, with the folder perhaps, or taken over: have it again, or end before two jobs write."""
         while not self._released.wait(BEAT_S):
+            if not folder.is_dir():  # which filelock would make again
+                continue
             with suppress(OSError):
                 self._leases[folder].release()
             try:
