@@ -68,7 +68,7 @@ class Trainer:
         return self._allocations or nullcontext()
 
     def _batch(self) -> tuple[Any, ...]:
-        """What the loop's forward takes in the next step, on the device."""
+        """Return the arguments of the next step's forward, on the device."""
         self._num_steps += 1
         return tuple(on_device(part, self._device) for part in next(self._batches))
 

@@ -60,7 +60,7 @@ def same_kind_on_all(contents: Contents, team: Team) -> None:
 
 
 def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
-    """Those of `facts` that are not the same on all ranks, with what each rank has, "" for nothing. A collective."""
+    """Return the `facts` that differ between ranks, each with its value on every rank ("" for none). A collective."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return {}
     of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
@@ -94,7 +94,7 @@ def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """What has to be the same on all ranks, and all states, in few letters."""
+    """Return short descriptions of everything that must be the same on all ranks, and of all states."""
     facts = {name: str(_placement(tensor)) for name, tensor in contents.of_model().items()}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:

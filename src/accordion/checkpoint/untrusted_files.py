@@ -90,10 +90,10 @@ def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Return tensors' names without the prefixes of torch.compile, of checkpointing and, if all have it, of DDP."""
-    found = {name: without_wrappers(name) for name in names}
-    while found and all(plain.startswith("module.") for plain in found.values()):
-        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
-    return found
+    plain_of = {name: without_wrappers(name) for name in names}
+    while plain_of and all(plain.startswith("module.") for plain in plain_of.values()):
+        plain_of = {name: plain.removeprefix("module.") for name, plain in plain_of.items()}
+    return plain_of
 
 
 def most_words(data_bytes: int) -> int:

@@ -169,7 +169,7 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """`form` with the chunks that the files of `folder` hold. Raises `CheckpointError` where they do not make it up."""
+    """Return `form` with the chunks in the files of `folder`. Raises `CheckpointError` if these do not make it complete."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}
@@ -203,9 +203,9 @@ def described(form: Manifest, folder: Folder) -> Manifest:
             else:
                 chunks[name].append(chunk)
     tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}
-    found = replace(form, files=files, tensors={**tensors, **of_ranks})
+    manifest = replace(form, files=files, tensors={**tensors, **of_ranks})
     try:
-        return parse(dump(found))
+        return parse(dump(manifest))
     except CheckpointError as error:
         raise CheckpointError(
             f"the files in {folder}, {', '.join(files) or 'none'}, do not make a checkpoint ({error}); it needs storage that all "

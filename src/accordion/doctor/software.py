@@ -130,15 +130,15 @@ def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
         for need in needs
         if (version := data[need.package]) is not None and not need.takes(version)
     ]
-    found = f"not installed: {', '.join(missing)}" if missing else "complete"
-    found = f"out of the supported range: {', '.join(wrong)}" if wrong else found
+    state = f"not installed: {', '.join(missing)}" if missing else "complete"
+    state = f"out of the supported range: {', '.join(wrong)}" if wrong else state
     what = FOR.get(extra, f"the extra {extra!r}")
     return Finding(
         check=f"software.extra-{extra}",
         severity="warning" if wrong else "note" if missing else "ok",
-        found=f"extra {extra}: {found}",
-        means=f"{what} may fail, or be refused" if found != "complete" else f"{what} can run",
-        do=f"pip install '{NAME}[{extra}]', if you want that." if found != "complete" else "",
+        found=f"extra {extra}: {state}",
+        means=f"{what} may fail, or be refused" if state != "complete" else f"{what} can run",
+        do=f"pip install '{NAME}[{extra}]', if you want that." if state != "complete" else "",
         data=data,
     )
 

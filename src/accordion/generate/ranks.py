@@ -1,4 +1,4 @@
-"""What every rank does: join, hold the model, answer its own prompts, take part in the gathers of others, and print."""
+"""Generation on one rank: join, load the model, answer its prompts, take part in the all-gathers of others, and print."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys tha
 
 
 class ShardedStrategy:
-    """What both have: how to shard, the mesh of the job, and folders of sharded checkpoints."""
+    """Base class of both strategies: how to shard, the mesh of the job, and folders of sharded checkpoints."""
 
     accelerator: Any
     checkpoint_io: Any
@@ -138,11 +138,11 @@ class ShardedStrategy:
                 raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(lost)}.")
             return self.checkpoint_io.load_checkpoint(folder / META, **kwargs)  # type: ignore[no-any-return]
 
-        found = Team.of(()).agree(rest)
+        others = Team.of(()).agree(rest)
         for prefix, wanted in models.items():
             for name, model, optimizer in wanted:
                 load(folder / f"{prefix}{name}", model, optimizer)
-        return found
+        return others
 
     def _clear(self, path: str) -> None:
         """A folder of that name is in the way of a file."""
@@ -330,10 +330,10 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         return {NAMES: names, "state_dict": {name: one for name, one in state.items() if name not in names}}
 
     def _parts(self, with_states: bool, averaged: bool) -> dict[str, list[Any]]:
-        found = {"": list(parts(paired(self.roots, self.optimizers if with_states else ())))}
+        models = {"": list(parts(paired(self.roots, self.optimizers if with_states else ())))}
         if averaged:
-            found["average_"] = list(parts(paired(_roots(self._averages[0]), ())))
-        return found
+            models["average_"] = list(parts(paired(_roots(self._averages[0]), ())))
+        return models
 
 
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]

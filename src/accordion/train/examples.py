@@ -256,30 +256,32 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     """Return a fast tokenizer of transformers. Raises `UsageError` if there is none, or it has no chat template for chats."""
-    found = _tokenizer(config, source, model_vocab, cache, say)
-    if not getattr(found, "is_fast", False):
+    tokenizer = _tokenizer(config, source, model_vocab, cache, say)
+    if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
-            f"the tokenizer {type(found).__name__} is written in Python and does not tell where its tokens lie in the text; take "
-            "a fast one, which has a tokenizer.json."
+            f"the tokenizer {type(tokenizer).__name__} is written in Python and does not tell where its tokens lie in the text; "
+            "take a fast one, which has a tokenizer.json."
         )
-    if found.eos_token_id is None:
+    if tokenizer.eos_token_id is None:
         raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
     if config.data.chat_template is not None:
         try:
-            found.chat_template = read_text(Path(config.data.chat_template))
+            tokenizer.chat_template = read_text(Path(config.data.chat_template))
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"data.chat_template {config.data.chat_template!r} cannot be read: {why}.") from None
     if config.data.format == "chat":
         try:
-            found.get_chat_template()
+            tokenizer.get_chat_template()
         except ValueError as error:
-            several = brief(error) if getattr(found, "chat_template", None) else "the tokenizer has no chat template"
+            several = (
+                brief(error) if getattr(tokenizer, "chat_template", None) else "the tokenizer has no chat template"
+            )
             raise UsageError(
                 f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer "
                 "the folder of a chat model."
             ) from None
-    return found
+    return tokenizer
 
 
 def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:

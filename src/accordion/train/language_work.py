@@ -316,7 +316,7 @@ def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def in_one_row(model: nn.Module) -> bool:
-    """Whether its attention tells documents apart in a batch of one row alone: flash attention, by the lengths of each."""
+    """Return True if its attention separates documents only in a batch of one row, as flash attention does by their lengths."""
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 

@@ -1,4 +1,4 @@
-"""Where data comes from: files, folders and saved datasets, as one stream of documents or of rows with their places."""
+"""Sources of data: files, folders and saved datasets, as one stream of documents or of rows with their places."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     with _hidden(root, ignored):
         master = _master(root)
         precision = arguments.precision(master, root=True)
-        held = [(name, given) for name, wrapper, given in inner if has_params(wrapper)]
+        held = [(name, theirs) for name, wrapper, theirs in inner if has_params(wrapper)]
         overrides: dict[type[nn.Module] | str, Precision] = {
-            n: given.precision(master, root=False) for n, given in held
+            n: theirs.precision(master, root=False) for n, theirs in held
         }
-        places: dict[type[nn.Module] | str, Offload] = {n: given.offload for n, given in held}
+        places: dict[type[nn.Module] | str, Offload] = {n: theirs.offload for n, theirs in held}
         made = _meta_modules(root)
         make = partial(
             shard,

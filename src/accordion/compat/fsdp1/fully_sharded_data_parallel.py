@@ -41,12 +41,12 @@ class FullyShardedDataParallel(StateDicts):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        given = SIGNATURE.bind(self, module, *args, **kwargs).arguments
+        arguments = SIGNATURE.bind(self, module, *args, **kwargs).arguments
         if not isinstance(module, nn.Module):
             raise UsageError(f"FullyShardedDataParallel takes a torch.nn.Module, not {type(module).__name__}.")
-        policy = given.pop("auto_wrap_policy", None)
-        ignored = ignored_parameters(given.pop("ignored_modules", None), given.pop("ignored_states", None))
-        shared = {name: value for name, value in given.items() if name not in ("self", "module")}
+        policy = arguments.pop("auto_wrap_policy", None)
+        ignored = ignored_parameters(arguments.pop("ignored_modules", None), arguments.pop("ignored_states", None))
+        shared = {name: value for name, value in arguments.items() if name not in ("self", "module")}
         self._arguments = Arguments(**shared, ignored=ignored)
         self._outer = None
         self._built = False
