@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from accordion.config import DEVICE, FULL_SHARD, HOST, Place
+from accordion.config import DEVICE, FULL_SHARD, HOST, ActivationCheckpointing, Place
 from accordion.plan.choice import NO_OFFLOAD, Choice
-from accordion.plan.events import Collective, Enter, Log, StepPhase, begins
+from accordion.plan.events import COMPUTE, Collective, Enter, Log, Op, StepPhase, begins
 from accordion.plan.extrapolate.offload import GRADIENT_BYTES, MASTER_BYTES
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import costs_of
@@ -18,6 +18,9 @@ from accordion.units import UnitChoice
 
 SCATTERS = ("scatter_sum", "exchange")
 ROUNDING = 0.99  # of messages: another number of ranks pads differently
+# Share of a block's forward that is computed again at least: torch stops at the last tensor that the backward needs, and so
+# leaves out a block's last product.
+RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
@@ -47,7 +50,8 @@ class Floor:
     """What FULL_SHARD takes, and no other strategy falls below: allocated bytes, seconds without waiting for others.
 
     `gathered`, `reduced`: messages, in bytes, of one forward and of one backward, which every strategy has to send over its own
-    axes. `far`: they left the node.
+    axes. `far`: they left the node. `blocks_s`: seconds that the forward of the repeated blocks computes, over all micro-batches;
+    `light_s`: of them, what is neither a product nor attention.
     """
 
     num_bytes: int
@@ -55,6 +59,13 @@ class Floor:
     gathered: tuple[int, ...] = ()
     reduced: tuple[int, ...] = ()
     far: bool = False
+    blocks_s: float = 0.0
+    light_s: float = 0.0
+
+    def recomputing(self, how: ActivationCheckpointing) -> Floor:
+        """Return the floor of the same step with recomputed blocks; it says nothing of memory, of which that takes less."""
+        again_s = self.light_s if how.selective else self.blocks_s / how.every
+        return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
@@ -64,16 +75,33 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
     gathered: list[int] = []
     reduced: list[int] = []
     phase = StepPhase.FORWARD
+    costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if choice.strategy.hybrid else None)
+    blocks_s = light_s = 0.0
+    is_block = False
     for event in log.events[last:]:
         if isinstance(event, Enter):
             phase = event.place.phase
+            name = log.units[event.place.unit] if event.place.unit >= 0 else ""
+            is_block = phase is StepPhase.FORWARD and any(map(str.isdecimal, name.split(".")))
+        elif isinstance(event, Op):
+            if is_block and event.stream == COMPUTE:
+                blocks_s += costs.of(event)
+                light_s += 0.0 if event.flops else costs.of(event)
         elif isinstance(event, Collective) and event.axis == "shard":
             if event.kind == "gather" and phase is StepPhase.FORWARD:
                 gathered.append(event.num_bytes)
             elif event.kind in SCATTERS:
                 reduced.append(event.num_bytes)
     far = choice.shards > cluster.node
-    return Floor(num_bytes, step.seconds - step.exposed_s, tuple(gathered), tuple(reduced), far)
+    return Floor(
+        num_bytes,
+        step.seconds - step.exposed_s,
+        tuple(gathered),
+        tuple(reduced),
+        far,
+        blocks_s=blocks_s * choice.accumulate,
+        light_s=light_s * choice.accumulate,
+    )
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from accordion.config import FULL_SHARD, Offload
-from accordion.plan.choice import Choice, in_memory, moved_as
+from accordion.plan.choice import NO_OFFLOAD, Choice, in_memory, moved_as
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
@@ -156,7 +156,13 @@ class Evaluator:
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        return self._floors.get(as_full_shard(choice, self._space.units[0]))
+        """Return the floor of a choice: that of FULL_SHARD, worked out from the one without recomputation before that is traced."""
+        full = as_full_shard(choice, self._space.units[0])
+        how = choice.sharding.checkpointing
+        if full in self._floors or not how.every:
+            return self._floors.get(full)
+        plain = self._floors.get(full.but(checkpoint_activations="none", offload=NO_OFFLOAD))
+        return None if plain is None else plain.recomputing(how)
 
     def _least_s(self, choice: Choice) -> float:
         """Seconds that no step of a choice falls below; 0 if nothing is known."""
@@ -164,9 +170,9 @@ class Evaluator:
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Why a choice need not be traced: FULL_SHARD does not fit either, or even if it waited for nothing it would not win."""
+        """Return why a choice need not be traced: FULL_SHARD does not fit either, or even without any wait it would not be fastest."""
         floor, units = self._floor(choice), self._space.units[0]
-        if choice == as_full_shard(choice, units) or choice.offload.is_any or floor is None:
+        if choice.offload.is_any or floor is None:
             return ""
         if floor.num_bytes > self._most and choice.units == units:  # smaller units take less
             needed = int(floor.num_bytes * MARGIN) + OUTSIDE_BYTES
