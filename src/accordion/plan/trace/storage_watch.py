@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 
-_Mode: Any = _torch.DispatchMode
+_Mode: Any = _torch.EagerMode
 
 
 class StorageWatch(_Mode):  # type: ignore[misc]
