@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import accordion as acc
+from accordion.config import checkpointing_named
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.estimate import estimate_memory
 from accordion.plan.choice import in_memory
@@ -349,7 +350,8 @@ def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monk
     """Beside a search that works everything out; two billion parameters."""
     monkeypatch.setattr(traces, "log_of", traced_once)
     subject_for = partial(gpt, 40, width=2048)
-    fixed = {"strategies": ["full_shard", "hybrid_shard"], "checkpointing": ["full"], "micro_batches": [1]}
+    ways = ["none", "every:2", "full"] if memory_gib == 48.0 else ["full"]
+    fixed = {"strategies": ["full_shard", "hybrid_shard"], "checkpointing": ways, "micro_batches": [1]}
     gpu = replace(GPUS["l40s"], memory_gib=memory_gib)
     cluster = Cluster(gpu=gpu, gpus=16, network_gbps=0.3, host_memory_gib=host_gib)
     num_params = sum(p.numel() for p in subject_for(1).make().parameters())
@@ -457,3 +459,15 @@ def test_no_step_is_faster_than_its_messages(name):
     run = looked.setup(asked)
     step = step_of(trace(gpt(3), run), run, cluster)
     assert 0.3 * step.seconds < messages_s(asked, floor, looked) <= step.seconds
+
+
+@pytest.mark.parametrize("way", ["full", "every:2", "selective"])
+def test_no_step_is_faster_than_the_one_without_recomputation_and_what_it_computes_again(way):
+    looked, base = space(precision=BF16), choice(precision=BF16)
+    log = trace(gpt(4), looked.setup(base))
+    floor = floor_of(log, GIB, step_of(log, looked.setup(base), CLUSTER), base, CLUSTER)
+    bound = floor.recomputing(checkpointing_named(way))
+    run = looked.setup(base.but(checkpoint_activations=way))
+    step = step_of(trace(gpt(4), run), run, CLUSTER)
+    assert bound.num_bytes == 0
+    assert floor.seconds < bound.seconds <= step.seconds - step.exposed_s

@@ -156,7 +156,7 @@ class Evaluator:
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return the floor of a choice: that of FULL_SHARD, worked out from the one without recomputation before that is traced."""
+        """Return what no step of a choice falls below: FULL_SHARD's floor, or before its trace that without recomputation."""
         full = as_full_shard(choice, self._space.units[0])
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -170,7 +170,7 @@ class Evaluator:
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return why a choice need not be traced: FULL_SHARD does not fit either, or even without any wait it would not be fastest."""
+        """Return why a choice need not be traced: FULL_SHARD does not fit either, or it is slower even if nothing waits."""
         floor, units = self._floor(choice), self._space.units[0]
         if choice.offload.is_any or floor is None:
             return ""
