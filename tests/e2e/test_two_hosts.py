@@ -140,6 +140,7 @@ def test_a_link_that_is_cut_for_good_ends_both_hosts_and_one_goes_on(
     until(lambda: agents[0].poll() is not None, "the end of the agent that keeps the store", *logs, timeout_s=READ_S)
     assert agents[0].returncode == 1
     agents[1].kill()  # it waits for an answer of the store until its system gives up
+    agents[1].wait()
     told = [log.read_text() for log in logs]
     for text, other in zip(told, (1, 0), strict=True):
         assert f"rank {other} has not answered for 12 s: its machine, or the network to it, is gone" in text
