@@ -27,11 +27,12 @@ class Spmd:
 
     def data_parallel(self) -> DeviceMesh:
         """The axes over which this library shards and sums, several of a kind as one."""
-        found = [self._slice(names) for names in (self.replicate, self.shard) if names]
-        return found[0] if len(found) == 1 else _torch.joined_mesh(*found)
-
-    def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        return self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
+        meshes = [
+            self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
+            for names in (self.replicate, self.shard)
+            if names
+        ]
+        return meshes[0] if len(meshes) == 1 else _torch.joined_mesh(*meshes)
 
     def axes(self, names: Sequence[str]) -> list[int]:
         all_names = self.mesh.mesh_dim_names
