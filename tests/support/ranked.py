@@ -28,8 +28,8 @@ def on_mesh(
             ranks.run_mesh(shape, names, _call, program.__module__, program.__qualname__, given)
 
         taken = list(inspect.signature(program).parameters.values())[1:]
-        names = [pool, *(parameter.name for parameter in taken)]
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        fixtures = [pool, *(parameter.name for parameter in taken)]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fixtures]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return test
 

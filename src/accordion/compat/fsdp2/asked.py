@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from accordion import _torch
-from accordion.compat.fsdp2.layouts import Spmd
 from accordion.config import FULL_SHARD, HOST, HYBRID_SHARD, Offload, Precision
 from accordion.engine.hooks import attached_to
 from accordion.errors import AssertedUsageError, UsageError
@@ -26,6 +25,29 @@ log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
 PART = "_accordion_part"  # where a module keeps its part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spmd:
+    """A mesh of all axes on which parameters are DTensors already; `shard`, `replicate`: those that are data-parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def data_parallel(self) -> DeviceMesh:
+        """The axes over which this library shards and sums, several of a kind as one."""
+        meshes = [
+            self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
+            for names in (self.replicate, self.shard)
+            if names
+        ]
+        return meshes[0] if len(meshes) == 1 else _torch.joined_mesh(*meshes)
+
+    def axes(self, names: Sequence[str]) -> list[int]:
+        all_names = self.mesh.mesh_dim_names
+        assert all_names is not None, "checked when it was made"
+        return [all_names.index(name) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
