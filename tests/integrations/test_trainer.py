@@ -371,22 +371,17 @@ def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path
 @on_job(2)
 def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) -> None:
     with library_job():
-        for changes, words in [
-            ({"bf16_full_eval": True}, "bf16_full_eval=True of TrainingArguments is not taken"),
-            ({"torch_compile": True}, "compile blocks"),
+        for key, value, words in [
+            ("bf16_full_eval", True, "bf16_full_eval=True of TrainingArguments is not taken"),
+            ("torch_compile", True, "compile blocks"),
+            ("fsdp", "full_shard", "leave --fsdp out"),
+            ("deepspeed", "ds.json", "leave --deepspeed out"),
+            ("parallelism_config", object(), "leave parallelism_config out"),
         ]:
+            args = arguments(tmp_path)
+            setattr(args, key, value)
             with pytest.raises(acc.UsageError, match=words):
-                trainer(True, tmp_path, **changes)
-        args = arguments(tmp_path)
-        args.fsdp, args.deepspeed = "full_shard", None
-        with pytest.raises(acc.UsageError, match="leave --fsdp out"):
-            trainer(True, tmp_path, extra={"args": args})
-        args.fsdp, args.deepspeed = None, "ds.json"
-        with pytest.raises(acc.UsageError, match="leave --deepspeed out"):
-            trainer(True, tmp_path, extra={"args": args})
-        args.deepspeed, args.parallelism_config = None, object()
-        with pytest.raises(acc.UsageError, match="leave parallelism_config out"):
-            trainer(True, tmp_path, extra={"args": args})
+                trainer(True, tmp_path, extra={"args": args})
         with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
             trainer(True, tmp_path, sharding={"unit": None})
         with pytest.raises(acc.UsageError, match="hyperparameter_search is not taken"):
