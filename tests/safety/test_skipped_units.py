@@ -136,7 +136,7 @@ def test_from_a_later_step_on(world, how):
     assert all(len(lines) == 1 for lines in said), said
 
 
-# Strategies and options under which the usual run has ranks part in a later step, and under the others in the first one.
+# Strategies and options under which ranks diverge in a later step in the usual run; under the others in the first one.
 LATER = ("full_shard", "no_shard", "hybrid_shard", "no_sync", "full", "offload")
 
 

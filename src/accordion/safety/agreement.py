@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -96,7 +97,6 @@ class OrderAgreement(Observer):
         self._in_backward = False  # one has begun and not ended
         self._root = 0  # number of the forward
         self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
-        self._outer: set[int] | None = None
         monitor.listen(self.noticed)
 
     # -- the moments of a step
@@ -129,7 +129,7 @@ class OrderAgreement(Observer):
         """The call is about to end, and others may be about to enter units inside of it."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
-        if error is None and not self._silent and call.unit.index in self._outer_units():
+        if error is None and not self._silent and call.unit.index in self._outer_units:
             self._leave(call.unit)
         self.close(0)
         return out
@@ -173,17 +173,17 @@ class OrderAgreement(Observer):
         """Whether what is expected needs no word."""
         return not (self.always or self._is_new or self._num_to_follow)
 
+    @cached_property
     def _outer_units(self) -> set[int]:
-        """Return the indices of the units that have other units inside."""
-        if self._outer is None:
-            self._outer = set()
-            for i, hooks in enumerate(self._hooks):
-                for module in (ref() for ref in hooks.modules):
-                    # No truth test: a container or a compiled module is asked for its length.
-                    inside = () if module is None else module.modules()
-                    if len({id(m.__dict__[ATTACHED]) for m in inside if ATTACHED in m.__dict__}) > 1:
-                        self._outer.add(i)
-        return self._outer
+        """The indices of the units that have other units inside."""
+        outer = set()
+        for i, hooks in enumerate(self._hooks):
+            for module in (ref() for ref in hooks.modules):
+                # No truth test: a container or a compiled module is asked for its length.
+                inside = () if module is None else module.modules()
+                if len({id(m.__dict__[ATTACHED]) for m in inside if ATTACHED in m.__dict__}) > 1:
+                    outer.add(i)
+        return outer
 
     def come(self, step: UnitCall, what: str) -> None:
         """Do what others do first, and come back when all do `step`. Raises `DivergenceError` where that cannot be."""

@@ -389,12 +389,12 @@ class DivergenceMonitor(Observer):
         if at is not None and num >= at:
             self._fail_apart("begins a backward")
         if num <= SAID_STEPS or num % SAID_STEPS == 0:
-            hub.tell_first(StepDigest(rank=hub.rank, model=self._prefix, num=num, chain=chain))
+            hub.send_to_first(StepDigest(rank=hub.rank, model=self._prefix, num=num, chain=chain))
 
     def say_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if another rank has the same."""
         if (hub := self._hub) is not None:
-            hub.tell_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
+            hub.send_to_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
 
     def _fail_apart(self, what: str) -> NoReturn:
         """Fail because what ranks have sent does not go together: say what each one does, or in what their steps differ."""

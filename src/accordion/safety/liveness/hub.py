@@ -182,7 +182,7 @@ class Hub:
         self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, *, wakes: bool = False
     ) -> None:
         """Come to a meeting of `num` ranks. Ask `over` for its end."""
-        self.tell_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes))
+        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes))
 
     def is_called(self, name: str) -> bool:
         """Return True if another rank has come to a meeting."""
@@ -247,7 +247,7 @@ class Hub:
         """Return the backward at which all ranks say how they have stepped a model; None while none differ."""
         return self._differ_at.get(model)
 
-    def tell_first(self, message: HubMessage) -> None:
+    def send_to_first(self, message: HubMessage) -> None:
         """Send a message to the first rank, which acts on it."""
         if self._links.leads:
             self.receive(message)
