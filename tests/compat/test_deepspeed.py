@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from accordion.compat import deepspeed
 from tests.devices import device
+from tests.support.ranked import on_world
 
 
-def given(mesh: DeviceMesh) -> None:
+@on_world(4)
+def test_what_initialize_is_given(mesh: DeviceMesh) -> None:
     """The caller's own optimizer, scheduler and parameter groups, made before; what is not supported."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     deepspeed.init_distributed("gloo")  # there is a process group
@@ -44,10 +46,6 @@ def given(mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(acc.UsageError, match=match):
             deepspeed.initialize(**options)
-
-
-def test_what_initialize_is_given(world):
-    world.run(4, given)
 
 
 def test_arguments_of_a_command_line():

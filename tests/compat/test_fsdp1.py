@@ -25,7 +25,7 @@ from accordion.compat.fsdp1 import (
     MixedPrecision,
     ShardedGradScaler,
     ShardingStrategy,
-    meeting,
+    nesting,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
 from accordion.compat.fsdp1 import wrap as wrapping
@@ -33,6 +33,7 @@ from accordion.errors import UsageError
 from tests.devices import device, here
 from tests.inside import units_of
 from tests.support.checks import assert_at_rest, logged
+from tests.support.ranked import on_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -140,7 +141,8 @@ def without_counters(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if name != "seen"}
 
 
-def offloaded(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
     """Shards rest on the host: not a bit differs. torch's own cannot without an accelerator."""
     found = []
     for offload in (False, True):
@@ -152,10 +154,6 @@ def offloaded(mesh: DeviceMesh) -> None:
         found.append((losses, model.state_dict()))
     assert found[0][0] == found[1][0]
     assert_same_state(found[1][1], found[0][1], 0.0)
-
-
-def test_offloading_changes_no_bit(world):
-    world.run(2, offloaded)
 
 
 # What each one wraps is compared with torch's in test_fsdp1_beside_torch.py.
@@ -185,7 +183,8 @@ class WithNorm(nn.Module):
         return self.last(x)
 
 
-def batch_norms(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_batch_norms_stay_in_float32(mesh: DeviceMesh) -> None:
     net = seeded(WithNorm)
     mixed = MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)
     model = FSDP(net, auto_wrap_policy=wrapping.ModuleWrapPolicy({nn.Linear}), device_mesh=mesh, mixed_precision=mixed)
@@ -196,10 +195,6 @@ def batch_norms(mesh: DeviceMesh) -> None:
     ]  # the norm's input is cast by a hook that comes after this test's, and its output back
     assert isinstance(net.norm, FSDP)
     assert net.norm.running_mean.dtype is torch.float32
-
-
-def test_batch_norms_stay_in_float32(world):
-    world.run(2, batch_norms)
 
 
 # -- wrapping by hand, and what the constructor takes
@@ -240,27 +235,25 @@ def test_wrappers_in_wrappers(world):
     assert not isinstance(Annotated().first, FSDP)
 
 
-def first_used(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_the_first_use_is_on_all_ranks_or_says_so(mesh: DeviceMesh) -> None:
     """One rank asks a hand-wrapped model for its parameters while the others do something else."""
     model, rank = FSDP(seeded(), device_mesh=mesh), dist.get_rank()
-    meeting.PATIENCE_S, meeting.LIMIT_S, before = 0.05, 0.3, (meeting.PATIENCE_S, meeting.LIMIT_S)
+    nesting.PATIENCE_S, nesting.LIMIT_S, before = 0.05, 0.3, (nesting.PATIENCE_S, nesting.LIMIT_S)
     try:
         if rank == 0:
             with logged() as said, pytest.raises(UsageError, match="waited 0 s for rank 1: the first use of a model"):
                 list(model.parameters())
             assert said[0].startswith("waiting for rank 1: the first use")
     finally:
-        meeting.PATIENCE_S, meeting.LIMIT_S = before
+        nesting.PATIENCE_S, nesting.LIMIT_S = before
     dist.barrier(mesh.get_group())
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(isinstance(p, DTensor) for p in FSDP(seeded(), device_mesh=mesh).parameters())
 
 
-def test_the_first_use_is_on_all_ranks_or_says_so(world):
-    world.run(2, first_used)
-
-
-def summons(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_full_parameters_are_summoned(mesh: DeviceMesh) -> None:
     rank, reference = dist.get_rank(), seeded()
     model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
     with FSDP.summon_full_params(model, writeback=False):
@@ -279,11 +272,8 @@ def summons(mesh: DeviceMesh) -> None:
     assert_at_rest(model)
 
 
-def test_full_parameters_are_summoned(world):
-    world.run(2, summons)
-
-
-def accumulates(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_no_sync(mesh: DeviceMesh) -> None:
     rank, plain = dist.get_rank(), seeded()
     model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
     with model.no_sync():
@@ -294,11 +284,8 @@ def accumulates(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_no_sync(world):
-    world.run(2, accumulates)
-
-
-def constructed(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_constructor_arguments(mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     first = seeded()
     unlike = seeded(seed=rank)
@@ -329,11 +316,8 @@ def constructed(mesh: DeviceMesh) -> None:
         assert_same_state(drawn, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).state_dict(), 0.0)
 
 
-def test_constructor_arguments(world):
-    world.run(2, constructed)
-
-
-def ignores(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_ignored_states(mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     for how in ({"ignored_modules": ["first"]}, {"ignored_states": ["first"]}, {"ignored_states": ["weight", "bias"]}):
         net, plain = seeded(), seeded()
@@ -354,11 +338,9 @@ def ignores(mesh: DeviceMesh) -> None:
         train(model, rank, optimizer=optimizer)
 
 
-def test_ignored_states(world):
-    world.run(2, ignores)
-
-
-def recomputes(mesh: DeviceMesh, how: str) -> None:
+@pytest.mark.parametrize("how", ["inside before", "around", "applied after"])
+@on_world(2)
+def test_torchs_activation_checkpointing(mesh: DeviceMesh, how: str) -> None:
     rank = dist.get_rank()
     net = seeded()
     if how == "inside before":
@@ -380,12 +362,8 @@ def recomputes(mesh: DeviceMesh, how: str) -> None:
     assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
 
 
-@pytest.mark.parametrize("how", ["inside before", "around", "applied after"])
-def test_torchs_activation_checkpointing(world, how):
-    world.run(2, recomputes, how)
-
-
-def scales(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_sharded_grad_scaler(mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     model = FSDP(
         seeded(),
@@ -407,16 +385,9 @@ def scales(mesh: DeviceMesh) -> None:
     assert scaler.get_scale() == 32.0
 
 
-def test_sharded_grad_scaler(world):
-    world.run(2, scales)
-
-
-def keeps_its_dtype(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_a_model_in_bfloat16_stays_so(mesh: DeviceMesh) -> None:
     model = FSDP(seeded().to(BF16), auto_wrap_policy=SIZE, device_mesh=mesh)
     assert {p.dtype for p in model.parameters()} == {BF16}
     model(batch(0, 0).to(BF16)).pow(2).mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
-
-
-def test_a_model_in_bfloat16_stays_so(world):
-    world.run(2, keeps_its_dtype)

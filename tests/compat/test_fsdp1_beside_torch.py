@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from accordion.compat.fsdp1 import wrap as wrapping
 from tests.compat.test_fsdp1 import BF16, POLICIES, Net, WithNorm, batch, seeded, train
 from tests.devices import device
 from tests.support.checks import assert_close
+from tests.support.ranked import on_world
 
 
 def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: Any) -> nn.Module:
@@ -60,7 +62,40 @@ def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
         assert found == expected, name
 
 
-def beside_torch(mesh: DeviceMesh, folder: str) -> None:
+def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> None:
+    """A checkpoint of torch's class goes on in this one, and the other way round: the same losses."""
+    torch_cls: Any = torch_fsdp.FullyShardedDataParallel
+    rank = dist.get_rank()
+    fresh = [
+        torchs(mesh, POLICIES["module"]),
+        FSDP(seeded(seed=1), auto_wrap_policy=POLICIES["module"], device_mesh=mesh),
+    ]
+    goes_on = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for written_by, (model, optimizer), cls, again, its_cls in (
+            ("torch", theirs, torch_cls, fresh[1], FSDP),
+            ("ours", ours, FSDP, fresh[0], torch_cls),
+        ):
+            weights, state = states_of(cls, model, optimizer, "SHARDED_STATE_DICT")
+            path = f"{folder}/{written_by}"
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
+            its_optimizer = torch.optim.AdamW(again.parameters(), lr=0.05)
+            train(again, rank, 1, optimizer=its_optimizer)
+            with its_cls.state_dict_type(again, StateDictType.SHARDED_STATE_DICT):
+                found = {"model": again.state_dict(), "optim": its_cls.optim_state_dict(again, its_optimizer)}
+                dcp.load(found, checkpoint_id=path)
+                again.load_state_dict(found["model"])
+                loadable = its_cls.optim_state_dict_to_load(again, its_optimizer, found["optim"])
+                its_optimizer.load_state_dict(loadable)
+            goes_on.append(train(again, rank, optimizer=its_optimizer))
+        expected = train(theirs[0], rank, optimizer=theirs[1])
+    assert goes_on[0] == pytest.approx(expected, abs=1e-5)
+    assert goes_on[1] == pytest.approx(expected, abs=1e-5)
+
+
+@on_world(4)  # all ranks: torch's class takes the default group here and there
+def test_beside_torchs_own_class(mesh: DeviceMesh, tmp_path: Path) -> None:
     rank = dist.get_rank()
     theirs, ours = (
         torchs(mesh, POLICIES["module"]),
@@ -96,46 +131,11 @@ def beside_torch(mesh: DeviceMesh, folder: str) -> None:
         for name, entry in their_state["state"].items()
     }
     assert_same_tensors(FSDP.full_optim_state_dict(ours, opt_ours, rank0_only=False)["state"], gathered, "full")
-    read_each_others(mesh, folder, (theirs, opt_theirs), (ours, opt_ours))
+    read_each_others(mesh, tmp_path, (theirs, opt_theirs), (ours, opt_ours))
 
 
-def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> None:
-    """A checkpoint of torch's class goes on in this one, and the other way round: the same losses."""
-    torch_cls: Any = torch_fsdp.FullyShardedDataParallel
-    rank = dist.get_rank()
-    fresh = [
-        torchs(mesh, POLICIES["module"]),
-        FSDP(seeded(seed=1), auto_wrap_policy=POLICIES["module"], device_mesh=mesh),
-    ]
-    goes_on = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for written_by, (model, optimizer), cls, again, its_cls in (
-            ("torch", theirs, torch_cls, fresh[1], FSDP),
-            ("ours", ours, FSDP, fresh[0], torch_cls),
-        ):
-            weights, state = states_of(cls, model, optimizer, "SHARDED_STATE_DICT")
-            path = f"{folder}/{written_by}"
-            dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
-            its_optimizer = torch.optim.AdamW(again.parameters(), lr=0.05)
-            train(again, rank, 1, optimizer=its_optimizer)
-            with its_cls.state_dict_type(again, StateDictType.SHARDED_STATE_DICT):
-                found = {"model": again.state_dict(), "optim": its_cls.optim_state_dict(again, its_optimizer)}
-                dcp.load(found, checkpoint_id=path)
-                again.load_state_dict(found["model"])
-                loadable = its_cls.optim_state_dict_to_load(again, its_optimizer, found["optim"])
-                its_optimizer.load_state_dict(loadable)
-            goes_on.append(train(again, rank, optimizer=its_optimizer))
-        expected = train(theirs[0], rank, optimizer=theirs[1])
-    assert goes_on[0] == pytest.approx(expected, abs=1e-5)
-    assert goes_on[1] == pytest.approx(expected, abs=1e-5)
-
-
-def test_beside_torchs_own_class(world, tmp_path):
-    world.run(4, beside_torch, str(tmp_path))  # all ranks: torch's class takes the default group here and there
-
-
-def wraps_as_torch(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_policies_wrap_what_torchs_do(mesh: DeviceMesh) -> None:
     mixed = MixedPrecision(param_dtype=BF16)
     for name, policy in POLICIES.items():
         assert repr(FSDP(seeded(), auto_wrap_policy=policy, device_mesh=mesh)) == repr(torchs(mesh, policy)), name
@@ -146,11 +146,8 @@ def wraps_as_torch(mesh: DeviceMesh) -> None:
     )
 
 
-def test_policies_wrap_what_torchs_do(world):
-    world.run(2, wraps_as_torch)
-
-
-def mixed_beside_torch(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_mixed_precision_beside_torch(mesh: DeviceMesh) -> None:
     mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
     rank = dist.get_rank()
     theirs = torchs(mesh, POLICIES["module"], mixed_precision=mixed)
@@ -160,7 +157,3 @@ def mixed_beside_torch(mesh: DeviceMesh) -> None:
     assert ours.seen.dtype is BF16
     assert ours.state_dict()["seen"].dtype is torch.float32
     assert all(p.dtype is torch.float32 and p.grad.dtype is torch.float32 for p in ours.parameters())
-
-
-def test_mixed_precision_beside_torch(world):
-    world.run(2, mixed_beside_torch)

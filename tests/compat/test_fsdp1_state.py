@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.compat.test_fsdp1 import (
 )
 from tests.compat.test_fsdp1_beside_torch import assert_same_tensors
 from tests.devices import here
+from tests.support.ranked import on_world
 
 
 def full_state_dicts(mesh: DeviceMesh) -> Any:
@@ -136,7 +138,8 @@ def test_full_state_dicts_that_differ_are_refused_on_every_rank(world):
     world.run(2, loads_apart, weights, state)
 
 
-def sharded_and_ours(mesh: DeviceMesh, folder: str) -> None:
+@on_world(2)
+def test_sharded_state_dicts_and_checkpoints_of_this_package(mesh: DeviceMesh, tmp_path: Path) -> None:
     rank = dist.get_rank()
     model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
@@ -148,17 +151,13 @@ def sharded_and_ours(mesh: DeviceMesh, folder: str) -> None:
     sharded = model.state_dict()
     assert all(isinstance(value, DTensor) for name, value in sharded.items() if name != "seen")
     assert list(sharded) == list(seeded().state_dict())
-    acc.save(f"{folder}/checkpoint", model, optimizer)
+    acc.save(f"{tmp_path}/checkpoint", model, optimizer)
     other = acc.shard(seeded(seed=3), mesh)
     its_optimizer = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=0.05))
-    acc.load(f"{folder}/checkpoint", other, its_optimizer)
+    acc.load(f"{tmp_path}/checkpoint", other, its_optimizer)
     assert train(other, rank, optimizer=its_optimizer) == train(model, rank, optimizer=optimizer)
     kept = model.state_dict(keep_vars=True)
     assert {id(p) for p in model.parameters()} <= {id(v) for v in kept.values()}
-
-
-def test_sharded_state_dicts_and_checkpoints_of_this_package(world, tmp_path):
-    world.run(2, sharded_and_ours, str(tmp_path))
 
 
 class Two(nn.Module):
@@ -173,7 +172,8 @@ class Two(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def in_a_plain_module(mesh: DeviceMesh) -> None:
+@on_world(2)
+def test_wrapped_modules_in_a_plain_one(mesh: DeviceMesh) -> None:
     model = Two(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -200,7 +200,3 @@ def in_a_plain_module(mesh: DeviceMesh) -> None:
         before = model(batch(0, 0))
         model.load_state_dict({name.removeprefix("net."): value for name, value in full.items()})
         assert not torch.equal(model(batch(0, 0)), before)
-
-
-def test_wrapped_modules_in_a_plain_one(world):
-    world.run(2, in_a_plain_module)

@@ -20,8 +20,9 @@ from accordion.engine.order import Phase
 from tests.devices import device
 from tests.inside import units_of
 from tests.support import models
-from tests.support.checks import assert_close, batch, one_loss
+from tests.support.checks import assert_close, batch, one_loss, step_all
 from tests.support.meters import Wire
+from tests.support.ranked import on_world
 
 SIDES = (theirs, ours)
 
@@ -101,9 +102,7 @@ def like_theirs(mesh, build: str, **options: Any) -> None:
             assert p.grad is None or describe(p.grad)[:5] == describe(p)[:5]
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (reference, model)]
         assert torch.allclose(*[n.full_tensor() for n in norms], rtol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert all(a is b for a, b in zip(held, model.parameters(), strict=True)), (
         "the optimizer's parameters are the model's"
     )
@@ -119,7 +118,8 @@ def test_training_is_that_of_fully_shard(world, build, num_ranks):
     world.run(num_ranks, like_theirs, build)
 
 
-def offloaded(mesh) -> None:
+@on_world(2)
+def test_cpu_offload(mesh) -> None:
     like_theirs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
     found = []
     for offload in (None, ours.CPUOffloadPolicy()):
@@ -143,11 +143,9 @@ def offloaded(mesh) -> None:
     model(batch(model)[0]).sum().backward()
 
 
-def test_cpu_offload(world):
-    world.run(2, offloaded)
-
-
-def two_micros(mesh, how: str) -> None:
+@pytest.mark.parametrize("how", ["before the forward", "before the backward", "one block"])
+@on_world(2)
+def test_gradients_add_up_without_communication(mesh, how: str) -> None:
     reference, model = both(mesh)
     for m in (reference, model):
         part = m.blocks[0] if how == "one block" else m
@@ -165,11 +163,6 @@ def two_micros(mesh, how: str) -> None:
     assert_same_gradients(reference, model)
 
 
-@pytest.mark.parametrize("how", ["before the forward", "before the backward", "one block"])
-def test_gradients_add_up_without_communication(world, how):
-    world.run(2, two_micros, how)
-
-
 class Checkpointed(models.Tiny):
     reentrant = False
 
@@ -180,7 +173,9 @@ class Checkpointed(models.Tiny):
         return self.head(self.norm(x))
 
 
-def checkpointed(mesh, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_world(2)
+def test_blocks_under_checkpoint(mesh, reentrant: bool) -> None:
     found = []
     for api in SIDES:
         model = models.plain()
@@ -195,12 +190,8 @@ def checkpointed(mesh, reentrant: bool) -> None:
     assert_same_gradients(*found)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_under_checkpoint(world, reentrant):
-    world.run(2, checkpointed, reentrant)
-
-
-def scaled(mesh) -> None:
+@on_world(2)
+def test_a_gradient_scaler_skips_the_step_on_every_rank(mesh) -> None:
     pair = both(mesh)
     scales = []
     for m in pair:
@@ -219,11 +210,8 @@ def scaled(mesh) -> None:
     assert_close(params_of(pair[1]), params_of(pair[0]), 1e-6)
 
 
-def test_a_gradient_scaler_skips_the_step_on_every_rank(world):
-    world.run(2, scaled)
-
-
-def hooked(mesh) -> None:
+@on_world(2)
+def test_hooks_on_accumulated_gradients_see_the_sharded_ones(mesh) -> None:
     calls = []
     for api in SIDES:
         model, seen = sharded(api, mesh), []
@@ -235,10 +223,6 @@ def hooked(mesh) -> None:
         calls.append(seen)
     assert sorted(calls[0]) == sorted(calls[1])
     assert len(calls[1]) == len(list(model.parameters()))
-
-
-def test_hooks_on_accumulated_gradients_see_the_sharded_ones(world):
-    world.run(2, hooked)
 
 
 # -- policies
@@ -306,7 +290,8 @@ def test_resharding_after_the_forward(world):
     world.run(4, resharding, [2])
 
 
-def resharded_to_pairs(mesh) -> None:
+@on_world(4)
+def test_an_int_has_the_backward_gather_over_that_many(mesh) -> None:
     """An int: the backward gathers over so many neighbours, as torch's does, until it is set otherwise."""
     for m in both(mesh, "wide", reshard_after_forward=2):
         for step in range(3):
@@ -322,11 +307,8 @@ def resharded_to_pairs(mesh) -> None:
         assert {call.group for call in wire.of("gather")} == {"4"}, type(m)
 
 
-def test_an_int_has_the_backward_gather_over_that_many(world):
-    world.run(4, resharded_to_pairs)
-
-
-def resharding_set(mesh) -> None:
+@on_world(2)
+def test_resharding_is_set_between_steps(mesh) -> None:
     reference, model = both(mesh)
     for m in (reference, model):
         m.set_reshard_after_forward(True)
@@ -354,11 +336,8 @@ def resharding_set(mesh) -> None:
         model.set_reshard_after_forward(2)
 
 
-def test_resharding_is_set_between_steps(world):
-    world.run(2, resharding_set)
-
-
-def stepped_and_unsharded(mesh) -> None:
+@on_world(2)
+def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(mesh) -> None:
     """At the end of a backward its units are stepped, and what `unshard` shows goes."""
     wanted = None
     for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
@@ -380,11 +359,8 @@ def stepped_and_unsharded(mesh) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(world):
-    world.run(2, stepped_and_unsharded)
-
-
-def prefetched(mesh) -> None:
+@on_world(2)
+def test_what_is_gathered_ahead_is_what_was_asked(mesh) -> None:
     reference, model = both(mesh)
     for m in (reference, model):
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
@@ -400,10 +376,6 @@ def prefetched(mesh) -> None:
     for step in range(2):
         one_loss(reference, step).backward()
     assert_same_gradients(reference, model)
-
-
-def test_what_is_gathered_ahead_is_what_was_asked(world):
-    world.run(2, prefetched)
 
 
 def full_memory(model: nn.Module) -> list[bool]:
@@ -446,7 +418,8 @@ def test_full_parameters_are_resharded_by_hand(world):
     world.run_mesh((2, 2), ("replicate", "shard"), resharded_by_hand)
 
 
-def prefetched_unused(mesh) -> None:
+@on_world(2)
+def test_what_is_gathered_ahead_and_not_used_is_freed(mesh) -> None:
     """A list names a block that this forward leaves out: it is freed with the pass, and the next forward is right."""
     reference, model = both(mesh, reshard_after_forward=True)
     for m in (reference, model):
@@ -460,10 +433,6 @@ def prefetched_unused(mesh) -> None:
             assert full_memory(m) == [False] * 4, (type(m), step)
             optimizer.step()
     assert_same_gradients(reference, model)
-
-
-def test_what_is_gathered_ahead_and_not_used_is_freed(world):
-    world.run(2, prefetched_unused)
 
 
 def hybrid(mesh) -> None:

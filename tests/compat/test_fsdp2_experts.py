@@ -20,8 +20,9 @@ from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe
 from tests.devices import device
 from tests.inside import unit_in
 from tests.support import experts
-from tests.support.checks import assert_as_exact
+from tests.support.checks import assert_as_exact, step_all
 from tests.support.meters import Wire
+from tests.support.ranked import on_mesh
 
 RANKS = 4
 PLACES = hasattr(_fsdp_common, "ShardPlacementResult")
@@ -95,9 +96,7 @@ def trains_alike(mesh: Any, way: str, **options: Any) -> None:
         for m in (pair[0], plain):
             for p in m.parameters():
                 p.grad.mul_(torch.clamp(0.5 / (found + 1e-6), max=1.0).item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     whole = {n: p.detach() for n, p in plain.named_parameters()}
     assert_as_exact(acc.full_state_dict(pair[1], rank0_only=False, cpu=False), whole)
     assert bool(acc.full_state_dict(pair[1])) == (dist.get_rank() == 0)
@@ -113,7 +112,8 @@ def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)
 
 
-def communicates(mesh: Any) -> None:
+@on_mesh((2, 2), ("edp", "ep"))
+def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
     """Experts are gathered and reduced over their own ranks alone, and messages say which."""
     model = sharded(ours, mesh, "a module")
     for step in range(2):
@@ -131,10 +131,6 @@ def communicates(mesh: Any) -> None:
     place = unit_in(model.blocks[0].experts).groups[0].place
     assert f"blocks.0.experts) of ranks {same}" in place
     assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
-
-
-def test_experts_talk_to_their_own_ranks_alone(world: Any) -> None:
-    world.run_mesh((2, 2), ("edp", "ep"), communicates)
 
 
 def written(mesh: Any, folder: str) -> dict[str, Tensor]:
@@ -164,7 +160,8 @@ def test_a_checkpoint_of_experts_says_the_whole(world: Any, tmp_path: Path) -> N
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def of_each_rank(mesh: Any) -> None:
+@on_mesh((2, 2), ("edp", "ep"))
+def test_the_norm_is_over_all_meshes(mesh: Any) -> None:
     """Experts that are ordinary tensors, other ones on other ranks: the norm is over all of them."""
     everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
     torch.manual_seed(mesh["ep"].get_local_rank())
@@ -186,11 +183,8 @@ def of_each_rank(mesh: Any) -> None:
     assert torch.allclose(acc.clip_grad_norm_(model, 1e9), wanted, rtol=1e-5)
 
 
-def test_the_norm_is_over_all_meshes(world: Any) -> None:
-    world.run_mesh((2, 2), ("edp", "ep"), of_each_rank)
-
-
-def refused(mesh: Any) -> None:
+@on_mesh((2, 2), ("edp", "ep"))
+def test_meshes_that_do_not_lie_inside_are_refused(mesh: Any) -> None:
     model = experts.seeded()
     ours.fully_shard(model.blocks[0], mesh=mesh["edp", "ep"]._flatten("dp"))
     ours.fully_shard(model, mesh=mesh["edp"])
@@ -203,7 +197,3 @@ def refused(mesh: Any) -> None:
     assert _torch.is_shard_placement_result(info)
     with pytest.raises(ValueError, match="pass FSDPMeshInfo of one axis"):
         ours.fully_shard(experts.seeded(), mesh=mesh["edp"], shard_placement_fn=lambda p: info)
-
-
-def test_meshes_that_do_not_lie_inside_are_refused(world: Any) -> None:
-    world.run_mesh((2, 2), ("edp", "ep"), refused)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,8 @@ from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe, grad
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, one_loss
+from tests.support.checks import assert_close, mean_grads, one_loss, step_all
+from tests.support.ranked import on_world
 
 
 def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
@@ -32,12 +34,11 @@ def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
         assert_close(grads_of(model), wanted, 1e-5)
         for name, p in plain.named_parameters():
             p.grad = wanted[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
-def listed(mesh) -> None:
+@on_world(2)
+def test_a_list_of_modules_is_gathered_together(mesh) -> None:
     pair = []
     for api in SIDES:
         model = models.plain()
@@ -58,11 +59,8 @@ def listed(mesh) -> None:
     assert isinstance(model.norm.weight, DTensor)
 
 
-def test_a_list_of_modules_is_gathered_together(world):
-    world.run(2, listed)
-
-
-def only_lists(mesh) -> None:
+@on_world(2)
+def test_lists_without_a_root(mesh) -> None:
     """No module around them: the parts are their own roots."""
     plain, model = models.plain(), models.plain()
     ours.fully_shard([model.embed, *model.blocks], mesh=mesh)
@@ -70,7 +68,8 @@ def only_lists(mesh) -> None:
     trained(mesh, plain, model)
 
 
-def blocks_only(mesh) -> None:
+@on_world(2)
+def test_blocks_without_a_root(mesh) -> None:
     plain, model = models.plain(), models.plain()
     for name in ("embed", "norm", "head"):
         for p in [*getattr(plain, name).parameters(), *getattr(model, name).parameters()]:
@@ -80,12 +79,8 @@ def blocks_only(mesh) -> None:
     trained(mesh, plain, model)
 
 
-def test_without_a_root(world):
-    world.run(2, only_lists)
-    world.run(2, blocks_only)
-
-
-def late_root(mesh) -> None:
+@on_world(2)
+def test_calls_in_another_order(mesh) -> None:
     """The root is sharded after a block was used, and a block is called before the root."""
     plain, model = models.plain(), models.plain()
     x = torch.randn(2, 3, 32, device=device())
@@ -97,10 +92,6 @@ def late_root(mesh) -> None:
     assert torch.allclose(model.blocks[1](x), wanted)
     assert len(leases(model)) == 4
     trained(mesh, plain, model)
-
-
-def test_calls_in_another_order(world):
-    world.run(2, late_root)
 
 
 class Crossed(nn.Module):
@@ -119,7 +110,8 @@ class Crossed(nn.Module):
         return self.second(self.first(self.embed(tokens)))
 
 
-def tied(mesh) -> None:
+@on_world(2)
+def test_tied_parameters_are_one(mesh) -> None:
     plain, model = here(Crossed()), here(Crossed())
     for part in (model.first, model.second):
         ours.fully_shard(part, mesh=mesh)
@@ -142,11 +134,8 @@ def tied(mesh) -> None:
         apart.second(x)
 
 
-def test_tied_parameters_are_one(world):
-    world.run(2, tied)
-
-
-def tied_later(mesh) -> None:
+@on_world(2)
+def test_a_parameter_is_tied_between_the_calls(mesh) -> None:
     """After the inner module was sharded."""
     plain, model = models.tied(), models.tied()
     ours.fully_shard(model.embed, mesh=mesh)
@@ -155,11 +144,8 @@ def tied_later(mesh) -> None:
     trained(mesh, plain, model)
 
 
-def test_a_parameter_is_tied_between_the_calls(world):
-    world.run(2, tied_later)
-
-
-def chosen(mesh) -> None:
+@on_world(2)
+def test_other_dims_and_ignored_parameters(mesh) -> None:
     pair = []
     for api in SIDES:
         model = models.plain()
@@ -181,11 +167,8 @@ def chosen(mesh) -> None:
     trained(mesh, models.uneven(), scalar)
 
 
-def test_other_dims_and_ignored_parameters(world):
-    world.run(2, chosen)
-
-
-def staged(mesh) -> None:
+@on_world(2)
+def test_stages_share_communicators(mesh) -> None:
     """Several roots that share streams and communicators."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
@@ -200,11 +183,8 @@ def staged(mesh) -> None:
     assert all(p.grad is not None for stage in stages for p in stage.parameters())
 
 
-def test_stages_share_communicators(world):
-    world.run(2, staged)
-
-
-def released(mesh) -> None:
+@on_world(2)
+def test_the_memory_of_a_model_goes_with_its_last_reference(mesh) -> None:
     """The model's memory goes with its last reference."""
     model = sharded(ours, mesh)
     one_loss(model).backward()  # the first of a process imports, and imports keep frames
@@ -226,7 +206,8 @@ def released(mesh) -> None:
         gc.enable()
 
 
-def with_accordion(mesh, folder: str) -> None:
+@on_world(2)
+def test_the_rest_of_the_library_takes_the_model(mesh, tmp_path: Path) -> None:
     """The library's own functions work on such a model too."""
     model = sharded(ours, mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -238,21 +219,16 @@ def with_accordion(mesh, folder: str) -> None:
     norms = acc.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     assert torch.allclose(*norms, rtol=1e-5)
     optimizer.step()
-    acc.save(f"{folder}/step-1", model, optimizer)
+    acc.save(f"{tmp_path}/step-1", model, optimizer)
     with acc.full_params(model):
         full = {n: p.detach().clone() for n, p in model.named_parameters()}
     other = acc.shard(models.plain(), mesh=mesh)
     again = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=1e-2))
-    acc.load(f"{folder}/step-1", other, again)
+    acc.load(f"{tmp_path}/step-1", other, again)
     assert_close(dict(acc.full_state_dict(other, rank0_only=False)), full, 0.0)
     with acc.no_sync(model):
         one_loss(model, 1).backward()
     one_loss(model, 2).backward()
-
-
-def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
-    world.run(2, released)
-    world.run(2, with_accordion, str(tmp_path))
 
 
 class Pair(NamedTuple):
@@ -278,7 +254,8 @@ class Renaming(nn.Module):
         return Named(given.pair._replace(x=y), [self.second(y).detach(), y])
 
 
-def renamed(mesh) -> None:
+@on_world(2)
+def test_a_dataclass_in_arguments_and_results(mesh) -> None:
     found = []
     for api in SIDES:
         torch.manual_seed(0)
@@ -309,7 +286,8 @@ class Doubling(nn.Module):
         return {"out": (y, y.detach().argmax(-1)), "note": "text"}
 
 
-def shaped(mesh) -> None:
+@on_world(2)
+def test_containers_in_arguments_and_results(mesh) -> None:
     grads = []
     for api in SIDES:
         model = nn.Sequential(Doubling())
@@ -327,12 +305,9 @@ def shaped(mesh) -> None:
         assert torch.equal(wanted, found)
 
 
-def test_containers_in_arguments_and_results(world):
-    world.run(2, shaped)
-    world.run(2, renamed)
-
-
-def compiled(mesh, first: bool) -> None:
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
+@on_world(2)
+def test_blocks_are_compiled_before_and_after(mesh, first: bool) -> None:
     import torch._dynamo.testing
 
     plain, model = models.plain(), models.plain()
@@ -353,8 +328,3 @@ def compiled(mesh, first: bool) -> None:
         plain.zero_grad()
         model.zero_grad()
     assert counter.frame_count == 1, "one graph serves all blocks and steps"
-
-
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_blocks_are_compiled_before_and_after(world, first):
-    world.run(2, compiled, first)

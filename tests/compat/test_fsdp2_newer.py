@@ -21,13 +21,15 @@ from tests.inside import unit_in, units_of
 from tests.support import models
 from tests.support.checks import assert_close, mean_grads, one_loss
 from tests.support.meters import Wire
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 NEW = hasattr(theirs.FSDPModule, "finalize_backward")
 since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
 
 
-def finalized(mesh: Any) -> None:
+@on_world(2)
+def test_backwards_that_add_up_are_reduced_when_they_are_finalized(mesh: Any) -> None:
     """Backwards that add up are reduced when the caller says that they have ended, once."""
     sides = SIDES if NEW else (ours,)
     plain, *pair = [sharded(ours, mesh), *[sharded(api, mesh) for api in sides]]
@@ -59,10 +61,6 @@ def finalized(mesh: Any) -> None:
         pair[-1].blocks[0].finalize_backward()
     with pytest.raises(RuntimeError, match="root"):
         pair[-1].blocks[0].set_manual_backward_finalization(True)
-
-
-def test_backwards_that_add_up_are_reduced_when_they_are_finalized(world: Any) -> None:
-    world.run(2, finalized)
 
 
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -105,7 +103,8 @@ def test_the_end_of_a_step_is_that_of_torchs(world: Any, way: str) -> None:
     world.run_mesh(shape, ("shard",) if len(shape) == 1 else ("replicate", "shard"), ends, way)
 
 
-def dropped(mesh: Any) -> None:
+@on_world(2)
+def test_a_handle_of_what_was_reset_says_so(mesh: Any) -> None:
     model = sharded(ours, mesh)
     assert model.finalize_backward() is None, "before the first forward"
     model.finalize_backward(async_op=True).wait()
@@ -119,13 +118,11 @@ def dropped(mesh: Any) -> None:
     assert isinstance(handle, ours.GradientReductionHandle)
 
 
-def test_a_handle_of_what_was_reset_says_so(world: Any) -> None:
-    world.run(2, dropped)
-
-
-def stays(mesh: Any, api_index: int) -> None:
+@pytest.mark.parametrize("api", [pytest.param(0, marks=since_2_15), 1])
+@on_world(2)
+def test_full_parameters_may_keep_their_memory(mesh: Any, api: int) -> None:
     """The memory of full parameters is at one address until it is let go for good."""
-    model = sharded(SIDES[api_index], mesh)
+    model = sharded(SIDES[api], mesh)
     model.set_keep_unsharded_storage(True)
     addresses: list[set[int]] = []
     for step in range(3):
@@ -135,7 +132,7 @@ def stays(mesh: Any, api_index: int) -> None:
         one_loss(model, step).backward()
         addresses.append(seen)
     assert addresses[0] == addresses[1] == addresses[2]
-    if api_index:
+    if api:
         memory = unit_in(model.blocks[0]).groups[0].full_buffer.flat.untyped_storage()
         assert memory.nbytes() > 0
         model.set_keep_unsharded_storage(False)
@@ -143,12 +140,8 @@ def stays(mesh: Any, api_index: int) -> None:
     one_loss(model, 3).backward()
 
 
-@pytest.mark.parametrize("api", [pytest.param(0, marks=since_2_15), 1])
-def test_full_parameters_may_keep_their_memory(world: Any, api: int) -> None:
-    world.run(2, stays, api)
-
-
-def reduces_in(mesh: Any) -> None:
+@on_world(2)
+def test_the_dtype_of_sums_is_that_of_the_installed_torch(mesh: Any) -> None:
     """Without a `reduce_dtype` gradients are summed in the dtype that the installed torch takes."""
     pair = both(mesh, mp_policy=theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for m in pair:
@@ -159,11 +152,9 @@ def reduces_in(mesh: Any) -> None:
     assert _torch.reduces_in_own_dtype() == NEW
 
 
-def test_the_dtype_of_sums_is_that_of_the_installed_torch(world: Any) -> None:
-    world.run(2, reduces_in)
-
-
-def overridden(mesh: Any) -> None:
+@since_2_15
+@on_world(2)
+def test_a_parameter_may_compute_in_its_own_dtype(mesh: Any) -> None:
     policy = theirs.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
@@ -186,12 +177,9 @@ def overridden(mesh: Any) -> None:
             api.fully_shard(here(nn.Linear(4, 4)), mesh=mesh, mp_policy=wrong)
 
 
-@since_2_15
-def test_a_parameter_may_compute_in_its_own_dtype(world: Any) -> None:
-    world.run(2, overridden)
-
-
-def stages_of(mesh: Any, kind: type) -> None:
+@pytest.mark.parametrize("kind", [ScheduleGPipe, pytest.param(ScheduleInterleaved1F1B, marks=since_2_15)])
+@on_mesh((2, 2), ("pp", "dp"))
+def test_stages_of_a_pipeline(mesh: Any, kind: type) -> None:
     """Stages of torch's pipelines have the gradients of the unsharded model; from 2.15 on they are reduced once a step."""
     at, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     plain, target = layers(), torch.zeros(8, 8, device=device())
@@ -222,11 +210,6 @@ def stages_of(mesh: Any, kind: type) -> None:
             assert_close(grads_of(stage), wanted, 1e-5)
             stage.zero_grad()
     dist.barrier()
-
-
-@pytest.mark.parametrize("kind", [ScheduleGPipe, pytest.param(ScheduleInterleaved1F1B, marks=since_2_15)])
-def test_stages_of_a_pipeline(world: Any, kind: type) -> None:
-    world.run_mesh((2, 2), ("pp", "dp"), stages_of, kind)
 
 
 def test_no_method_of_torchs_class_shines_through() -> None:

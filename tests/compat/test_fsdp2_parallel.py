@@ -21,7 +21,8 @@ from tests.devices import device, here
 from tests.inside import unit_in
 from tests.pool import Pool
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, one_loss
+from tests.support.checks import assert_close, mean_grads, one_loss, step_all
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 
@@ -49,9 +50,7 @@ def parallel(mesh) -> None:
             losses[-1].backward()
         assert torch.allclose(*losses, rtol=1e-5)
         assert_same_gradients(*pair, tolerance=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     model = pair[1]
     assert list(model.state_dict()) == list(pair[0].state_dict())
     model.blocks[0].unshard()
@@ -133,26 +132,11 @@ def stepped_alike(pair, given: Any) -> None:
         found, wanted = [loss.full_tensor() for loss in losses]
         assert torch.allclose(found, wanted, rtol=1e-6)
         assert_same_gradients(*pair)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     norm = torch.nn.utils.clip_grad_norm_(pair[0].parameters(), 1e9)
     assert torch.allclose(
         acc.clip_grad_norm_(pair[1], 1e9), norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     )
-
-
-def two_axes(mesh) -> None:
-    inner = mesh["ep", "tp"]
-    placements = {"0.weight": [Shard(0), Shard(0)], "0.bias": [Shard(0), Shard(0)], "2.weight": [Shard(1), Replicate()]}
-    pair = []
-    for api in SIDES:
-        model = spread(inner, placements)
-        for layer in (model[0], model[2]):
-            api.fully_shard(layer, mesh=mesh["dp"])
-        pair.append(api.fully_shard(model, mesh=mesh["dp"]))
-    x = torch.randn(3, 4, 8, device=device())
-    stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
 
 
 def on_all_axes(mesh, dims: dict[str, Any]) -> None:
@@ -184,8 +168,18 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
             ours.fully_shard(build, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims_))
 
 
-def test_several_axes_inside(world):
-    world.run_mesh((1, 2, 2), ("dp", "ep", "tp"), two_axes)
+@on_mesh((1, 2, 2), ("dp", "ep", "tp"))
+def test_several_axes_inside(mesh) -> None:
+    inner = mesh["ep", "tp"]
+    placements = {"0.weight": [Shard(0), Shard(0)], "0.bias": [Shard(0), Shard(0)], "2.weight": [Shard(1), Replicate()]}
+    pair = []
+    for api in SIDES:
+        model = spread(inner, placements)
+        for layer in (model[0], model[2]):
+            api.fully_shard(layer, mesh=mesh["dp"])
+        pair.append(api.fully_shard(model, mesh=mesh["dp"]))
+    x = torch.randn(3, 4, 8, device=device())
+    stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
 
 
 @pytest.mark.skipif(ours.DataParallelMeshDims is None, reason="torch 2.13 has dp_mesh_dims")
@@ -280,7 +274,8 @@ class Levels(Packed):
         return made, (made,)
 
 
-def extended(mesh) -> None:
+@on_world(2)
+def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pair = []
     for api in SIDES:
@@ -304,9 +299,7 @@ def extended(mesh) -> None:
         for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None) == (not a.requires_grad)
             assert a.grad is None or torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     model = pair[1]
     model[0].unshard()
     assert model[0].weight.dtype is torch.bfloat16
@@ -315,10 +308,6 @@ def extended(mesh) -> None:
     assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
     with pytest.raises(ValueError, match="says itself how it is gathered"):
         acc.full_state_dict(model)
-
-
-def test_tensor_subclasses_say_how_they_are_gathered(world):
-    world.run(2, extended)
 
 
 def sends_bfloat16(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
@@ -379,9 +368,7 @@ def extended_later(mesh, hooks: str, on_meta: bool, width: int, **options: Any) 
         assert torch.equal(*losses)
         for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
             assert torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
@@ -404,7 +391,8 @@ class Positions(nn.Module):
         return self.weight[: x.shape[0]]
 
 
-def viewed(mesh) -> None:
+@on_world(2)
+def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(mesh) -> None:
     """A view of what a subclass made of its rows outlives the memory that was gathered."""
     model = nn.Sequential(Positions(), nn.Linear(8, 8))
     for module in (*model, model):
@@ -417,14 +405,11 @@ def viewed(mesh) -> None:
     assert torch.equal(seen[1].detach().float().cpu(), torch.arange(24.0).view(3, 8))
 
 
-def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(world):
-    world.run(2, viewed)
-
-
 # -- replicas
 
 
-def replicated(mesh) -> None:
+@on_world(4)
+def test_replicas_inside_and_around(mesh) -> None:
     """A module under torch's `replicate` inside, and `replicate` around modules that are sharded."""
     for around in (False, True):
         plain, model = models.plain(), models.plain()
@@ -441,7 +426,3 @@ def replicated(mesh) -> None:
                 m.zero_grad()
                 one_loss(m, step).backward()
             assert_close(grads_of(model), mean_grads(mesh, plain), 1e-5)
-
-
-def test_replicas_inside_and_around(world):
-    world.run(4, replicated)

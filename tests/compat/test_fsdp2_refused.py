@@ -18,13 +18,15 @@ from tests.compat.test_fsdp2 import SIDES, sharded
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import one_loss
+from tests.support.ranked import on_world
 
 
 class Quantised(Tensor):
     pass
 
 
-def refused(mesh) -> None:
+@on_world(4)  # all ranks of the job: meshes are made in it
+def test_what_is_refused_says_why(mesh) -> None:
     def refuses(match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=match):
             ours.fully_shard(*args, **{"mesh": mesh, **options})
@@ -85,7 +87,8 @@ def refused(mesh) -> None:
         wrong.set_modules_to_forward_prefetch([models.plain()])
 
 
-def empty(mesh) -> None:
+@on_world(4)
+def test_modules_without_parameters_run(mesh) -> None:
     """Modules without parameters are sharded as torch does it: nothing lies in them, and they run."""
     model = nn.Sequential(ours.fully_shard(nn.ReLU(), mesh=mesh), nn.Linear(4, 4))
     ours.fully_shard(model, mesh=mesh)
@@ -98,7 +101,8 @@ def empty(mesh) -> None:
     assert model[1].weight.grad is not None
 
 
-def misused(mesh) -> None:
+@on_world(4)
+def test_what_is_misused_says_why(mesh) -> None:
     model = sharded(ours, mesh)
     one_loss(model)
     model.head.weight = nn.Parameter(torch.zeros(48, 32, device=device()))
@@ -122,7 +126,8 @@ def misused(mesh) -> None:
     one_loss(assigned).backward()
 
 
-def raises_as_torch(mesh) -> None:
+@on_world(2)
+def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
     """The classes of torch's errors, and its words beside ours."""
     for api in SIDES:
         model = sharded(api, mesh)
@@ -139,11 +144,8 @@ def raises_as_torch(mesh) -> None:
         assert api.fully_shard.state(model.head) is None
 
 
-def test_errors_are_of_the_classes_of_torchs(world):
-    world.run(2, raises_as_torch)
-
-
-def averaged(mesh) -> None:
+@on_world(2)
+def test_averages_of_clones_are_those_of_averaged_model(mesh) -> None:
     """What the refusal of AveragedModel says to do: averages of clones, as of an unsharded model."""
     model, plain = sharded(ours, mesh), models.plain()
     update = get_ema_multi_avg_fn(0.9)
@@ -159,13 +161,3 @@ def averaged(mesh) -> None:
         wanted.update_parameters(plain)
     for found, p in zip(averages, wanted.module.parameters(), strict=True):
         assert torch.allclose(found.full_tensor(), p, rtol=1e-6)
-
-
-def test_averages_of_clones_are_those_of_averaged_model(world):
-    world.run(2, averaged)
-
-
-def test_what_is_refused_says_why(world):
-    world.run(4, refused)  # all ranks of the job: meshes are made in it
-    world.run(4, misused)
-    world.run(4, empty)

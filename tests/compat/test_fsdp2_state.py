@@ -36,7 +36,8 @@ from tests.compat.test_fsdp2 import (
 )
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, assert_close, assert_equal, batch, logged, mean_grads, one_loss
+from tests.support.checks import PlantedError, assert_close, assert_equal, batch, logged, mean_grads, one_loss, step_all
+from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
 # -- full parameters on demand
@@ -47,7 +48,8 @@ def shown(model: nn.Module) -> dict[str, bool]:
     return {n: type(p) is nn.Parameter and p.is_leaf for n, p in model.named_parameters()}
 
 
-def unsharded(mesh) -> None:
+@on_world(2)
+def test_unshard_shows_plain_parameters(mesh) -> None:
     reference, model = both(mesh)
     wanted = dict(models.plain().named_parameters())
     for m in (reference, model):
@@ -75,11 +77,8 @@ def unsharded(mesh) -> None:
     assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
 
 
-def test_unshard_shows_plain_parameters(world):
-    world.run(2, unsharded)
-
-
-def outside(mesh) -> None:
+@on_world(2)
+def test_gradients_of_full_parameters_that_are_read_outside_of_a_forward(mesh) -> None:
     """A loss that reads a full parameter outside of any forward: its gradient is reduced by the end of the backward."""
     plain, model = models.plain(), sharded(ours, mesh)
     for alone in (True, False):
@@ -101,16 +100,13 @@ def outside(mesh) -> None:
         loss.backward()  # the forward has let go what this graph saved
 
 
-def test_gradients_of_full_parameters_that_are_read_outside_of_a_forward(world):
-    world.run(2, outside)
-
-
 class Writer(models.Tiny):
     def generate(self, tokens: Tensor) -> Tensor:
         return self(tokens).argmax(-1) + self.head.weight.new_zeros(())
 
 
-def entered(mesh) -> None:
+@on_world(2)
+def test_other_methods_enter_as_forward_does(mesh) -> None:
     plain, model = models.plain(), models.plain()
     plain.__class__ = model.__class__ = Writer
     for block in model.blocks:
@@ -126,11 +122,8 @@ def entered(mesh) -> None:
         ours.register_fsdp_forward_method(model, "sample")
 
 
-def test_other_methods_enter_as_forward_does(world):
-    world.run(2, entered)
-
-
-def setters(mesh) -> None:
+@on_world(2)
+def test_setters(mesh) -> None:
     reference, model = both(mesh)
     seen: list[Tensor] = []
     for m in (reference, model):
@@ -173,11 +166,8 @@ def setters(mesh) -> None:
     assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
 
 
-def test_setters(world):
-    world.run(2, setters)
-
-
-def accepted(mesh) -> None:
+@on_world(4)
+def test_what_has_no_effect_is_said_once(mesh) -> None:
     say_once.cache_clear()
     with logged() as messages:
         model = sharded(ours, mesh)
@@ -190,11 +180,8 @@ def accepted(mesh) -> None:
     ]
 
 
-def test_what_has_no_effect_is_said_once(world):
-    world.run(4, accepted)
-
-
-def recovered(mesh) -> None:
+@on_world(2)
+def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
     plain, model = models.plain(), sharded(ours, mesh)
 
     def fail(*_: Any) -> None:
@@ -213,10 +200,6 @@ def recovered(mesh) -> None:
     for m in (plain, model):
         one_loss(m, 3).backward()
     assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
-
-
-def test_state_of_a_failed_iteration_is_dropped(world):
-    world.run(2, recovered)
 
 
 # -- state dicts and conversions
@@ -239,7 +222,8 @@ def stepped(m: nn.Module, step: int = 0) -> torch.optim.Optimizer:
     return optimizer
 
 
-def state_dicts(mesh) -> None:
+@on_world(4)  # torch's own functions ask the whole job
+def test_state_dicts_of_every_kind(mesh) -> None:
     pair = both(mesh)
     optimizers = [stepped(m) for m in pair]
     for how in options():
@@ -263,11 +247,12 @@ def state_dicts(mesh) -> None:
     assert_equal(params_of(target), {n: p * 2 for n, p in models.plain().named_parameters()})
 
 
-def test_state_dicts_of_every_kind(world):
-    world.run(4, state_dicts)  # torch's own functions ask the whole job
-
-
-def loaded_apart(mesh, assign: bool, used: bool) -> None:
+@pytest.mark.parametrize(
+    ("assign", "used"),
+    sampled([(a, b) for a in (False, True) for b in (False, True)], lambda assign, used: assign == used),
+)
+@on_world(2)
+def test_full_tensors_that_differ_are_refused_before_anything_changes(mesh, assign: bool, used: bool) -> None:
     """Full tensors that are not the same on all ranks, of the whole model or of a block, before its first use or after it."""
     rank, right = dist.get_rank(), models.seeded(9).state_dict()
     model = sharded(ours, mesh)
@@ -297,15 +282,8 @@ def loaded_apart(mesh, assign: bool, used: bool) -> None:
     one_loss(model).backward()
 
 
-@pytest.mark.parametrize(
-    ("assign", "used"),
-    sampled([(a, b) for a in (False, True) for b in (False, True)], lambda assign, used: assign == used),
-)
-def test_full_tensors_that_differ_are_refused_before_anything_changes(world, assign, used):
-    world.run(2, loaded_apart, assign, used)
-
-
-def from_meta(mesh) -> None:
+@on_world(2)
+def test_models_on_the_meta_device(mesh) -> None:
     with torch.device("meta"):
         models_ = [sharded(api, mesh) for api in SIDES]
     for model in models_:
@@ -331,11 +309,8 @@ def from_meta(mesh) -> None:
     assert_equal(params_of(model), {n: p * 2 for n, p in plain.named_parameters()})
 
 
-def test_models_on_the_meta_device(world):
-    world.run(2, from_meta)
-
-
-def converted(mesh) -> None:
+@on_world(2)
+def test_a_sharded_model_is_converted(mesh) -> None:
     """To another dtype after the first step, which torch's own refuses: as the model without sharding."""
     plain, model = models.plain(), sharded(ours, mesh)
     one_loss(model).backward()
@@ -352,18 +327,12 @@ def converted(mesh) -> None:
         assert_close(grads_of(model), mean, 1e-7)  # cast to float32 there; the sums themselves are float64
         for name, p in plain.named_parameters():
             p.grad = mean[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
     model.set_requires_gradient_sync(False)
     model(batch(model)[0]).sum().backward()
     with pytest.raises(ValueError, match="added up without communication"):
         model.to(torch.float32)
-
-
-def test_a_sharded_model_is_converted(world):
-    world.run(2, converted)
 
 
 def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str, Any]:
@@ -394,7 +363,8 @@ def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer
     assert_equal(found, wanted)
 
 
-def full_both_ways(mesh) -> None:
+@on_world(4)
+def test_full_state_dicts_go_both_ways(mesh) -> None:
     """Full state dicts of one side go into the other: from the first rank alone, or from all; optimizers too."""
     pair = both(mesh)
     optimizers = [stepped(m, i) for i, m in enumerate(pair)]
@@ -415,7 +385,3 @@ def full_both_ways(mesh) -> None:
             for mine, theirs_ in kept:
                 assert mine.keys() == theirs_.keys()
                 assert torch.equal(mine["exp_avg"].full_tensor(), theirs_["exp_avg"].full_tensor())
-
-
-def test_full_state_dicts_go_both_ways(world):
-    world.run(4, full_both_ways)

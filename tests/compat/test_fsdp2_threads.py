@@ -20,6 +20,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import accordion.compat.fsdp2 as ours
 from tests.support import models
+from tests.support.checks import step_all
 
 pytestmark = [
     pytest.mark.cpu("threads stand for ranks on the CPU"),
@@ -79,9 +80,7 @@ def trains(made: nn.Module) -> None:
         models.loss_of(model(tokens), targets).backward()
         for wanted, p in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.allclose(p.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-7)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 def on_two_axes() -> None:

@@ -17,12 +17,12 @@ from torch import nn
 import accordion as acc
 from accordion.compat import fsdp2
 from accordion.compat.fsdp2.launching import arguments
-from accordion.engine.hooks import engine_of
 from tests.compat.test_migrate import EXAMPLES, program, where
-from tests.integrations.jobs import needs
+from tests.support.ranked import on_world
 
 
-def unedited(mesh: Any) -> None:
+@on_world(4)
+def test_a_program_that_nobody_edited_learns_the_same(mesh: Any) -> None:
     theirs = torch.distributed.fsdp.fully_shard
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,51 +48,6 @@ def unedited(mesh: Any) -> None:
     with fsdp2.install():
         assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
     assert torch.distributed.fsdp.fully_shard is theirs
-
-
-def test_a_program_that_nobody_edited_learns_the_same(world):
-    world.run(4, unedited)
-
-
-def prepared_by_accelerate(mesh: Any) -> None:
-    """What accelerate does for `fsdp_version: 2`; its Accelerator does without on CPU ranks, so a stand-in has the plugin."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    from tests.integrations.jobs import full, llama
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-            reshard_after_forward=True,
-        )
-        accelerator = types.SimpleNamespace(
-            state=types.SimpleNamespace(fsdp_plugin=plugin),
-            mixed_precision="no",
-            device=torch.device("cpu"),
-            is_main_process=False,
-            parallelism_config=None,
-        )
-        with fsdp2.install():
-            model = fsdp2_prepare_model(accelerator, llama(tie_word_embeddings=False))
-    plain = llama(tie_word_embeddings=False)
-    tokens = torch.arange(2, 12)[None]
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        one(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-    assert engine_of(model) is not None
-    torch.testing.assert_close(full(model), full(plain))
-
-
-@needs("accelerate")
-@pytest.mark.cpu("accelerate's plugin asks for the CPU's absence elsewhere")
-def test_accelerates_preparation_of_a_model(world):
-    world.run(4, prepared_by_accelerate)
 
 
 def test_options_are_torchruns_and_the_rest_is_the_programs():

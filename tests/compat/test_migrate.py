@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.compat import deepspeed
 from tests.devices import device
+from tests.support.ranked import on_world
 
 GPU = pytest.mark.cpu("on accelerators tests/gpu/test_migrate.py has it")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
@@ -57,7 +58,8 @@ def where() -> str:
     return str(device())
 
 
-def runs_both(mesh: DeviceMesh) -> None:
+@on_world(4)
+def test_each_program_learns_the_same(mesh: DeviceMesh) -> None:
     for name in ("fsdp2", "fsdp1"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -67,10 +69,11 @@ def runs_both(mesh: DeviceMesh) -> None:
         assert ours[-1] < ours[0]
 
 
-def runs_stages(mesh: DeviceMesh, folder: str) -> None:
+@on_world(4)
+def test_each_stage_of_deepspeed_learns_the_same(mesh: DeviceMesh, tmp_path: Path) -> None:
     module = program("deepspeed_after")
     content = {**json.loads(Path(module.CONFIG).read_text()), "bf16": {"enabled": False}}
-    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
     offloaded = {
         "stage 2, cpu": {"stage": 2, "offload_optimizer": cpu},
         "stage 3, cpu": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu},
@@ -91,7 +94,8 @@ def runs_stages(mesh: DeviceMesh, folder: str) -> None:
     assert losses[:2] == pytest.approx(found["stage 3"], rel=0.02)
 
 
-def goes_on(mesh: DeviceMesh, folder: str) -> None:
+@on_world(4)
+def test_an_engine_goes_on_from_its_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
     """A checkpoint of the engine, its counts and the caller's own words in it."""
     module = program("deepspeed_after")
     config = json.loads(Path(module.CONFIG).read_text())
@@ -111,33 +115,13 @@ def goes_on(mesh: DeviceMesh, folder: str) -> None:
     first, again = made(), made()
     steps(first, 1)
     assert (first.global_steps, first.micro_steps) == (1, 2)
-    assert again.load_checkpoint(folder) == (None, {})
-    first.save_checkpoint(folder, client_state={"seen": 64})
-    path, client = again.load_checkpoint(folder)
+    assert again.load_checkpoint(tmp_path) == (None, {})
+    first.save_checkpoint(tmp_path, client_state={"seen": 64})
+    path, client = again.load_checkpoint(tmp_path)
     assert (Path(path).name, client) == ("global_step1", {"seen": 64})
     assert steps(again, 1) == steps(first, 1)
     assert (again.get_lr(), again.global_steps) == (first.get_lr(), 2)
     assert again.get_global_grad_norm() == first.get_global_grad_norm()
-
-
-def test_each_program_learns_the_same(world, tmp_path):
-    world.run(4, runs_both)
-    world.run(4, runs_stages, str(tmp_path))
-
-
-def test_an_engine_goes_on_from_its_checkpoint(world, tmp_path):
-    world.run(4, goes_on, str(tmp_path))
-
-
-def runs_digits(mesh: DeviceMesh) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = over(mesh, "fsdp1_digits_before").train()
-        ours = over(mesh, "fsdp1_digits_after").train()
-    assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
-    assert ours[0][1] < ours[0][0]
-    assert ours[1] == pytest.approx(theirs[1], abs=0.02)
-    assert ours[1] > 0.5
 
 
 def over(mesh: DeviceMesh, name: str) -> Any:
@@ -148,11 +132,21 @@ def over(mesh: DeviceMesh, name: str) -> Any:
 
 
 @GPU
-def test_the_digits_program_learns_the_same(world):
-    world.run(4, runs_digits)
+@on_world(4)
+def test_the_digits_program_learns_the_same(mesh: DeviceMesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = over(mesh, "fsdp1_digits_before").train()
+        ours = over(mesh, "fsdp1_digits_after").train()
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
+    assert ours[0][1] < ours[0][0]
+    assert ours[1] == pytest.approx(theirs[1], abs=0.02)
+    assert ours[1] > 0.5
 
 
-def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
+@GPU
+@on_world(4)
+def test_the_transformer_program_learns_the_same_and_goes_on(mesh: DeviceMesh, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
@@ -163,18 +157,13 @@ def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
     assert losses == pytest.approx(expected, abs=0.03)
     assert losses[-1] < losses[0] - 0.5
     assert ours.train(*ours.build(offload=True), 3) == losses[:3]  # torch's class offloads beside accelerators only
-    ours.save_sharded(model, optimizer, folder)
+    ours.save_sharded(model, optimizer, tmp_path)
     again, its_optimizer = ours.build()
     ours.train(again, its_optimizer, 1)
-    ours.load_sharded(again, its_optimizer, folder)
+    ours.load_sharded(again, its_optimizer, tmp_path)
     assert ours.train(again, its_optimizer, 3, first=10) == ours.train(model, optimizer, 3, first=10)
     weights, state = ours.full_state(again, its_optimizer)
     plain = ours.Model()
     if dist.get_rank() == 0:
         plain.load_state_dict(weights)
         assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
-
-
-@GPU
-def test_the_transformer_program_learns_the_same_and_goes_on(world, tmp_path):
-    world.run(4, runs_transformer, str(tmp_path))

@@ -12,6 +12,7 @@ from torch import nn
 import accordion as acc
 from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import assert_held_once, bytes_held, full, library_job, needs, sizes_of_steps
+from tests.support.ranked import on_job
 
 pytestmark = needs("accelerate")
 
@@ -66,7 +67,9 @@ def learns(one: Any, order: str, steps: int = 12) -> tuple[Any, list[float], lis
     return model, losses, norms
 
 
-def loop(mesh: Any, order: str) -> None:
+@pytest.mark.parametrize("order", ["together", "apart"])
+@on_job(2)
+def test_a_loop_learns_as_under_ddp(mesh: Any, order: str) -> None:
     from accordion.optim import LocalStep
 
     with library_job():
@@ -90,12 +93,8 @@ def loop(mesh: Any, order: str) -> None:
         assert len(expected[1]) == 12
 
 
-@pytest.mark.parametrize("order", ["together", "apart"])
-def test_a_loop_learns_as_under_ddp(ranks, order):
-    ranks(2).run(2, loop, order)
-
-
-def low(mesh: Any) -> None:
+@on_job(2)
+def test_mixed_precision(mesh: Any) -> None:
     with library_job():
         _, plain, _ = learns(accelerator(False), "together", 4)
     for mixed, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -113,10 +112,6 @@ def low(mesh: Any) -> None:
         _, *expected = learns(accelerator(False, mixed_precision="bf16"), "together", 4)
         for a, b in zip(found, expected, strict=True):
             assert a == pytest.approx(b, rel=1e-5)
-
-
-def test_mixed_precision(ranks):
-    ranks(2).run(2, low)
 
 
 def several(one: Any, folder: Path | None = None) -> list[float]:
@@ -138,17 +133,14 @@ def several(one: Any, folder: Path | None = None) -> list[float]:
     return found
 
 
-def several_models(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_several_models_and_optimizers(mesh: Any, tmp_path: Path) -> None:
     with library_job():
-        found = several(accelerator(True, gradient_accumulation_steps=1), folder / "state")
-        assert {p.name for p in (folder / "state").glob("sharded_*")} == {"sharded_0", "sharded_1", "sharded_2"}
+        found = several(accelerator(True, gradient_accumulation_steps=1), tmp_path / "state")
+        assert {p.name for p in (tmp_path / "state").glob("sharded_*")} == {"sharded_0", "sharded_1", "sharded_2"}
     with library_job():
         expected = several(accelerator(False, gradient_accumulation_steps=1))
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_several_models_and_optimizers(ranks, tmp_path):
-    ranks(2).run(2, several_models, tmp_path)
 
 
 def normed(one: Any) -> list[float]:
@@ -282,7 +274,8 @@ def test_a_state_is_saved_whole_and_goes_on_on_any_number_of_ranks(ranks, tmp_pa
     ranks(2).run(2, torn, tmp_path)
 
 
-def with_hooks(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(mesh: Any, tmp_path: Path) -> None:
     """Hooks save and load the first of two models themselves, as those of diffusers' programs do."""
     with library_job():
         one = accelerator(True)
@@ -313,20 +306,17 @@ def with_hooks(mesh: Any, folder: Path) -> None:
 
         train()
         expected = [full(model) for model in models]
-        one.save_state(str(folder))
+        one.save_state(str(tmp_path))
         train()
-        one.load_state(str(folder))
+        one.load_state(str(tmp_path))
         assert shown == [(2, 2), (2, 0)]
         torch.testing.assert_close(full(models[0]), {name: t + 1 for name, t in expected[0].items()})
         torch.testing.assert_close(full(models[1]), expected[1])
         assert all(float(state["step"]) == 1 for o in optimizers for state in o.state.values())
 
 
-def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(ranks, tmp_path):
-    ranks(2).run(2, with_hooks, tmp_path)
-
-
-def refuses(mesh: Any) -> None:
+@on_job(2)
+def test_what_cannot_be_meant_is_refused(mesh: Any) -> None:
     from transformers import Adafactor
 
     with library_job():
@@ -358,11 +348,8 @@ def refuses(mesh: Any) -> None:
         accelerator(True, dynamo_backend="eager")
 
 
-def test_what_cannot_be_meant_is_refused(ranks):
-    ranks(2).run(2, refuses)
-
-
-def takes_states(mesh: Any) -> None:
+@on_job(2)
+def test_an_optimizer_that_has_states_already_keeps_them_when_it_is_prepared(mesh: Any) -> None:
     makers = {
         "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.5),
         "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -389,7 +376,3 @@ def takes_states(mesh: Any) -> None:
                 results.append(full(model))
             for name, value in results[0].items():
                 torch.testing.assert_close(results[1][name], value, msg=name)
-
-
-def test_an_optimizer_that_has_states_already_keeps_them_when_it_is_prepared(ranks):
-    ranks(2).run(2, takes_states)

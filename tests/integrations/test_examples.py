@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.jobs import library_job, needs
+from tests.support.ranked import on_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PROGRAMS = ["trainer", "accelerate", "trl", "lightning", "fabric"]
@@ -38,16 +39,13 @@ def test_they_differ_in_at_most_three_lines(name):
     assert any("accordion.integrations" in line for line in changed)
 
 
-def learns(mesh: Any, name: str, folder: Path) -> None:
+@needs("transformers", "accelerate", "trl", "peft", "lightning")
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_job(2)
+def test_they_learn_the_same(mesh: Any, tmp_path: Path, name: str) -> None:
     found = []
     for kind in ("before", "after"):
         with library_job():
-            found.append(program(f"{name}_{kind}").train(str(folder / kind), 6))
+            found.append(program(f"{name}_{kind}").train(str(tmp_path / kind), 6))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert sum(found[1][-3:]) < sum(found[1][:3])
-
-
-@needs("transformers", "accelerate", "trl", "peft", "lightning")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_they_learn_the_same(ranks, tmp_path, name):
-    ranks(2).run(2, learns, name, tmp_path)

@@ -16,6 +16,7 @@ from accordion.compat import fsdp2
 from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import bytes_held, fsdp_job, full, library_job, llama, needs, sentences
 from tests.integrations.test_trl import tokenizer
+from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = [needs("accelerate", "transformers"), pytest.mark.cpu("two ranks on it are taken for accelerators")]
@@ -77,16 +78,6 @@ def accelerated(kind: str, ours: bool, folder: Path, resume: bool = False) -> di
         return {"losses": losses, "norms": norms, "state": state}
 
 
-def runs_with_accelerate(mesh: Any, kind: str, folder: Path) -> None:
-    theirs, mine = (accelerated(kind, ours, folder / str(ours)) for ours in SIDES)
-    assert len(theirs["norms"]) == 12
-    alike(theirs, mine)
-    rest = accelerated(kind, False, folder / "False", resume=True)
-    assert len(rest["norms"]) == 6
-    for folder_of in ("True", "False"):  # what this engine saved, and what torch's did
-        alike(rest, accelerated(kind, True, folder / folder_of, resume=True))
-
-
 def alike(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     for key in theirs.keys() - {"state"}:
         assert mine[key] == pytest.approx(theirs[key], rel=1e-5), key
@@ -94,8 +85,15 @@ def alike(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", sampled(PLUGINS, lambda kind: kind == "sharded"))
-def test_accelerate(ranks, tmp_path, kind):
-    ranks(2).run(2, runs_with_accelerate, kind, tmp_path)
+@on_job(2)
+def test_accelerate(mesh: Any, kind: str, tmp_path: Path) -> None:
+    theirs, mine = (accelerated(kind, ours, tmp_path / str(ours)) for ours in SIDES)
+    assert len(theirs["norms"]) == 12
+    alike(theirs, mine)
+    rest = accelerated(kind, False, tmp_path / "False", resume=True)
+    assert len(rest["norms"]) == 6
+    for folder_of in ("True", "False"):  # what this engine saved, and what torch's did
+        alike(rest, accelerated(kind, True, tmp_path / folder_of, resume=True))
 
 
 ARGUMENTS: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_steps": 12, "seed": 0}

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, sizes_of_steps, torchrun_job
+from tests.support.ranked import on_job
 
 pytestmark = needs("lightning")
 
-WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 6
+WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 3
 KINDS = [("ddp", False, {}), ("full", True, {}), ("sharded", True, {"state_dict_type": "sharded"})]
 
 
@@ -113,19 +114,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trains(mesh: Any, folder: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", CASES)
+@on_job(2)
+def test_it_trains_as_under_ddp(mesh: Any, tmp_path: Path, case) -> None:
+    changes = CASES[case]
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job():
             options = {"sharding": {"precision": acc.Precision()}} if ours else {}
-            one, lit = trainer(pl, ours, folder, options, **changes), module(pl)
+            one, lit = trainer(pl, ours, tmp_path, options, **changes), module(pl)
             with sizes_of_steps() as sizes:
                 one.fit(lit, data(), data(2, seed=2))
             found.append((lit, one.callback_metrics["val"], sizes))
     (theirs, val, whole), (mine, own_val, held) = found
     assert_held_once(held, whole)
-    assert len(mine.losses) == 24
-    assert len(mine.norms) == 12
+    assert len(mine.losses) == 12
+    assert len(mine.norms) == 6
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert mine.norms == pytest.approx(theirs.norms, rel=1e-5)
     assert float(own_val) == pytest.approx(float(val), rel=1e-5)
@@ -134,64 +138,54 @@ def trains(mesh: Any, folder: Path, changes: dict[str, Any]) -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_under_ddp(ranks, tmp_path, case):
-    ranks(2).run(2, trains, tmp_path, CASES[case])
-
-
-def low_precision(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_path: Path) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     pl = lightning()
     with torchrun_job():
         plain = module(pl)
-        trainer(pl, False, folder).fit(plain, data())
+        trainer(pl, False, tmp_path).fit(plain, data())
         lit = module(pl)
-        one = trainer(pl, True, folder, precision="bf16-mixed")
+        one = trainer(pl, True, tmp_path, precision="bf16-mixed")
         one.fit(lit, data())
         assert engine_of(lit).precision.params == torch.bfloat16
         assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         lit = module(pl)
-        trainer(pl, True, folder, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
+        trainer(pl, True, tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
         assert engine_of(lit).precision.params == torch.float16
         assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
-        assert scaler.get_scale() == 8192.0, "it has grown thrice in 12 steps"
+        assert scaler.get_scale() == 8192.0, "it has grown thrice in 6 steps"
 
 
-def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(ranks, tmp_path):
-    ranks(2).run(2, low_precision, tmp_path)
-
-
-def from_meta(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_configure_model_on_meta_begins_as_on_one_device(mesh: Any, tmp_path: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job():
             lit = module(pl, on_meta="meta" if ours else "cpu")
-            trainer(pl, ours, folder).fit(lit, data())
+            trainer(pl, ours, tmp_path).fit(lit, data())
             found.append(lit.losses)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():  # ranks whose generators differ begin alike all the same
         lit = module(pl, on_meta="meta")
-        one = trainer(pl, True, folder, max_epochs=1)
+        one = trainer(pl, True, tmp_path, max_epochs=1)
         lit.configure_model()
         torch.manual_seed(dist.get_rank())
         one.fit(lit, data())
         assert lit.losses[-1] < lit.losses[0]
 
 
-def test_configure_model_on_meta_begins_as_on_one_device(ranks, tmp_path):
-    ranks(2).run(2, from_meta, tmp_path)
-
-
 # -- it evaluates
 
 
-def evaluates(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_it_validates_tests_and_predicts_as_under_ddp(mesh: Any, tmp_path: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job():
-            one, lit = trainer(pl, ours, folder), module(pl)
+            one, lit = trainer(pl, ours, tmp_path), module(pl)
             before = one.validate(lit, data(2), verbose=False)
             assert (engine_of(lit) is not None) == ours
             one.fit(lit, data())
@@ -201,10 +195,6 @@ def evaluates(mesh: Any, folder: Path) -> None:
     for a, b in zip(theirs, mine, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
     torch.testing.assert_close(own_rows, rows, rtol=1e-4, atol=1e-5)
-
-
-def test_it_validates_tests_and_predicts_as_under_ddp(ranks, tmp_path):
-    ranks(2).run(2, evaluates, tmp_path)
 
 
 # -- several optimizers
@@ -253,38 +243,33 @@ def gan(pl: Any, bad: str = "") -> Any:
     return Gan()
 
 
-def several(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) -> None:
     pl, manual = lightning(), {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
     found = []
     for ours in (False, True):
         with torchrun_job():
             lit = gan(pl)
-            one = trainer(pl, ours, folder, None if ours else {"find_unused_parameters": True}, **manual)
+            one = trainer(pl, ours, tmp_path, None if ours else {"find_unused_parameters": True}, **manual)
             one.fit(lit, data(), data(2, seed=2))
             found.append((lit.losses, float(one.callback_metrics["val"])))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
-    for kind in ("full", "sharded"):
-        with torchrun_job():
-            options = {"state_dict_type": kind}
-            whole, parts = gan(pl), gan(pl)
-            trainer(pl, True, folder, options, **{**manual, "max_epochs": 2}).fit(whole, data())
-            one = trainer(pl, True, folder, options, **manual)
-            one.fit(parts, data())
-            one.save_checkpoint(folder / f"{kind}.ckpt")
+    with torchrun_job():
+        whole, parts, longer = gan(pl), gan(pl), {**manual, "max_epochs": 2}
+        trainer(pl, True, tmp_path, **longer).fit(whole, data())
+        one = trainer(pl, True, tmp_path, **manual)
+        one.fit(parts, data())
+        for kind in ("full", "sharded"):
+            one.strategy.state_dict_type = kind
+            one.save_checkpoint(tmp_path / f"{kind}.ckpt")
             again = gan(pl)
-            trainer(pl, True, folder, options, **{**manual, "max_epochs": 2}).fit(
-                again, data(), ckpt_path=folder / f"{kind}.ckpt"
-            )
+            trainer(pl, True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
         for bad, words in (("own", "parameter 'scale' lies in Gan itself"), ("tied", "lies in another module too")):
             with pytest.raises(acc.UsageError, match=words):
-                trainer(pl, True, folder, **manual).fit(gan(pl, bad), data())
-
-
-def test_manual_optimisation_with_several_optimizers(ranks, tmp_path):
-    ranks(2).run(2, several, tmp_path)
+                trainer(pl, True, tmp_path, **manual).fit(gan(pl, bad), data())
 
 
 # -- it saves and resumes
@@ -319,9 +304,9 @@ def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
         torch.nn.init.zeros_(lit.net[0][0].weight)  # what is resumed is not what it began with
         one = trainer(pl, ours, folder)
         one.fit(lit, data(), ckpt_path=folder / name / "epoch=0.ckpt")
-        assert one.global_step == 12
-        assert mean(lit.losses) == pytest.approx(losses[12:], rel=1e-5)
-        assert lit.norms == pytest.approx(norms[6:], rel=1e-5)
+        assert one.global_step == 6
+        assert mean(lit.losses) == pytest.approx(losses[6:], rel=1e-5)
+        assert lit.norms == pytest.approx(norms[3:], rel=1e-5)
         lit = module(pl)
         one = trainer(pl, ours, folder)
         one.validate(lit, data(1), ckpt_path=folder / name / "epoch=1.ckpt", verbose=False)
@@ -329,66 +314,61 @@ def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
         assert float(first) < losses[0]
 
 
-RESUMED = [(1, "sharded"), (2, "full"), (2, "ddp"), (3, "full"), (3, "sharded")]
-
-
-def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path):
+def test_it_resumes_in_the_middle_on_one_two_and_three_ranks(ranks, tmp_path):
     ranks(2).run(2, saves, tmp_path)
-    for count, name in RESUMED:
+    for count, name in ((1, "sharded"), (2, "ddp"), (3, "full"), (3, "sharded")):
         ranks(count).run(count, resumes, tmp_path, name, True)
     ranks(2).run(2, resumes, tmp_path, "full", False)  # without sharding
 
 
-def torn(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_a_torn_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     pl = lightning()
     with torchrun_job():
         options = {"state_dict_type": "sharded"}
-        one, lit = trainer(pl, True, folder, options, max_epochs=1), module(pl)
+        one, lit = trainer(pl, True, tmp_path, options, max_epochs=1), module(pl)
         one.fit(lit, data())
-        one.save_checkpoint(folder / "whole.ckpt")
+        one.save_checkpoint(tmp_path / "whole.ckpt")
         for lost, words in (("meta.pt", "its save was cut short"), ("sharded_0/manifest.json", "cannot be loaded")):
-            one.save_checkpoint(folder / "torn.ckpt")
+            one.save_checkpoint(tmp_path / "torn.ckpt")
             dist.barrier()
             if dist.get_rank() == 0:
-                (folder / "torn.ckpt" / lost).unlink()
+                (tmp_path / "torn.ckpt" / lost).unlink()
             dist.barrier()
             with pytest.raises(acc.CheckpointError, match=words):
-                trainer(pl, True, folder).fit(module(pl), data(), ckpt_path=folder / "torn.ckpt")
-        one = trainer(pl, True, folder)  # a file takes the place of a folder, and the other way round
-        one.fit(lit, data(), ckpt_path=folder / "whole.ckpt")
-        one.save_checkpoint(folder / "whole.ckpt")
-        assert (folder / "whole.ckpt").is_file()
+                trainer(pl, True, tmp_path).fit(module(pl), data(), ckpt_path=tmp_path / "torn.ckpt")
+        one = trainer(pl, True, tmp_path)  # a file takes the place of a folder, and the other way round
+        one.fit(lit, data(), ckpt_path=tmp_path / "whole.ckpt")
+        one.save_checkpoint(tmp_path / "whole.ckpt")
+        assert (tmp_path / "whole.ckpt").is_file()
         one.strategy.state_dict_type = "sharded"
-        one.save_checkpoint(folder / "whole.ckpt")
-        assert (folder / "whole.ckpt" / "meta.pt").is_file()
-
-
-def test_a_torn_folder_is_never_resumed(ranks, tmp_path):
-    ranks(2).run(2, torn, tmp_path)
+        one.save_checkpoint(tmp_path / "whole.ckpt")
+        assert (tmp_path / "whole.ckpt" / "meta.pt").is_file()
 
 
 # -- callbacks
 
 
-def with_callbacks(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_checkpoints_early_stopping_and_averages(mesh: Any, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
     pl, found = lightning(), []
     for name, ours, options in KINDS:
         with torchrun_job():
             lit = module(pl)
-            best = ModelCheckpoint(folder / name, "{epoch}", monitor="val", mode="max", save_top_k=1, save_last=True)
+            best = ModelCheckpoint(tmp_path / name, "{epoch}", monitor="val", mode="max", save_top_k=1, save_last=True)
             stop = EarlyStopping("val", mode="max", patience=2)  # the loss falls, so it stops
             own = [best, stop, EMAWeightAveraging(decay=0.8)]
-            one = trainer(pl, ours, folder, options, max_epochs=8, callbacks=own, enable_checkpointing=True)
+            one = trainer(pl, ours, tmp_path, options, max_epochs=8, callbacks=own, enable_checkpointing=True)
             one.fit(lit, data(), data(2, seed=2))
             values = [one.current_epoch, float(one.callback_metrics["val"]), float(best.best_model_score)]
-            names = sorted(p.name for p in (folder / name).iterdir())
+            names = sorted(p.name for p in (tmp_path / name).iterdir())
             again = module(pl)
-            one = trainer(pl, ours, folder, options, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.8)])
-            one.fit(again, data(), data(2, seed=2), ckpt_path=folder / name / "last.ckpt")
+            one = trainer(pl, ours, tmp_path, options, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.8)])
+            one.fit(again, data(), data(2, seed=2), ckpt_path=tmp_path / name / "last.ckpt")
             values += [float(one.callback_metrics["val"]), *again.losses]
-            values += [one.validate(again, data(2), ckpt_path=folder / name / "last.ckpt", verbose=False)[0]["val"]]
+            values += [one.validate(again, data(2), ckpt_path=tmp_path / name / "last.ckpt", verbose=False)[0]["val"]]
             found.append((names, values, full(lit)))
             if ours:
                 assert bytes_held(own[2]._average_model) < 0.6 * bytes_held(module(pl))
@@ -399,14 +379,15 @@ def with_callbacks(mesh: Any, folder: Path) -> None:
     assert found[0][1][0] < 8, "it stopped early"
 
 
-def test_checkpoints_early_stopping_and_averages(ranks, tmp_path):
-    ranks(2).run(2, with_callbacks, tmp_path)
-
-
 # -- meshes, what is refused, what works without it
 
 
-def fine_tuned(mesh: Any, folder: Path) -> None:
+def full_of(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+@on_job(2)
+def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_path: Path) -> None:
     """A callback adds a parameter group in the second epoch, another keeps an average, and hooks change a checkpoint."""
     pl = lightning()
 
@@ -459,12 +440,12 @@ def fine_tuned(mesh: Any, folder: Path) -> None:
     found = []
     for name, ours, options in KINDS:
         with torchrun_job():
-            path, calls = folder / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
-            one = trainer(pl, ours, folder, options, callbacks=calls())
+            path, calls = tmp_path / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
+            one = trainer(pl, ours, tmp_path, options, callbacks=calls())
             one.fit(made(), data())
             one.save_checkpoint(path)
             lit = made()
-            one = trainer(pl, ours, folder, options, max_epochs=3, callbacks=calls())
+            one = trainer(pl, ours, tmp_path, options, max_epochs=3, callbacks=calls())
             one.fit(lit, data(), ckpt_path=path)
             assert [len(group["params"]) for group in one.optimizers[0].param_groups] == [8, 4]
             found.append((full(lit), [full_of(tensor) for tensor in one.callbacks[-1].average]))
@@ -472,21 +453,14 @@ def fine_tuned(mesh: Any, folder: Path) -> None:
         torch.testing.assert_close(mine, found[0], rtol=1e-4, atol=1e-5)
 
 
-def full_of(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def test_callbacks_and_hooks_change_what_is_saved_and_resumed(ranks, tmp_path):
-    ranks(2).run(2, fine_tuned, tmp_path)
-
-
-def over_nodes(mesh: Any, folder: Path) -> None:
+@on_job(4)
+def test_a_hybrids_replicas_are_nodes(mesh: Any, tmp_path: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job(nodes=2):
             lit = module(pl)
             options = {"sharding": {"strategy": acc.HYBRID_SHARD}} if ours else {}
-            trainer(pl, ours, folder, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
+            trainer(pl, ours, tmp_path, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
             found.append(lit)
     weight = found[1].net[0][0].weight
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
@@ -494,11 +468,8 @@ def over_nodes(mesh: Any, folder: Path) -> None:
     assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
 
 
-def test_a_hybrids_replicas_are_nodes(ranks, tmp_path):
-    ranks(4).run(4, over_nodes, tmp_path)
-
-
-def refuses(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
     from accordion.integrations.lightning import AccordionStrategy, FabricStrategy
 
     pl = lightning()
@@ -519,14 +490,11 @@ def refuses(mesh: Any, folder: Path) -> None:
                 self.more = nn.Linear(2, 2)
 
     with torchrun_job(), pytest.raises(acc.UsageError, match=r"and not its parameter .more\.weight"):
-        trainer(pl, True, folder).fit(Half(), data())
+        trainer(pl, True, tmp_path).fit(Half(), data())
 
 
-def test_what_cannot_be_meant_is_refused(ranks, tmp_path):
-    ranks(2).run(2, refuses, tmp_path)
-
-
-def sharded_in_configure_model(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_what_configure_model_shards_is_left_as_it_is(mesh: Any, tmp_path: Path) -> None:
     """With our strategy, and with Lightning's own for meshes."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -540,9 +508,9 @@ def sharded_in_configure_model(mesh: Any, folder: Path) -> None:
 
     with torchrun_job():
         plain = module(pl)
-        trainer(pl, False, folder, gradient_clip_val=None).fit(plain, data())
+        trainer(pl, False, tmp_path, gradient_clip_val=None).fit(plain, data())
         for strategy in (None, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
-            one = trainer(pl, True, folder, gradient_clip_val=None)
+            one = trainer(pl, True, tmp_path, gradient_clip_val=None)
             if strategy is not None:
                 one = pl.Trainer(
                     accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=2, logger=False,
@@ -551,10 +519,6 @@ def sharded_in_configure_model(mesh: Any, folder: Path) -> None:
             lit = Own()
             one.fit(lit, data())
             assert lit.losses == pytest.approx(plain.losses, rel=1e-5)
-
-
-def test_what_configure_model_shards_is_left_as_it_is(ranks, tmp_path):
-    ranks(2).run(2, sharded_in_configure_model, tmp_path)
 
 
 # -- Fabric
@@ -569,7 +533,7 @@ def fabric(ours: bool, options: Any = None, **changes: Any) -> Any:
     return one
 
 
-def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 12) -> list[float]:
+def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 6) -> list[float]:
     found = []
     loader = one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True)
     batches = iter(loader)
@@ -589,7 +553,8 @@ def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: i
     return found
 
 
-def fabric_trains(mesh: Any) -> None:
+@on_job(2)
+def test_fabric_trains_as_under_ddp(mesh: Any) -> None:
     for by in ("norm", "value"):
         found = []
         for ours in (False, True):
@@ -614,10 +579,6 @@ def fabric_trains(mesh: Any) -> None:
         assert low[-3] < low[0]
 
 
-def test_fabric_trains_as_under_ddp(ranks):
-    ranks(2).run(2, fabric_trains)
-
-
 def fabric_saves(mesh: Any, folder: Path) -> None:
     for kind in ("full", "sharded"):
         with torchrun_job():
@@ -625,7 +586,7 @@ def fabric_saves(mesh: Any, folder: Path) -> None:
             torch.manual_seed(0)
             model = blocks()
             model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-            fabric_loop(one, model, optimizer, steps=6)
+            fabric_loop(one, model, optimizer)
             average = [p.detach().clone() for p in model.parameters()]
             one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6, "average": average})
             expected = fabric_loop(one, model, optimizer, steps=3)
@@ -661,6 +622,5 @@ def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
 
 def test_fabric_saves_and_resumes_on_one_two_and_three_ranks(ranks, tmp_path):
     ranks(2).run(2, fabric_saves, tmp_path)
-    for count in (1, 2, 3):
-        for kind in ("full", "sharded"):
-            ranks(count).run(count, fabric_loads, tmp_path, kind)
+    for count, kind in ((1, "full"), (2, "sharded"), (3, "full"), (3, "sharded")):
+        ranks(count).run(count, fabric_loads, tmp_path, kind)

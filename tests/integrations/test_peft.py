@@ -12,6 +12,7 @@ from torch import Tensor
 
 import accordion as acc
 from tests.integrations.jobs import VOCABULARY, full, held, library_job, llama, needs, sizes_of_steps
+from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("peft", "transformers")
@@ -66,7 +67,15 @@ def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
     return losses
 
 
-def trains_and_is_saved(mesh: Any, name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        ["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3", "VeRA", "prompt tuning", "prefix tuning"],
+        {"DoRA", "rsLoRA, modules_to_save", "VeRA", "prefix tuning"}.__contains__,  # LoRA itself is in most tests below
+    ),
+)
+@on_job(2)
+def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: Any, name: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
     rank = mesh.get_local_rank()
@@ -87,23 +96,12 @@ def trains_and_is_saved(mesh: Any, name: str, folder: Path) -> None:
         limits = {"all": most(plain.parameters()), "parameters": learned, "gradients": learned, "states": 2 * learned}
         assert all(mine[key] <= limit for key, limit in limits.items()), (mine, limits)
 
-        acc.save_pretrained(model, folder / "adapter")
-        assert not list(folder.glob(".full-*"))
-        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), folder / "adapter").eval()
+        acc.save_pretrained(model, tmp_path / "adapter")
+        assert not list(tmp_path.glob(".full-*"))
+        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), tmp_path / "adapter").eval()
         model.eval()
         with torch.no_grad():
             torch.testing.assert_close(again(batch(rank, 7)).logits, model(batch(rank, 7)).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name",
-    sampled(
-        ["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3", "VeRA", "prompt tuning", "prefix tuning"],
-        {"DoRA", "rsLoRA, modules_to_save", "VeRA", "prefix tuning"}.__contains__,  # LoRA itself is in most tests below
-    ),
-)
-def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(ranks, tmp_path, name):
-    ranks(2).run(2, trains_and_is_saved, name, tmp_path)
 
 
 # -- around a base that fits no rank
@@ -146,7 +144,8 @@ def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(ranks, tmp_path
 # -- a part of the model
 
 
-def parts(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_what_is_trained_is_saved_and_gathered_alone(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         model = acc.shard(tuned("LoRA"), mesh)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -166,54 +165,48 @@ def parts(mesh: Any, folder: Path) -> None:
         optimizer = acc.wrap_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05))
         model(input_ids=batch(0, 0), labels=batch(0, 0)).loss.backward()
         optimizer.step()
-        acc.save(folder / "part", model, optimizer, only="trained")
-        size = sum(p.stat().st_size for p in (folder / "part").glob("*.safetensors"))
+        acc.save(tmp_path / "part", model, optimizer, only="trained")
+        size = sum(p.stat().st_size for p in (tmp_path / "part").glob("*.safetensors"))
         assert size < 4 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) + 20_000
         before = full(model)
         with torch.no_grad():
             for param in model.parameters():
                 param.to_local().add_(1.0)
-        acc.load(folder / "part", model, optimizer, only="trained")
+        acc.load(tmp_path / "part", model, optimizer, only="trained")
         for name, tensor in full(model).items():
             torch.testing.assert_close(tensor, before[name] + float(name not in trained))
         with pytest.raises(acc.CheckpointError, match="missing in the checkpoint"):
-            acc.load(folder / "part", model, optimizer)
-
-
-def test_what_is_trained_is_saved_and_gathered_alone(ranks, tmp_path):
-    ranks(2).run(2, parts, tmp_path)
+            acc.load(tmp_path / "part", model, optimizer)
 
 
 # -- whole models
 
 
-def exports(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_a_model_is_exported_one_tensor_at_a_time(mesh: Any, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     with library_job():
         for tied in (True, False):
             model = acc.shard(llama(2, tie_word_embeddings=tied), mesh)
             with pytest.raises(acc.UsageError, match=r"call accordion\.save_pretrained"):
-                model.save_pretrained(folder / "no")
-            acc.save_pretrained(model, folder / "small", max_shard_size="20KB")
-            again, expected = LlamaForCausalLM.from_pretrained(folder / "small").state_dict(), full(model)
-            assert (folder / "small" / "model.safetensors.index.json").exists()
+                model.save_pretrained(tmp_path / "no")
+            acc.save_pretrained(model, tmp_path / "small", max_shard_size="20KB")
+            again, expected = LlamaForCausalLM.from_pretrained(tmp_path / "small").state_dict(), full(model)
+            assert (tmp_path / "small" / "model.safetensors.index.json").exists()
             assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
             with acc.full_params(model):
                 if mesh.get_local_rank() == 0:
-                    model.save_pretrained(folder / "inside")
+                    model.save_pretrained(tmp_path / "inside")
         with pytest.raises(acc.UsageError, match="Linear has no save_pretrained"):
-            acc.save_pretrained(acc.shard(torch.nn.Linear(4, 4), mesh), folder)
-        (folder / "file").write_text("")
+            acc.save_pretrained(acc.shard(torch.nn.Linear(4, 4), mesh), tmp_path)
+        (tmp_path / "file").write_text("")
         with pytest.raises(acc.CheckpointError):
-            acc.save_pretrained(model, folder / "file" / "below")
+            acc.save_pretrained(model, tmp_path / "file" / "below")
 
 
-def test_a_model_is_exported_one_tensor_at_a_time(ranks, tmp_path):
-    ranks(2).run(2, exports, tmp_path)
-
-
-def merges(mesh: Any) -> None:
+@on_job(2)
+def test_adapters_are_merged_in_place_and_not_taken_out(mesh: Any) -> None:
     with library_job():
         plain, model = tuned("LoRA"), acc.shard(tuned("LoRA"), mesh)
         for one in (plain, model):
@@ -238,14 +231,11 @@ def merges(mesh: Any) -> None:
             torch.testing.assert_close(tensor, merged[key], rtol=1e-4, atol=1e-6)
 
 
-def test_adapters_are_merged_in_place_and_not_taken_out(ranks):
-    ranks(2).run(2, merges)
-
-
 # -- several adapters, and bases of bytes
 
 
-def two_adapters(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_several_adapters(mesh: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
     rank, losses, states = mesh.get_local_rank(), [], []
@@ -268,19 +258,15 @@ def two_adapters(mesh: Any, folder: Path) -> None:
         torch.distributed.all_reduce(losses[1])
         torch.testing.assert_close(losses[1] / 2, losses[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
-        acc.save_pretrained(model, folder / "both")
-        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), folder / "both")
-        again.load_adapter(folder / "both" / "second", adapter_name="second")
+        acc.save_pretrained(model, tmp_path / "both")
+        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), tmp_path / "both")
+        again.load_adapter(tmp_path / "both" / "second", adapter_name="second")
         for name in ("default", "second"):
             for one in (again, model):
                 one.set_adapter(name)
                 one.eval()
             with torch.no_grad():
                 torch.testing.assert_close(again(batch(0, 6)).logits, model(batch(0, 6)).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_several_adapters(ranks, tmp_path):
-    ranks(2).run(2, two_adapters, tmp_path)
 
 
 class Bytes(torch.nn.Module):
@@ -300,7 +286,9 @@ class Bytes(torch.nn.Module):
         return x + self.back((x @ weight.T + self.up(self.down(x))).tanh())
 
 
-def of_bytes(mesh: Any, folder: Path, checkpoint_activations: str) -> None:
+@pytest.mark.parametrize("checkpoint_activations", ["none", "full"])
+@on_job(2)
+def test_a_base_of_bytes_is_sharded(mesh: Any, tmp_path: Path, checkpoint_activations: str) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*[Bytes() for _ in range(3)])
     torch.manual_seed(0)
@@ -320,13 +308,8 @@ def of_bytes(mesh: Any, folder: Path, checkpoint_activations: str) -> None:
                         param.sub_(param.grad, alpha=0.1)
             one.zero_grad()
     torch.testing.assert_close(full(model), dict(plain.state_dict()))
-    acc.save(folder / "bytes", model)
+    acc.save(tmp_path / "bytes", model)
     with torch.no_grad():
         packed.to_local().zero_()
-    acc.load(folder / "bytes", model)
+    acc.load(tmp_path / "bytes", model)
     torch.testing.assert_close(full(model), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("checkpoint_activations", ["none", "full"])
-def test_a_base_of_bytes_is_sharded(ranks, tmp_path, checkpoint_activations):
-    ranks(2).run(2, of_bytes, tmp_path, checkpoint_activations)

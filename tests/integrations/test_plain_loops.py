@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from tests.integrations.jobs import needs, torchrun_job
+from tests.support.ranked import on_job
 
 pytestmark = pytest.mark.cpu("batches are drawn and compared there")
 STEPS, WIDTH, ACTIONS = 4, 8, 3
@@ -91,14 +92,11 @@ def alike(found: list[float], expected: list[float]) -> None:
     assert len({round(loss, 3) for loss in expected}) > 1, "it learned something"
 
 
-def loops(mesh: Any, name: str) -> None:
+@pytest.mark.parametrize("name", LOOPS)
+@on_job(2)
+def test_a_loop_of_ones_own_learns_as_unsharded(mesh: Any, name: str) -> None:
     rank = mesh.get_local_rank()
     alike(LOOPS[name](lambda model: acc.shard(model, mesh), [rank]), LOOPS[name](lambda model: model, [0, 1]))
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_of_ones_own_learns_as_unsharded(ranks, name):
-    ranks(2).run(2, loops, name)
 
 
 def regress(model: nn.Module, optimizer: Any, ranks: list[int], backward: Callable[[Tensor], None]) -> list[float]:
@@ -113,7 +111,9 @@ def regress(model: nn.Module, optimizer: Any, ranks: list[int], backward: Callab
     return found
 
 
-def fabric(mesh: Any) -> None:
+@needs("lightning")
+@on_job(2)
+def test_fabrics_own_strategy_takes_a_plain_shard(mesh: Any) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -131,8 +131,3 @@ def fabric(mesh: Any) -> None:
         optimizer = one.setup_optimizers(optimizer_of(model))
         assert all(isinstance(p, DTensor) for p in model.parameters())
         alike(regress(model, optimizer, [dist.get_rank()], one.backward), expected)
-
-
-@needs("lightning")
-def test_fabrics_own_strategy_takes_a_plain_shard(ranks):
-    ranks(2).run(2, fabric)

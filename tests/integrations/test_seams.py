@@ -43,7 +43,7 @@ def test_every_underscore_name_is_in_the_table():
     from tests.support.seams import SEAMS
 
     own = {"accelerate": {"_take", "_pairs", "_complete", "_without"}}
-    own["lightning"] = {"_mesh", "_averages", "_shard", "_sharded", "_over_nodes", "_parts", "_fill", "_write_folder"}
+    own["lightning"] = {"_averages", "_shard", "_sharded", "_over_nodes", "_parts", "_fill", "_write_folder"}
     own["lightning"] |= {"_read_folder", "_clear", "_clip_grad_by_norm", "_shard_all", "_folder", "_own_state"}
     own["lightning"] |= {"_changes", "_modules"}
     for library, names in own.items():

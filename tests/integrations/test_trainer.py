@@ -23,6 +23,7 @@ from tests.integrations.jobs import (
     sentences,
     sizes_of_steps,
 )
+from tests.support.ranked import on_job
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -120,11 +121,12 @@ def test_bf16_is_ddp_with_autocast_where_parameters_are_gathered_as_they_are(ran
     ranks(2).run(2, trains, tmp_path, {"bf16": True, "max_steps": 6}, 1e-5, {"precision": acc.Precision()})
 
 
-def low_precision(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_low_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_path: Path) -> None:
     with library_job():
-        plain = train(trainer(False, folder, max_steps=6))
+        plain = train(trainer(False, tmp_path, max_steps=6))
         for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            ours = train(trainer(True, folder, max_steps=6, **{kind: True}))
+            ours = train(trainer(True, tmp_path, max_steps=6, **{kind: True}))
             alike(plain, ours, "loss", rel=2e-2)
             assert engine_of(ours.model).precision.params == dtype
             assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
@@ -140,27 +142,23 @@ def low_precision(mesh: Any, folder: Path) -> None:
         assert ours.accelerator.scaler.get_scale() < 2.0**40 or grown is ours.accelerator.scaler
 
 
-def test_low_precision_gathers_in_it_and_fp16_has_its_scaler(ranks, tmp_path):
-    ranks(2).run(2, low_precision, tmp_path)
-
-
-def own_optimizer(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_an_optimizer_and_a_scheduler_of_the_callers(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         done = []
         for kind in (False, True):
             model = llama()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-            done.append(train(trainer(kind, folder, model, extra={"optimizers": (optimizer, scheduler)}, max_steps=4)))
+            done.append(
+                train(trainer(kind, tmp_path, model, extra={"optimizers": (optimizer, scheduler)}, max_steps=4))
+            )
         alike(*done)
         alike(*done, "learning_rate")
 
 
-def test_an_optimizer_and_a_scheduler_of_the_callers(ranks, tmp_path):
-    ranks(2).run(2, own_optimizer, tmp_path)
-
-
-def finds_batch_size(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_auto_find_batch_size(mesh: Any, tmp_path: Path) -> None:
     from transformers import default_data_collator
 
     def collate(features: list[Any]) -> Any:
@@ -170,30 +168,29 @@ def finds_batch_size(mesh: Any, folder: Path) -> None:
 
     with library_job():
         changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "max_steps": 4}
-        done = [train(trainer(kind, folder, extra={"data_collator": collate}, **changes)) for kind in (False, True)]
+        done = [train(trainer(kind, tmp_path, extra={"data_collator": collate}, **changes)) for kind in (False, True)]
         assert done[1]._train_batch_size == done[0]._train_batch_size == 3
         alike(*done)
-
-
-def test_auto_find_batch_size(ranks, tmp_path):
-    ranks(2).run(2, finds_batch_size, tmp_path)
 
 
 # -- it evaluates
 
 
-def evaluates(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_it_evaluates_and_predicts_as_under_ddp(mesh: Any, tmp_path: Path) -> None:
     def metrics(found: Any) -> dict[str, float]:
         return {"right": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
 
     with library_job():
         changes = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-        theirs, ours = (trainer(kind, folder, extra={"compute_metrics": metrics}, **changes) for kind in (False, True))
+        theirs, ours = (
+            trainer(kind, tmp_path, extra={"compute_metrics": metrics}, **changes) for kind in (False, True)
+        )
         first = [one.evaluate() for one in (theirs, ours)]  # before any training
         assert first[1]["eval_loss"] == pytest.approx(first[0]["eval_loss"], rel=1e-5)
         assert engine_of(ours.model) is not None, "it was sharded for that"
         # The library's own, evaluated before, trains without DDP (accelerate 1.15: it takes the model for prepared).
-        theirs = trainer(False, folder, extra={"compute_metrics": metrics}, **changes)
+        theirs = trainer(False, tmp_path, extra={"compute_metrics": metrics}, **changes)
         for one in (theirs, ours):
             one.state.log_history.clear()
             train(one)
@@ -203,11 +200,8 @@ def evaluates(mesh: Any, folder: Path) -> None:
         assert b.metrics["test_right"] == a.metrics["test_right"]
 
 
-def test_it_evaluates_and_predicts_as_under_ddp(ranks, tmp_path):
-    ranks(2).run(2, evaluates, tmp_path)
-
-
-def generates(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_it_predicts_with_generate_token_for_token(mesh: Any, tmp_path: Path) -> None:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     from accordion.integrations.transformers import ShardedTrainer
@@ -223,15 +217,11 @@ def generates(mesh: Any, folder: Path) -> None:
             torch.manual_seed(0)
             model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
             quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 3}
-            args = Seq2SeqTrainingArguments(str(folder), **quiet, predict_with_generate=True, generation_max_length=9)
+            args = Seq2SeqTrainingArguments(str(tmp_path), **quiet, predict_with_generate=True, generation_max_length=9)
             one = train(kind(model=model, args=args, train_dataset=data, eval_dataset=data))
             found.append(one.predict(data[:6]).predictions)
         assert (found[0] == found[1]).all()
         assert found[0].shape[1] > 2
-
-
-def test_it_predicts_with_generate_token_for_token(ranks, tmp_path):
-    ranks(2).run(2, generates, tmp_path)
 
 
 # -- it saves and resumes
@@ -277,7 +267,9 @@ def test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks(ranks, tmp
     ranks(3).run(3, resumes, tmp_path, expected, 1e-5)
 
 
-def best(mesh: Any, folder: Path, only_model: bool) -> None:
+@pytest.mark.parametrize("only_model", [False, True])
+@on_job(2)
+def test_the_best_model_is_loaded_and_older_checkpoints_go(mesh: Any, tmp_path: Path, only_model: bool) -> None:
     from transformers import EarlyStoppingCallback
 
     with library_job():
@@ -295,7 +287,7 @@ def best(mesh: Any, folder: Path, only_model: bool) -> None:
             "learning_rate": 0.3,
         }  # it gets worse
         stops = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]}
-        theirs, ours = (train(trainer(kind, folder / str(kind), extra=stops, **changes)) for kind in (False, True))
+        theirs, ours = (train(trainer(kind, tmp_path / str(kind), extra=stops, **changes)) for kind in (False, True))
         alike(theirs, ours, "eval_loss", rel=1e-4)
         assert ours.state.global_step == theirs.state.global_step
         assert ours.state.best_global_step == theirs.state.best_global_step < 8
@@ -303,28 +295,24 @@ def best(mesh: Any, folder: Path, only_model: bool) -> None:
         for name, tensor in a.items():
             torch.testing.assert_close(b[name], tensor, rtol=1e-4, atol=1e-4)
         torch.distributed.barrier()
-        left = sorted(p.name for p in (folder / "True").glob("checkpoint-*"))
-        assert left == sorted(p.name for p in (folder / "False").glob("checkpoint-*"))
-        assert (folder / "True" / left[0] / "sharded").exists() != only_model
-
-
-@pytest.mark.parametrize("only_model", [False, True])
-def test_the_best_model_is_loaded_and_older_checkpoints_go(ranks, tmp_path, only_model):
-    ranks(2).run(2, best, tmp_path, only_model)
+        left = sorted(p.name for p in (tmp_path / "True").glob("checkpoint-*"))
+        assert left == sorted(p.name for p in (tmp_path / "False").glob("checkpoint-*"))
+        assert (tmp_path / "True" / left[0] / "sharded").exists() != only_model
 
 
 class CutError(Exception):
     """Stands for a kill."""
 
 
-def cut_short(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_a_torn_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     """A save that ends at any point leaves the checkpoint before it to be resumed, and none of its own."""
     from accordion.integrations import transformers as integration
 
     places = ["_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "store_flos"]
     with library_job():
         for place in places:
-            here = folder / place
+            here = tmp_path / place
             done = resumable(here, max_steps=4, save_steps=2)
             own: Callable[..., Any] = getattr(done, place)
 
@@ -349,10 +337,6 @@ def cut_short(mesh: Any, folder: Path) -> None:
         again = train(resumable(here, max_steps=4, save_steps=2), True)
         assert again.state.global_step == 4
         assert integration._newest(str(here)) == str(here / "checkpoint-4")
-
-
-def test_a_torn_checkpoint_is_never_resumed(ranks, tmp_path):
-    ranks(2).run(2, cut_short, tmp_path)
 
 
 # -- a model that fits no rank
@@ -384,34 +368,26 @@ def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path
 # -- what is refused
 
 
-def refuses(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) -> None:
     with library_job():
-        for changes, words in [
-            ({"bf16_full_eval": True}, "bf16_full_eval=True of TrainingArguments is not taken"),
-            ({"torch_compile": True}, "compile blocks"),
+        for key, value, words in [
+            ("bf16_full_eval", True, "bf16_full_eval=True of TrainingArguments is not taken"),
+            ("torch_compile", True, "compile blocks"),
+            ("fsdp", "full_shard", "leave --fsdp out"),
+            ("deepspeed", "ds.json", "leave --deepspeed out"),
+            ("parallelism_config", object(), "leave parallelism_config out"),
         ]:
+            args = arguments(tmp_path)
+            setattr(args, key, value)
             with pytest.raises(acc.UsageError, match=words):
-                trainer(True, folder, **changes)
-        args = arguments(folder)
-        args.fsdp, args.deepspeed = "full_shard", None
-        with pytest.raises(acc.UsageError, match="leave --fsdp out"):
-            trainer(True, folder, extra={"args": args})
-        args.fsdp, args.deepspeed = None, "ds.json"
-        with pytest.raises(acc.UsageError, match="leave --deepspeed out"):
-            trainer(True, folder, extra={"args": args})
-        args.deepspeed, args.parallelism_config = None, object()
-        with pytest.raises(acc.UsageError, match="leave parallelism_config out"):
-            trainer(True, folder, extra={"args": args})
+                trainer(True, tmp_path, extra={"args": args})
         with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
-            trainer(True, folder, sharding={"unit": None})
+            trainer(True, tmp_path, sharding={"unit": None})
         with pytest.raises(acc.UsageError, match="hyperparameter_search is not taken"):
-            trainer(True, folder).hyperparameter_search()
+            trainer(True, tmp_path).hyperparameter_search()
         with pytest.raises(acc.CheckpointError, match="has no complete checkpoint"):
-            train(trainer(True, folder), True)
-
-
-def test_what_cannot_be_meant_beside_it_is_refused(ranks, tmp_path):
-    ranks(2).run(2, refuses, tmp_path)
+            train(trainer(True, tmp_path), True)
 
 
 class Hub:
@@ -432,7 +408,8 @@ class Hub:
         return SimpleNamespace(done=lambda: True, result=lambda: None)
 
 
-def pushes(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_what_is_pushed_to_the_hub_loads(mesh: Any, tmp_path: Path) -> None:
     import transformers.trainer
 
     before, hub = transformers.trainer.hf_api, Hub()
@@ -446,7 +423,7 @@ def pushes(mesh: Any, folder: Path) -> None:
     }
     try:
         with library_job():
-            one = train(trainer(True, folder, **changes))
+            one = train(trainer(True, tmp_path, **changes))
             one.push_to_hub()
             expected = full(one.model)
     finally:
@@ -459,7 +436,3 @@ def pushes(mesh: Any, folder: Path) -> None:
         assert {"config.json", "model.safetensors", "training_args.bin"} <= names
         assert ("sharded" in names) == bool(where)
     torch.testing.assert_close(hub.sent[-1][2], expected, rtol=0, atol=0)
-
-
-def test_what_is_pushed_to_the_hub_loads(ranks, tmp_path):
-    ranks(2).run(2, pushes, tmp_path)

@@ -10,6 +10,7 @@ import torch
 
 from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, needs, sentences
 from tests.integrations.test_trainer import alike, train
+from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("trl", "peft")
@@ -83,15 +84,6 @@ def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -
     return trainer(**given)
 
 
-def trains(mesh: Any, kind: str, adapters: bool, folder: Path) -> None:
-    with library_job():
-        theirs, ours = (train(built(kind, one, adapters, folder)) for one in (False, True))
-        alike(theirs, ours)
-        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
-        if kind == "dpo" and not adapters:
-            assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
-
-
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     sampled(
@@ -99,29 +91,32 @@ def trains(mesh: Any, kind: str, adapters: bool, folder: Path) -> None:
         lambda kind, adapters: kind == "sft" or adapters == (kind == "dpo"),
     ),
 )
-def test_trl_trains_as_under_ddp(ranks, tmp_path, kind, adapters):
-    ranks(2).run(2, trains, kind, adapters, tmp_path)
+@on_job(2)
+def test_trl_trains_as_under_ddp(mesh: Any, kind: str, adapters: bool, tmp_path: Path) -> None:
+    with library_job():
+        theirs, ours = (train(built(kind, one, adapters, tmp_path)) for one in (False, True))
+        alike(theirs, ours)
+        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+        if kind == "dpo" and not adapters:
+            assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
 
 
-def resumes(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_adapters_are_saved_alone_and_resume_exactly(mesh: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
     with library_job():
-        whole = train(built("sft", True, True, folder, save_strategy="steps", save_steps=2))
-        assert (folder / "checkpoint-2" / "adapter_model.safetensors").exists()
-        assert not (folder / "checkpoint-2" / "model.safetensors").exists()
-        size = sum(path.stat().st_size for path in (folder / "checkpoint-2").rglob("*.safetensors"))
+        whole = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2))
+        assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+        assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+        size = sum(path.stat().st_size for path in (tmp_path / "checkpoint-2").rglob("*.safetensors"))
         assert size < sum(p.numel() for p in whole.model.parameters()) * 4, "the base is in no file"
-        again = train(built("sft", True, True, folder, save_strategy="steps", save_steps=2), True)
+        again = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2), True)
         assert again.state.global_step == 4
-        again = train(built("sft", True, True, folder), str(folder / "checkpoint-2"))
+        again = train(built("sft", True, True, tmp_path), str(tmp_path / "checkpoint-2"))
         alike(whole, again, rel=0.0)
-        loaded = PeftModel.from_pretrained(llama(hidden_size=16), folder / "checkpoint-4")
+        loaded = PeftModel.from_pretrained(llama(hidden_size=16), tmp_path / "checkpoint-4")
         assert any("lora_B" in name and p.any() for name, p in loaded.named_parameters())
-
-
-def test_adapters_are_saved_alone_and_resume_exactly(ranks, tmp_path):
-    ranks(2).run(2, resumes, tmp_path)
 
 
 def spread(completions: list[str], **_: Any) -> list[float]:
@@ -148,13 +143,10 @@ def grpo(ours: bool, folder: Path, adapters: bool) -> Any:
     )
 
 
-def generates_and_learns(mesh: Any, folder: Path, adapters: bool) -> None:
+@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
+@on_job(2)
+def test_grpo_generates_and_learns_as_under_ddp(mesh: Any, tmp_path: Path, adapters: bool) -> None:
     with library_job():
-        theirs, ours = (train(grpo(one, folder, adapters)) for one in (False, True))
+        theirs, ours = (train(grpo(one, tmp_path, adapters)) for one in (False, True))
         alike(theirs, ours, "reward", "completions/mean_length", "loss", "grad_norm", rel=1e-4)
         assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
-
-
-@pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_grpo_generates_and_learns_as_under_ddp(ranks, tmp_path, adapters):
-    ranks(2).run(2, generates_and_learns, tmp_path, adapters)

@@ -14,6 +14,7 @@ import accordion as acc
 from accordion.safety import mixed_tensors
 from tests.integrations.jobs import library_job, llama, needs
 from tests.integrations.test_trainer import train, trainer
+from tests.support.ranked import on_job
 
 pytestmark = [needs("transformers", "accelerate"), pytest.mark.cpu("plain tensors lie there")]
 TOKENS, PIXELS = torch.arange(2, 10)[None], torch.randn(2, 3, 16, 16)
@@ -54,7 +55,9 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor], str]
 }
 
 
-def runs(mesh: Any, name: str) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_job(2)
+def test_the_note_says_what_to_do_and_that_works(mesh: Any, name: str) -> None:
     make, use, method = PROGRAMS[name]
     plain = make()
     model = acc.shard(make(), mesh)
@@ -70,22 +73,15 @@ def runs(mesh: Any, name: str) -> None:
         torch.testing.assert_close(use(model), expected)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_note_says_what_to_do_and_that_works(ranks, name):
-    ranks(2).run(2, runs, name)
-
-
-def generates(mesh: Any) -> None:
+@on_job(2)
+def test_a_decoder_generates_as_it_is(mesh: Any) -> None:
     expected = generated(llama().eval())
     model = acc.shard(llama().eval(), mesh)
     assert torch.equal(generated(model), expected)
 
 
-def test_a_decoder_generates_as_it_is(ranks):
-    ranks(2).run(2, generates)
-
-
-def prepares(mesh: Any) -> None:
+@on_job(2)
+def test_a_sharded_model_in_accelerates_prepare(mesh: Any) -> None:
     import accelerate
 
     with library_job():
@@ -105,17 +101,10 @@ def prepares(mesh: Any) -> None:
         optimizer.step()
 
 
-def test_a_sharded_model_in_accelerates_prepare(ranks):
-    ranks(2).run(2, prepares)
-
-
-def trains(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_a_sharded_model_in_a_trainer(mesh: Any, tmp_path: Path) -> None:
     with library_job(), pytest.raises(acc.UsageError, match="this model is sharded, and DistributedDataParallel"):
-        train(trainer(False, folder, acc.shard(llama(), mesh)))
+        train(trainer(False, tmp_path, acc.shard(llama(), mesh)))
     with library_job():
-        done = train(trainer(True, folder, acc.shard(llama(), mesh), max_steps=1))
+        done = train(trainer(True, tmp_path, acc.shard(llama(), mesh), max_steps=1))
         assert done.state.global_step == 1
-
-
-def test_a_sharded_model_in_a_trainer(ranks, tmp_path):
-    ranks(2).run(2, trains, tmp_path)

@@ -22,6 +22,7 @@ from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
 from tests.support.checks import leave_together, logged, mesh_of, one_loss
+from tests.support.ranked import on_mesh, on_world
 from tests.support.reference import local_of, params_of
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -190,7 +191,8 @@ def test_a_circle_is_told_when_two_looks_have_found_it():
     assert told(later)
 
 
-def some_first(mesh: Any) -> None:
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_ranks_that_come_late_from_another_mesh_are_waited_for(mesh: Any) -> None:
     """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
     if rank == 3:
@@ -199,10 +201,6 @@ def some_first(mesh: Any) -> None:
         with mock.patch.object(meshes, "LOOK_S", 0.3):
             model = acc.shard(models.plain(), mesh=given)
         one_loss(model).backward()
-
-
-def test_ranks_that_come_late_from_another_mesh_are_waited_for(world):
-    world.run_mesh((2, 2), ("replicate", "shard"), some_first)
 
 
 def alone_on_it(mesh: Any) -> str:
@@ -292,16 +290,13 @@ def test_buffers_of_the_state_dict_are_equal_others_are_each_ranks_own(world, st
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), buffered, STRATEGIES[strategy])
 
 
-def batch_norms(mesh: Any) -> None:
+@on_world(2)
+def test_statistics_of_a_batch_norm_that_differ_are_an_error(mesh: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with torch.no_grad():
         model[1](torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_rank())))
     with pytest.raises(acc.DivergenceError, match=r"rank 1 has buffer '1.running_mean' .*; buffer '1.running_var' "):
         acc.shard(model, mesh=mesh)
-
-
-def test_statistics_of_a_batch_norm_that_differ_are_an_error(world):
-    world.run(2, batch_norms)
 
 
 # -- the first rank's for all
@@ -341,7 +336,8 @@ def test_the_first_rank_loads_and_the_others_are_on_meta(world, strategy):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_on_first, STRATEGIES[strategy])
 
 
-def loaded_elsewhere(mesh: Any) -> None:
+@on_world(2)
+def test_the_first_rank_has_what_all_shall_take(mesh: Any) -> None:
     model = nn.Linear(8, 8, device="cpu" if mesh.get_rank() else "meta")
     with pytest.raises(
         acc.DivergenceError, match=r"2 tensors are on the meta device there .* the first is parameter 'weight'"
@@ -352,10 +348,6 @@ def loaded_elsewhere(mesh: Any) -> None:
         acc.shard(nn.Sequential(nn.Linear(2, 2), model), mesh=mesh, sync=True)
     nowhere = acc.shard(nn.Linear(8, 8, device="meta"), mesh=mesh, sync=True)
     assert all(not p.to_local().any() for p in nowhere.parameters())
-
-
-def test_the_first_rank_has_what_all_shall_take(world):
-    world.run(2, loaded_elsewhere)
 
 
 # -- full tensors loaded after `shard`
@@ -396,7 +388,8 @@ def test_full_tensors_that_differ_are_refused_before_anything_changes(world, str
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
 
 
-def own_rows_alone(mesh: Any) -> None:
+@on_world(2)
+def test_rows_are_loaded_by_one_rank_alone(mesh: Any) -> None:
     """A state dict of rows needs nobody else."""
     model = acc.shard(models.plain(), mesh=mesh)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -408,10 +401,6 @@ def own_rows_alone(mesh: Any) -> None:
         model.load_state_dict(kept)
         assert unchanged(model, before)
     dist.barrier(mesh.get_group())
-
-
-def test_rows_are_loaded_by_one_rank_alone(world):
-    world.run(2, own_rows_alone)
 
 
 def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:

@@ -78,14 +78,3 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(world, num_ranks):
     for said in world.run(num_ranks, called_by_two_threads):
         assert len(said) == 1, said
         assert said[0].startswith("UsageError: a sharded model was called from two threads at once")
-
-
-def recomputes(mesh) -> torch.Tensor:
-    model = acc.shard(models.plain(), mesh=mesh, units={models.Block}, checkpoint_activations="full")
-    loss = one_loss(model)
-    loss.backward()
-    return loss.detach()
-
-
-def test_recomputation_is_no_second_caller(world):
-    world.run(2, recomputes)

@@ -18,6 +18,7 @@ from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import leave_together, mesh_of, one_loss
+from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
 SOON_S = 20.0
@@ -161,17 +162,14 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_end(alone):
     alone.run(2, never_comes)
 
 
-def slow(mesh) -> None:
+@on_world(2)
+def test_a_rank_that_comes_late_is_waited_for(mesh) -> None:
     """A rank that comes late is no error."""
     model = acc.shard(models.plain(), mesh=mesh)
     with impatient():
         for step in range(2):
             time.sleep(1.5 if dist.get_rank() == step else 0)
             one_loss(model, step).backward()
-
-
-def test_a_rank_that_comes_late_is_waited_for(world):
-    world.run(2, slow)
 
 
 # -- NaN and inf
@@ -216,11 +214,8 @@ def test_nan_and_inf_are_found_in_the_unit_and_phase_where_they_came_up(world, w
         ] in texts[0]
 
 
-def found_nothing(mesh) -> None:
+@on_world(2)
+def test_finite_numbers_pass(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
     for step in range(2):
         one_loss(model, step).backward()
-
-
-def test_finite_numbers_pass(world):
-    world.run(2, found_nothing)

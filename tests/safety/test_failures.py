@@ -34,6 +34,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 # -- exceptions
@@ -235,7 +236,8 @@ def test_a_model_deleted_before_the_backward_is_a_named_error(world):
     run_on_all(world, deleted_between, ranks=FEW)
 
 
-def no_copies(mesh) -> None:
+@on_world(2)
+def test_copies_and_pickles_are_refused_with_the_way_to_do_it(mesh) -> None:
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     plain_run(model, 0)
     for target in (model, model.units[0], nn.Sequential(model)):
@@ -248,11 +250,9 @@ def no_copies(mesh) -> None:
         copy.copy(model)
 
 
-def test_copies_and_pickles_are_refused_with_the_way_to_do_it(world):
-    world.run(2, no_copies)
-
-
-def old_graph(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
+@on_world(2)
+def test_the_backward_of_a_graph_older_than_the_weights_is_refused(mesh, strategy: acc.Strategy) -> None:
     """forward - step - backward of the old graph: torch refuses weights that were written since, and so must shards."""
     plain = seeded(Chain)
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
@@ -275,12 +275,9 @@ def old_graph(mesh, strategy: acc.Strategy) -> None:
         rest(model)
 
 
-@pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
-def test_the_backward_of_a_graph_older_than_the_weights_is_refused(world, strategy):
-    world.run(2, old_graph, strategy)
-
-
-def something_new(mesh, how: str) -> None:
+@pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
+@on_world(2)
+def test_what_comes_in_after_shard_is_refused(mesh, how: str) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     tokens, _ = batch(model)
     model(tokens)
@@ -305,11 +302,6 @@ def something_new(mesh, how: str) -> None:
         model(tokens)
 
 
-@pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
-def test_what_comes_in_after_shard_is_refused(world, how):
-    world.run(2, something_new, how)
-
-
 # -- communications that do not begin
 
 
@@ -331,7 +323,8 @@ def two_dtypes() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(16, 16))
 
 
-def smaller_batch_after_a_refusal(mesh) -> None:
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_a_gather_that_could_not_begin_is_begun_anew(mesh) -> None:
     """As a loop does that catches the error and goes on with what fits."""
     x, found = torch.randn(4, 16).to(device()), []
     for at in (-1, *range(8)):
@@ -348,7 +341,3 @@ def smaller_batch_after_a_refusal(mesh) -> None:
         found.append([p.detach().to_local().clone() for p in model.parameters()])
     for at, other in enumerate(found[1:]):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), f"communication {at}"
-
-
-def test_a_gather_that_could_not_begin_is_begun_anew(world):
-    world.run_mesh((2, 2), ("replicate", "shard"), smaller_batch_after_a_refusal)

@@ -17,6 +17,7 @@ from accordion.config import STRATEGIES
 from accordion.engine.hooks import engine_of
 from accordion.safety.first_inputs import FirstInputs, checksums_of, digest_of
 from tests.support.checks import logged, mesh_of
+from tests.support.ranked import on_mesh
 
 WIDTH = 8
 HEARD_S = 5.0  # in which a digest has come to the first rank
@@ -113,15 +114,12 @@ def test_under_every_strategy(world, strategy):
         assert said == [STEPS[name][1], *[False] * (len(said) - 1)]
 
 
-def shares_data(mesh: Any) -> None:
+@on_mesh((2,), ("dp_cp",))
+def test_ranks_that_share_data_are_not_compared(mesh: Any) -> None:
     """Over an axis of sequence parallelism ranks have one batch."""
     engine = engine_of(acc.shard(Net(), mesh))
     assert engine is not None
     assert engine.observers.find(FirstInputs) is None
-
-
-def test_ranks_that_share_data_are_not_compared(world):
-    world.run_mesh((2,), ("dp_cp",), shares_data)
 
 
 def digest(tensors: list[Tensor]) -> int | None:

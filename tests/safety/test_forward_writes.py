@@ -19,6 +19,7 @@ from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.safety.test_divergence import impatient
 from tests.support.checks import leave_together, run_all
+from tests.support.ranked import on_world
 
 LOST = "modified a parameter in its forward, and the change would be lost"
 
@@ -118,7 +119,8 @@ def test_a_write_through_data_on_one_rank_alone(world):
     world.run(1, written, acc.FULL_SHARD, {})
 
 
-def in_fsdp2(mesh) -> None:
+@on_world(2)
+def test_a_write_through_data_under_fully_shard(mesh) -> None:
     model = Net(normalise)
     for layer in model:
         compat.fully_shard(layer, mesh=mesh)
@@ -127,11 +129,8 @@ def in_fsdp2(mesh) -> None:
         step(model)
 
 
-def test_a_write_through_data_under_fully_shard(world):
-    world.run(2, in_fsdp2)
-
-
-def checked_for_two_steps(mesh) -> None:
+@on_world(2)
+def test_each_unit_is_checked_in_its_first_two_steps(mesh) -> None:
     model = acc.shard(Net(), mesh=mesh, units={Layer})
     model.eval()
     for _ in range(3):  # counts as no step
@@ -151,21 +150,14 @@ def checked_for_two_steps(mesh) -> None:
     assert engine_in(model).observers.find(ForwardWrites) is None
 
 
-def test_each_unit_is_checked_in_its_first_two_steps(world):
-    world.run(2, checked_for_two_steps)
-
-
-def checked_always(mesh) -> None:
+@on_world(2)
+def test_debug_checks_every_step(mesh) -> None:
     model = acc.shard(Net(), mesh=mesh, units={Layer}, debug="order")
     for _ in range(3):
         step(model)
     model[2].write = flip
     with pytest.raises(acc.UsageError, match=f"unit '2' {LOST}"):
         step_and_read(model)
-
-
-def test_debug_checks_every_step(world):
-    world.run(2, checked_always)
 
 
 def on_one_rank(mesh) -> str:

@@ -16,7 +16,7 @@ import accordion as acc
 from accordion.errors import DivergenceError
 from accordion.safety.liveness import hub as hub_module
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, Post, StepDigest, decoded, encoded
 from accordion.safety.liveness.polling import once_after, poll
 from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
@@ -113,10 +113,10 @@ def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_first_rank_compares_steps() -> None:
     hubs = hubs_of(3)
     for hub in hubs:
-        hub.compare_steps("m", 1, 5)
-    hubs[2].compare_steps("m", 2, 8)  # ahead of the first
+        hub.send_to_first(StepDigest(rank=hub.rank, model="m", num=1, chain=5))
+    hubs[2].send_to_first(StepDigest(rank=2, model="m", num=2, chain=8))  # ahead of the first
     assert [hub.steps_differ_at("m") for hub in hubs] == [None] * 3
-    hubs[0].compare_steps("m", 2, 7)
+    hubs[0].send_to_first(StepDigest(rank=0, model="m", num=2, chain=7))
     assert [hub.steps_differ_at("m") for hub in hubs] == [2 + hub_module.NOTICED_STEPS] * 3
 
 

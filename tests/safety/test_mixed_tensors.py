@@ -17,6 +17,7 @@ import accordion as acc
 from accordion.safety import mixed_tensors
 from tests.support.models import Block
 from tests.support.processes import run_python
+from tests.support.ranked import on_world
 
 WIDTH = 8
 
@@ -68,24 +69,18 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         in_a_loss(lambda m, out: F.cross_entropy(out, torch.tensor([1, 2]))),
         TORCHS,
     ),
-    "a squared error and a term on weights": (in_a_loss(lambda m, out: F.mse_loss(out, torch.zeros(2, 12))), TORCHS),
-    "a binary cross entropy and a term on weights": (
-        in_a_loss(lambda m, out: F.binary_cross_entropy_with_logits(out, torch.ones(2, 12))),
-        TORCHS,
-    ),
     "a mean and a term on weights": (in_a_loss(lambda m, out: out.mean()), OURS),
-    "a sum and a term on weights": (in_a_loss(lambda m, out: out.sum()), OURS),
     "a method that is no entry point": (lambda m: m.encode_image(IMAGE), TORCHS),
     "a scale in the loss": (lambda m: m.logit_scale.exp() * torch.randn(4, 2), TORCHS),
     "a linear layer by hand": (lambda m: m.blocks[0].up(ROWS), TORCHS),
     "an embedding by hand": (lambda m: m.tokens(TOKENS), TORCHS),
-    "a matrix product": (lambda m: ROWS @ m.projection, TORCHS),
     "a loss between both": (lambda m: F.mse_loss(m.positions, torch.randn(5, WIDTH)), TORCHS),
-    "a detached matrix": (lambda m: m.projection.detach() * torch.randn(WIDTH, WIDTH), TORCHS),
 }
 
 
-def makes(mesh: Any, name: str) -> None:
+@pytest.mark.parametrize("name", MISTAKES)
+@on_world(2)
+def test_a_sharded_parameter_beside_a_plain_tensor_is_torchs_error_with_advice_or_ours(mesh: Any, name: str) -> None:
     torch.manual_seed(0)
     model = acc.shard(Clip(), mesh, units={Block})
     mistake, says = MISTAKES[name]
@@ -99,12 +94,8 @@ def makes(mesh: Any, name: str) -> None:
     model(TOKENS, IMAGE).sum().backward()  # training goes on
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_sharded_parameter_beside_a_plain_tensor_is_torchs_error_with_advice_or_ours(world, name):
-    world.run(2, makes, name)
-
-
-def adds_a_plain_term(mesh: Any) -> None:
+@on_world(2)
+def test_a_term_on_weights_as_the_advice_says(mesh: Any) -> None:
     """As the advice says: gradients are those of the unsharded model."""
     torch.manual_seed(0)
     plain = Clip()
@@ -114,27 +105,10 @@ def adds_a_plain_term(mesh: Any) -> None:
     torch.testing.assert_close(model.projection.grad.full_tensor(), plain.projection.grad)
 
 
-def test_a_term_on_weights_as_the_advice_says(world):
-    world.run(2, adds_a_plain_term)
-
-
 def test_other_errors_get_no_note():
     error = RuntimeError("The size of tensor a (4) must match the size of tensor b (7)")
     mixed_tensors.advise(error)
     assert not hasattr(error, "__notes__")
-
-
-def wraps_in_ddp(mesh: Any) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = acc.shard(Clip(), mesh, units={Block})
-    for one in (model, model.blocks[0]):
-        with pytest.raises(acc.UsageError, match="this model is sharded, and DistributedDataParallel"):
-            DistributedDataParallel(one)
-
-
-def test_ddp_over_a_sharded_model_is_refused(world):
-    world.run(2, wraps_in_ddp)
 
 
 PROGRAMS = """

@@ -18,6 +18,7 @@ from tests.devices import device, here
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss
 from tests.support.meters import Wire
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of, local_of
 from tests.weights.test_pretrained import Anonymous, write
 
@@ -135,7 +136,8 @@ def test_20_clip_grad_norm_gathers_or_is_wrong(world, strategy):
     assert {calls for _, calls in found} == {num_axes_cut}
 
 
-def generate(mesh) -> None:
+@on_world(3)
+def test_25_generate_is_slow_or_hangs(mesh) -> None:
     """Ranks make sequences of different lengths from full weights, and say nothing to each other."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     found = []
@@ -151,11 +153,13 @@ def generate(mesh) -> None:
     assert_at_rest(model)
 
 
-def test_25_generate_is_slow_or_hangs(world):
-    world.run(3, generate)
+def flat_gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad.flatten()
 
 
-def flattened(mesh) -> None:
+@on_world(2)
+def test_flattening_rows_that_do_not_divide_says_what_to_do(mesh) -> None:
     model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
     model(torch.ones(2, 5, device=device())).sum().backward()
     weight = model.weight
@@ -177,12 +181,3 @@ def flattened(mesh) -> None:
     with acc.full_params(model, write=True):
         vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
     assert_close(acc.full_state_dict(model, rank0_only=False), {name: value / 2 for name, value in before.items()})
-
-
-def flat_gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad.flatten()
-
-
-def test_flattening_rows_that_do_not_divide_says_what_to_do(world):
-    world.run(2, flattened)

@@ -25,6 +25,7 @@ from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
 from tests.support.compare import seeded
+from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
 WIDTH = 16
@@ -123,7 +124,7 @@ SHOWN = {"leaves_one_out", "calls_none", "swaps", "a_tower_of_its_own"}
 @pytest.mark.parametrize("how", sampled(APART, SHOWN.__contains__))
 def test_from_the_first_step_on(world, how):
     for num_ranks in (2, 3):
-        said = world.run(num_ranks, run_ways, acc.FULL_SHARD, [APART[how]] * 3)
+        said = world.run(num_ranks, run_ways, acc.FULL_SHARD, [APART[how]] * 2)
         assert all(len(lines) == 1 for lines in said), said
 
 
@@ -135,38 +136,45 @@ def test_from_a_later_step_on(world, how):
     assert all(len(lines) == 1 for lines in said), said
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Strategies and options under which ranks diverge in a later step in the usual run; under the others in the first one.
+LATER = ("full_shard", "no_shard", "hybrid_shard", "no_sync", "full", "offload")
+
+
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, lambda name: name not in LATER))
 def test_of_every_strategy(world, strategy):
-    shape, names = mesh_of(STRATEGIES[strategy])
-    world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], [APART["leaves_one_out"], APART["ends_early"]])
+    ways = [APART["leaves_one_out"], APART["ends_early"]]
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"full_shard", "no_shard", "hybrid_shard"}.__contains__))
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, LATER.__contains__))
 def test_of_every_strategy_from_a_later_step_on(world, strategy):
-    shape, names = mesh_of(STRATEGIES[strategy])
     ways = [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]
-    world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], ways)
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"no_sync": 2},
-        {"checkpoint_activations": "full"},
-        {"checkpoint_activations": "selective"},
-        {"prefetch": acc.Prefetch(budget_bytes=1 << 20)},
-        {"debug": ("streams", "order", "finite")},
-        {"offload": acc.Offload(params="host", optimizer="host")},
-    ],
-    ids=["no_sync", "full", "selective", "prefetch", "debug", "offload"],
-)
-@pytest.mark.parametrize("later", [False, pytest.param(True, marks=IN_STREAMS)], ids=["at once", "later"])
-def test_with_what_else_a_model_may_have(world, options, later):
-    """A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there."""
-    apart = APART["leaves_one_out" if "checkpoint_activations" in options else "leaves_a_tower_out"]
-    ways = [(WHOLE,), apart] if later else [APART["leaves_the_first_out"], apart, (WHOLE,)]
-    world.run(2, run_ways, acc.FULL_SHARD, ways, **options)
+# A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there.
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no_sync": ("leaves_a_tower_out", {"no_sync": 2}),
+    "full": ("leaves_one_out", {"checkpoint_activations": "full"}),
+    "selective": ("leaves_one_out", {"checkpoint_activations": "selective"}),
+    "prefetch": ("leaves_a_tower_out", {"prefetch": acc.Prefetch(budget_bytes=1 << 20)}),
+    "debug": ("leaves_a_tower_out", {"debug": ("streams", "order", "finite")}),
+    "offload": ("leaves_a_tower_out", {"offload": acc.Offload(params="host", optimizer="host")}),
+}
+
+
+@pytest.mark.parametrize("name", sampled(OPTIONS, lambda name: name not in LATER))
+def test_with_what_else_a_model_may_have(world, name):
+    apart, options = OPTIONS[name]
+    world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], APART[apart], (WHOLE,)], **options)
+
+
+@IN_STREAMS
+@pytest.mark.parametrize("name", sampled(OPTIONS, LATER.__contains__))
+def test_with_what_else_a_model_may_have_from_a_later_step_on(world, name):
+    apart, options = OPTIONS[name]
+    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), APART[apart]], **options)
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
@@ -217,7 +225,8 @@ def test_many_layers_dropped_at_random(world, num_ranks):
     world.run(num_ranks, run_drawn, range(100, 160), timeout_s=600)
 
 
-def frozen(mesh) -> None:
+@on_world(3)
+def test_frozen_blocks(mesh) -> None:
     """A frozen block that one rank calls with an input that needs a gradient, another without, and another not at all."""
     model, plain = paths(mesh)
     for m in (model, plain):
@@ -226,11 +235,10 @@ def frozen(mesh) -> None:
         check_step(mesh, model, plain, ways[dist.get_rank() % 3], step)
 
 
-def test_frozen_blocks(world):
-    world.run(3, frozen)
-
-
-def steady(mesh, no_sync: int, settled: int) -> None:
+@pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
+@on_world(2)
+def test_the_common_case_says_nothing(mesh, no_sync: int, settled: int) -> None:
+    """With accumulation what follows depends on more than the last pass, and on no more than the last 32."""
     model, plain = paths(mesh)
     watch = engine_in(model).context.waiter
     for step in range(settled):
@@ -240,12 +248,6 @@ def steady(mesh, no_sync: int, settled: int) -> None:
         check_step(mesh, model, plain, WHOLE, step, no_sync)
     assert watch._num_met == before, "ranks that do as before say nothing"
     assert before > 0
-
-
-@pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
-def test_the_common_case_says_nothing(world, no_sync, settled):
-    """With accumulation what follows depends on more than the last pass, and on no more than the last 32."""
-    world.run(2, steady, no_sync, settled)
 
 
 def evaluates(mesh, strategy: acc.Strategy) -> None:
@@ -278,7 +280,9 @@ def test_evaluations(world):
         world.run(2, unequal, strategy)
 
 
-def parts_while_adding_up(mesh) -> None:
+@IN_STREAMS
+@on_world(2)
+def test_under_no_sync(mesh) -> None:
     """In a pass that nobody communicates in."""
     for strategy in (acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD):
         model, plain = paths(mesh, strategy=strategy)
@@ -287,12 +291,8 @@ def parts_while_adding_up(mesh) -> None:
             check_step(mesh, model, plain, way, step, no_sync=2)
 
 
-@IN_STREAMS
-def test_under_no_sync(world):
-    world.run(2, parts_while_adding_up)
-
-
-def two_in_one(mesh) -> None:
+@on_world(2)
+def test_a_unit_of_two_modules(mesh) -> None:
     """A unit of two modules, the second of which has a unit inside that one rank leaves out."""
     plain, model = seeded(Paths), seeded(Paths)
     compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
@@ -300,10 +300,6 @@ def two_in_one(mesh) -> None:
     compat.fully_shard(model, mesh=mesh)
     for step in range(2):
         check_step(mesh, model, plain, (0, (3, (0, 1) if dist.get_rank() else (1,))), step)
-
-
-def test_a_unit_of_two_modules(world):
-    world.run(2, two_in_one)
 
 
 def extra(mesh) -> str:

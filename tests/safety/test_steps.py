@@ -17,6 +17,7 @@ from accordion.config import STRATEGIES
 from accordion.optim import StepHooks
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
+from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
 NUM_STEPS = 12  # a reduce bears the digest at once; over the hub all say how they step a few backwards later
@@ -113,7 +114,8 @@ def test_who_step_alike_pass(world, strategy, wrapped):
     assert set(world.run_mesh(*mesh_of(STRATEGIES[strategy]), trains, STRATEGIES[strategy], "alike", wrapped)) == {""}
 
 
-def goes_while_stepped(mesh) -> None:
+@on_world(2)
+def test_a_model_is_collected_in_the_midst_of_a_step(mesh) -> None:
     """A model is collected while torch walks through its hooks after a step."""
     kept: list[Any] = []
 
@@ -129,10 +131,6 @@ def goes_while_stepped(mesh) -> None:
         optimizer.step()
     finally:
         handle.remove()
-
-
-def test_a_model_is_collected_in_the_midst_of_a_step(world):
-    world.run(2, goes_while_stepped)
 
 
 def holds_one_hook(mesh) -> int:

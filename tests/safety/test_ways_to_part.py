@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accordion.safety.causes import ADVICE, advice
+from accordion.safety.liveness.wording import ADVICE, advice
 from tests.support.diverging import MARGIN_S, TIMEOUT_S
 from tests.support.processes import run_python
 from tests.support.ways import SENTENCES, WAYS

@@ -153,3 +153,10 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 def full(model: nn.Module) -> dict[str, Tensor]:
     """The full state dict, on every rank."""
     return acc.full_state_dict(model, rank0_only=False)
+
+
+def step_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Step optimizers and clear their gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

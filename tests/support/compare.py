@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import here
 from tests.inside import engine_in, units_of
-from tests.support.checks import assert_at_rest
+from tests.support.checks import assert_at_rest, step_all
 from tests.support.gathered import gathered
 from tests.support.reference import assert_close, grads_of, params_of
 from tests.support.sample import sampled
@@ -82,9 +82,7 @@ def compare(mesh, case: Case) -> nn.Module:
         assert_alike(seen[1], seen[0], exact=exact)
         del seen
         check_grads(mesh, model, plain, exact=exact, tolerance=case.tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         wanted, found = dict(plain.named_parameters()), params_of(model)
         limit = 0.0 if exact else case.tolerance
         assert_close(found, wanted, limit, least=1.0)  # a step may bring a weight close to zero

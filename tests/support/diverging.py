@@ -59,6 +59,13 @@ class Script:
     def here(self) -> bool:
         return self.is_one and self.step == self.way.step
 
+    def leaves_out(self, name: str) -> bool:
+        """Return True if this rank leaves something out now."""
+        leaves_out = self.here and name in self.way.deeds
+        if leaves_out:
+            self._at()
+        return leaves_out
+
     def moment(self, name: str) -> None:
         """The way's own deed, at the moment that it names; first what all ranks do then."""
         parts = self.here and name in self.way.deeds
@@ -121,29 +128,20 @@ class Script:
         try:
             with self._no_sync():
                 loss = self.loss(tokens, targets)
-                if self.here and "skips_backward" in self.way.deeds:
-                    self._at()
-                else:
+                if not self.leaves_out("skips_backward"):
                     loss.backward()
         except torch.OutOfMemoryError:
             if not self.way.swallows:
                 raise
         self.moment("after_backward")
-        if not (self.here and "skips_clip" in self.way.deeds):
-            if self.way.clips:
-                acc.clip_grad_norm_(self.model, 1.0)
-        else:
-            self._at()
+        if not self.leaves_out("skips_clip") and self.way.clips:
+            acc.clip_grad_norm_(self.model, 1.0)
         self.moment("before_step")
-        if not (self.here and "skips_step" in self.way.deeds):
+        if not self.leaves_out("skips_step"):
             self.optimizer.step()
-        else:
-            self._at()
         self.moment("after_step")
-        if not (self.here and "skips_zero_grad" in self.way.deeds):
+        if not self.leaves_out("skips_zero_grad"):
             self.optimizer.zero_grad()
-        else:
-            self._at()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(tokens)
@@ -151,11 +149,7 @@ class Script:
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
-        if self.here and "no_sync" in self.way.deeds:
-            self._at()
-            with acc.no_sync(self.model):
-                yield
-        else:
+        with acc.no_sync(self.model) if self.leaves_out("no_sync") else contextlib.nullcontext():
             yield
 
 

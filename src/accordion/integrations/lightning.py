@@ -19,7 +19,7 @@ import lightning.pytorch.strategies
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -84,7 +84,6 @@ class ShardedStrategy:
                     "goes into sharding=dict(...)."
                 )
         super().__init__(*args, **kwargs)
-        self._mesh: DeviceMesh | None = None
 
     def _sharded(self, module: nn.Module, precision: object) -> nn.Module:
         """`module`, sharded in place as told; what is on the meta device is read from its folder, or else initialised."""
@@ -96,16 +95,15 @@ class ShardedStrategy:
 
     def _over_nodes(self) -> ShardArguments:
         """Return the arguments with their mesh: for a hybrid, replicas are nodes."""
-        if self.shard_arguments.mesh is not None:
-            return self.shard_arguments
-        if self._mesh is None:
+        if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:
                 shape = (self.num_nodes, ranks // self.num_nodes)
-                self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+                mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
             else:
-                self._mesh = init_device_mesh(device, (ranks,))
-        return replace(self.shard_arguments, mesh=self._mesh)
+                mesh = init_device_mesh(device, (ranks,))
+            self.shard_arguments = replace(self.shard_arguments, mesh=mesh)
+        return self.shard_arguments
 
     def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
         """`models`: under each name what `parts` gives. Not complete before the last file, `META`, is there."""
@@ -193,7 +191,10 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             model = self.precision_plugin.convert_module(model)
             self.roots = self._shard(model)
         self.model = model
-        self._averages = list(_averages_of(trainer))
+        # The copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`).
+        copies = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+        copies = [average.module if isinstance(average, AveragedModel) else average for average in copies]
+        self._averages = [average for average in copies if isinstance(average, nn.Module)]
         for average in self._averages:
             if not _roots(average):
                 self._shard(average)
@@ -433,12 +434,8 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         if isinstance(state, (nn.Module, Optimizer)):
             self._fill(state, found, strict)
             return {}
-        done = (
-            {key for key, one in state.items() if isinstance(one, (nn.Module, Optimizer))}
-            if Path(path).is_dir()
-            else ()
-        )
-        lost = [key for key in state if key not in found and key not in done]
+        in_place = (nn.Module, Optimizer) if Path(path).is_dir() else ()
+        lost = [key for key, one in state.items() if key not in found and not isinstance(one, in_place)]
         if strict and lost:
             raise KeyError(f"{path} has no {', '.join(map(repr, lost))}; pass strict=False to load the rest.")
         for key, one in list(state.items()):
@@ -449,12 +446,10 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         return found
 
     def _fill(self, one: Any, given: Any, strict: bool) -> None:
-        if isinstance(one, nn.Module):
-            one.load_state_dict(given, strict=strict)
-        elif isinstance(one, Optimizer):
+        if isinstance(one, Optimizer):
             load_whole(one, given)
         else:
-            one.load_state_dict(given)
+            one.load_state_dict(given, **({"strict": strict} if isinstance(one, nn.Module) else {}))
 
     def _parts(self, state: Mapping[str, Any]) -> dict[str, list[Any]]:
         models = [one for one in state.values() if isinstance(one, nn.Module)]
@@ -519,13 +514,3 @@ def _models_in(model: nn.Module) -> list[nn.Module]:
                     "is sharded by itself; put both into one module, or shard them together in configure_model."
                 )
     return found
-
-
-def _averages_of(trainer: Any) -> Iterator[Any]:
-    """The copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`)."""
-    for callback in trainer.callbacks:
-        average = getattr(callback, "_average_model", None)
-        if isinstance(average, AveragedModel):
-            yield average.module
-        elif isinstance(average, nn.Module):
-            yield average

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,21 +74,18 @@ class ShardArguments:
         fill_from_source(model)
         engine = engine_of(model)
         assert engine is not None
-        FirstRanksBuffers.attach(engine, model)
-        _let_generate(model)
+        places = [(m, key) for m in model.modules() for key in m._buffers if key not in m._non_persistent_buffers_set]
+        if places and engine.context.num_ranks > 1:
+            engine.observers.attach(FirstRanksBuffers(engine, places))
+        # Ranks generate together: all go on until the last one has ended, and reach inner parts of the model on the way.
+        for module in model.modules():
+            if type(module).__module__.partition(".")[0] == "transformers":
+                # Asked by `generate`, and by layers that one rank alone might skip.
+                vars(module)["_is_fsdp_managed_module"] = True
+        method = getattr(type(model), "generate", None)
+        if callable(method) and not inspect.isgeneratorfunction(method):
+            entry_point(model, "generate")
         return model
-
-
-def _let_generate(model: nn.Module) -> None:
-    """Let ranks generate together: all go on until the last one has ended, and reach inner parts of the model on the way."""
-    for module in model.modules():
-        if type(module).__module__.partition(".")[0] == "transformers":
-            vars(module)["_is_fsdp_managed_module"] = (
-                True  # asked by `generate`, and by layers that one rank alone might skip
-            )
-    method = getattr(type(model), "generate", None)
-    if callable(method) and not inspect.isgeneratorfunction(method):
-        entry_point(model, "generate")
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
@@ -113,18 +110,12 @@ class FirstRanksBuffers(Observer):
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:
         self._engine, self._places = engine, places
 
-    @classmethod
-    def attach(cls, engine: Engine, model: nn.Module) -> None:
-        """Nothing where `model` has no such buffers, or one rank alone."""
-        places = [(m, key) for m in model.modules() for key in m._buffers if key not in m._non_persistent_buffers_set]
-        if places and engine.context.num_ranks > 1:
-            engine.observers.attach(cls(engine, places))
-
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         if self._engine.depth:
             return
+        found = (module._buffers.get(key) for module, key in self._places)  # as modules have them now
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._buffers():
+        for buffer in {id(buffer): buffer for buffer in found if buffer is not None}.values():
             of_dtype.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in of_dtype.values():
@@ -132,8 +123,3 @@ class FirstRanksBuffers(Observer):
                 for buffer, value in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                     # By data: a graph that has saved a buffer may go on, two forwards may come before one backward.
                     buffer.data.copy_(value.view(buffer.shape))
-
-    def _buffers(self) -> Iterator[Tensor]:
-        """Each once, as modules have them now."""
-        found = (module._buffers.get(key) for module, key in self._places)
-        yield from {id(buffer): buffer for buffer in found if buffer is not None}.values()

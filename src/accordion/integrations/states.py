@@ -137,7 +137,9 @@ def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     mine = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in mine:
-            mine[index] = {name: _placed(one, param) for name, one in mine[index].items()}
+            for name, one in mine[index].items():
+                if isinstance(one, Tensor) and not isinstance(one, DTensor) and one.ndim:
+                    mine[index][name] = _cut_like(one, param)
     optimizer.load_state_dict({**state, "state": mine})
 
 
@@ -146,14 +148,8 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
     return list(zip(indices, chain.from_iterable(group["params"] for group in optimizer.param_groups), strict=False))
 
 
-def _placed(one: Any, param: DTensor) -> Any:
-    """A state as the parameter lies, where it is of its shape; else on every rank."""
-    if not isinstance(one, Tensor) or isinstance(one, DTensor) or not one.ndim:
-        return one
-    return _cut_like(one, param)
-
-
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
+    """Return a full tensor as the parameter's rows are placed if it has the parameter's shape, else on every rank."""
     alike = one.shape == param.shape
     placements = param.placements if alike else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

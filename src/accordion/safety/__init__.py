@@ -1,5 +1,5 @@
 """Checks that watch a model in training: each file is one, attached to the engine from outside."""
 
-from accordion.safety.liveness.crash_reports import report_crashes
+from accordion.safety.liveness.links import report_crashes
 
 __all__ = ["report_crashes"]

@@ -8,11 +8,11 @@ kind did, nobody asks. The first one is gone through together, step by step, and
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from accordion.engine.calls import Call
 from accordion.engine.engine import IN_BACKWARD, Engine
@@ -20,8 +20,8 @@ from accordion.engine.hooks import ATTACHED, Hooks
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.order import BACKWARD, FORWARD
 from accordion.engine.unit import Unit
-from accordion.safety.causes import ADVICE
 from accordion.safety.divergence import DivergenceMonitor
+from accordion.safety.liveness.wording import ADVICE
 from accordion.safety.pass_history import PassHistory
 
 logger = logging.getLogger("accordion")
@@ -48,7 +48,7 @@ class CatchUp(NamedTuple):
     num_done: int | None  # None: to the end
 
     def is_for(self, said: Mapping[str, Any]) -> bool:
-        """Whether a rank that `said` where it is has steps to follow."""
+        """Return True if a rank that `said` where it is has steps to follow."""
         here = said["num_done"] if said["root"] == self.root else None
         return here is not None and (self.num_done is None or here < self.num_done)
 
@@ -70,18 +70,12 @@ def choose(said: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
     furthest = None if None in done else max(done)
     if len(at) < len(said) or any(here != furthest for here in done) or furthest is None:
         return CatchUp(root, furthest)
-    steps = [step_of(s["step"]) for s in at]
+    steps = [UnitCall(*s["step"])._replace(trained=tuple(s["step"][3])) for s in at]  # JSON made lists of tuples
     depth = max(step.depth for step in steps)
     steps = [step for step in steps if step.depth == depth]
     best = min(steps, key=lambda step: (step.leaves, step.unit, not step.differentiable))
     same = [step for step in steps if step[:3] == best[:3] and step.leaves == best.leaves]
     return None if depth == 0 or any(step != best for step in same) else best
-
-
-def step_of(listed: Sequence[Any]) -> UnitCall:
-    """A step that came through JSON."""
-    unit, differentiable, depth, trained, *how = listed
-    return UnitCall(unit, differentiable, depth, tuple(trained), *how)
 
 
 class OrderAgreement(Observer):
@@ -103,7 +97,6 @@ class OrderAgreement(Observer):
         self._in_backward = False  # one has begun and not ended
         self._root = 0  # number of the forward
         self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
-        self._outer: set[int] | None = None
         monitor.listen(self.noticed)
 
     # -- the moments of a step
@@ -136,14 +129,12 @@ class OrderAgreement(Observer):
         """The call is about to end, and others may be about to enter units inside of it."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
-        if error is None:
+        if error is None and not self._silent and call.unit.index in self._outer_units:
             self._leave(call.unit)
         self.close(0)
         return out
 
     def _leave(self, unit: Unit) -> None:
-        if self._silent or not self.has_inner(unit.index):
-            return
         depth = self._engine.depth - len(self.standing)
         step = UnitCall(unit.index, False, depth, (), leaves=True)
         following: Any = self._expected.following(FORWARD)
@@ -182,11 +173,17 @@ class OrderAgreement(Observer):
         """Whether what is expected needs no word."""
         return not (self.always or self._is_new or self._num_to_follow)
 
-    def has_inner(self, unit: int) -> bool:
-        """Whether other units lie inside a unit."""
-        if self._outer is None:
-            self._outer = {i for i, hooks in enumerate(self._hooks) if any(map(_holds_units, hooks.modules))}
-        return unit in self._outer
+    @cached_property
+    def _outer_units(self) -> set[int]:
+        """The indices of the units that have other units inside."""
+        outer = set()
+        for i, hooks in enumerate(self._hooks):
+            for module in (ref() for ref in hooks.modules):
+                # No truth test: a container or a compiled module is asked for its length.
+                inside = () if module is None else module.modules()
+                if len({id(m.__dict__[ATTACHED]) for m in inside if ATTACHED in m.__dict__}) > 1:
+                    outer.add(i)
+        return outer
 
     def come(self, step: UnitCall, what: str) -> None:
         """Do what others do first, and come back when all do `step`. Raises `DivergenceError` where that cannot be."""
@@ -281,11 +278,3 @@ def agreement_of(engine: Engine) -> OrderAgreement:
     found = engine.observers.find(OrderAgreement)
     assert isinstance(found, OrderAgreement), "each engine that is built is watched by one"
     return found
-
-
-def _holds_units(reference: weakref.ref[nn.Module]) -> bool:
-    """Whether a module of a unit has another unit's inside."""
-    module = reference()
-    if module is None:  # no truth test: a container or a compiled module is asked for its length
-        return False
-    return len({id(m.__dict__[ATTACHED]) for m in module.modules() if ATTACHED in m.__dict__}) > 1

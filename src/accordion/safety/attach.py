@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import nn
-
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.offload.tiers import Tiers
@@ -46,14 +44,9 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     engine.observers.attach(AnomalyChecks())
     for each in hooks:
         guard(each)
-        for module in each.attached_modules():
-            if each.unit.index and is_read_alone(each, module):
-                reads.listen(each, module)
-
-
-def is_read_alone(hooks: Hooks, module: nn.Module) -> bool:
-    """Whether a read of a parameter of `module` may begin a call: of a layer, whose parameters are no tensor subclasses.
-
-    What makes a subclass of a gathered tensor looks at its module while it is gathered: that is no read from outside.
-    """
-    return next(module.children(), None) is None and not hooks.unit.module_params.has_around
+        # A read of a layer's parameter begins a call of it. What makes a tensor subclass of a gathered tensor looks at its
+        # module while it is gathered: that is no read from outside.
+        if each.unit.index and not each.unit.module_params.has_around:
+            for module in each.attached_modules():
+                if next(module.children(), None) is None:
+                    reads.listen(each, module)

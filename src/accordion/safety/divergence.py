@@ -23,11 +23,11 @@ from accordion.engine.communicator import Communicator, Pending, common_name
 from accordion.engine.context import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
-from accordion.safety.causes import ADVICE, advice
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.hub import ECHO_S, Hub
-from accordion.safety.liveness.messages import MeetingOver
+from accordion.safety.liveness.hub import ECHO_S, Hub, Position
+from accordion.safety.liveness.messages import InputDigest, MeetingOver, StepDigest
 from accordion.safety.liveness.polling import poll
+from accordion.safety.liveness.wording import ADVICE, advice
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -86,6 +86,7 @@ class DivergenceMonitor(Observer):
         if self.listens and hub is None:
             self._own_hub = hub = Hub.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
             hub.position.may_wait_on_device |= self.asks_in_vain
+        self._position = Position() if hub is None else hub.position  # of this rank, for those who ask
         self.num_steps = 0  # of optimizers, on parameters of this model
         self._failed_in = ""  # the unit in whose forward an error came up
         self._facts: dict[str, Any] = {}  # of this rank's last passes, for `advice`
@@ -121,7 +122,7 @@ class DivergenceMonitor(Observer):
         self.forget()
         if self._in_backward:  # which an error has ended
             self._has_caught, self._in_backward = True, False
-            self._facts["caught"] = f"failed {self._last_phase()}{wording.while_handling(sys.exception())}"
+            self._facts["caught"] = f"failed {self._position.phase}{wording.while_handling(sys.exception())}"
         self._facts = {
             "evaluates": not differentiable,
             "left_out": self._awaits_backward,
@@ -154,23 +155,17 @@ class DivergenceMonitor(Observer):
         self._enters("after the backward")
 
     def _enters(self, where: str) -> None:
-        if (hub := self._hub) is not None:
-            hub.position.phase, hub.position.doing = self._phase(where), None
-
-    def _last_phase(self) -> str:
-        hub = self._hub
-        return "" if hub is None else hub.position.phase
+        self._position.phase, self._position.doing = self._phase(where), None
 
     def _phase(self, where: str) -> str:
         return f"{where} of step {self.num_steps + 1}"
 
     def busy(self, what: str | None) -> None:
         """Set what this rank does with others, for those who ask."""
-        if (hub := self._hub) is not None:
-            hub.position.doing = what
+        self._position.doing = what
 
     def _doing(self, what: str) -> str:
-        phase = self._last_phase()
+        phase = self._position.phase
         if not phase:
             return what
         return f"{what} (step {self.num_steps + 1})" if "ward" in what else f"{what} {phase}"
@@ -213,13 +208,15 @@ class DivergenceMonitor(Observer):
 
         over = poll(ready, lost_s, look, hub.pause)
         if over is None:
-            self.fail(wording.nothing_new(what, lost_s, self._unheard(hub, hub.posts(self._prefix)), ADVICE))
+            unheard = self._unheard(hub, hub.posts(self._prefix))
+            others = f"other ranks have come to nothing new in {lost_s:g} s{unheard and f': {unheard}'}"
+            self.fail(f"this rank {what}, and {others}; {ADVICE}")
         self.busy(None)
         return over
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """Fail because what all ranks have said does not go together."""
-        self.fail(wording.not_together(said, advice(said)))
+        self.fail(f"ranks are not at the same place: {wording.doing_of(said)}; {advice(said)}")
 
     # -- other ranks that are gone
 
@@ -237,8 +234,17 @@ class DivergenceMonitor(Observer):
             if cause is not None:
                 self._break(wording.meanwhile(self._doing(what), *cause), error, of_rank=cause[0])
             if others := hub.others(self._ranks, silent_too=is_out_of_time):
-                self.fail(wording.absent(self._doing(what), _torch.timeout_s_of_job(), others), error)
-        self.fail(wording.collective_failed(what, error, ADVICE), error)
+                self.fail(
+                    f"this rank {self._doing(what)}, and others did not come in {_torch.timeout_s_of_job():g} s or left it: "
+                    f"{others}; all ranks must do the same with the model.",
+                    error,
+                )
+        # The backend's own words are obscure if ranks have diverged: sizes or peers that do not fit.
+        self.fail(
+            f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, cannot be "
+            f"reached, or is elsewhere: {ADVICE}",
+            error,
+        )
 
     # -- in a collective
 
@@ -313,13 +319,13 @@ class DivergenceMonitor(Observer):
             hint = f" {UNHEARD}" if self.asks_in_vain else ""
             log.warning("rank %d %s, %s: all must call the model.%s", self._rank, what, silent, hint)
         # If all ranks that one waits for are there, it is slow, but it goes on.
-        goes_on = any(
-            all(_place(posts.get(r, {})) == _place(post) for r in post.get("ranks", ())) for post in posts.values()
-        )
+        places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
+        goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
         if goes_on or len(posts) < len(self._ranks):
             return 0
         if num_circles + 1 == POLLS:
-            self.fail(wording.circle(posts, advice(posts)))
+            each = wording.doing_of(posts)
+            self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
         return num_circles + 1
 
     def _unheard(self, hub: Hub, posts: Mapping[int, Any]) -> str:
@@ -383,43 +389,36 @@ class DivergenceMonitor(Observer):
         if at is not None and num >= at:
             self._fail_apart("begins a backward")
         if num <= SAID_STEPS or num % SAID_STEPS == 0:
-            hub.compare_steps(self._prefix, num, chain)
+            hub.send_to_first(StepDigest(rank=hub.rank, model=self._prefix, num=num, chain=chain))
 
     def say_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if another rank has the same."""
         if (hub := self._hub) is not None:
-            hub.compare_inputs(self._prefix, digest)
+            hub.send_to_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
 
     def _fail_apart(self, what: str) -> NoReturn:
         """Fail because what ranks have sent does not go together: say what each one does, or in what their steps differ."""
         post = {"what": what, **self._facts, **self.history()}
         self._tell(post)
-        posts = self._posts_of_all()
+        posts: dict[int, dict[str, Any]] = {}
+        if (hub := self._hub) is not None:  # ranks that diverge find it at one time
+            poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), HEARD_S, pause=hub.pause)
+            posts = hub.posts(self._prefix)
         text = self.compare(posts)
-        if not text and all("what" in post for post in posts.values()) and len(posts) == len(self._ranks):
-            text = wording.in_different_units(wording.doing_of(posts), advice(posts))
-        elif not text:
-            others = {rank: post for rank, post in posts.items() if rank != self._rank and "what" in post}
-            gone = self._gone(self._ranks)
-            ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
-            each = f"this rank {what}, {wording.doing_of(others) or 'another rank another one'}{ended}"
-            text = wording.in_different_units(each, advice(posts))
+        if not text:
+            if len(posts) == len(self._ranks) and all("what" in post for post in posts.values()):
+                each = wording.doing_of(posts)
+            else:
+                others = {rank: post for rank, post in posts.items() if rank != self._rank and "what" in post}
+                gone = self._gone(self._ranks)
+                ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
+                each = f"this rank {what}, {wording.doing_of(others) or 'another rank another one'}{ended}"
+            text = f"ranks are in different units: {each}; {advice(posts)}"
         self._tell({**post, "failed": f"failed: {wording.of_another(text)}"})
         self._break(text)
-
-    def _posts_of_all(self) -> dict[int, dict[str, Any]]:
-        """Return the posts once all ranks have one, or some time is gone: ranks that diverge find it at one time."""
-        if (hub := self._hub) is None:
-            return {}
-        poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), HEARD_S, pause=hub.pause)
-        return hub.posts(self._prefix)
 
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:
     """The one with which a context was made."""
     assert isinstance(context.waiter, DivergenceMonitor), "who makes contexts gives them one"
     return context.waiter
-
-
-def _place(post: Mapping[str, Any]) -> tuple[Any, Any]:
-    return post.get("ranks"), post.get("what")

@@ -52,16 +52,16 @@ def answer_for_shards(engine: Engine) -> None:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
             _meshes.add(param.sharded.device_mesh)
-    _torch.answer_operator(aten._local_scalar_dense.default, _number)
-    for operator in (*DRAWS_INTO, *DRAWS_LIKE):
-        _torch.answer_operator(operator, _draw)
-    for operator in WRITES:
-        _torch.answer_operator(operator, _write)
-    for operator in WRITES_AT:
-        _torch.answer_operator(operator, _write_at)
-    _torch.answer_operator(aten.view.default, _view)
-    for operator, answer in ((aten.fill_.Tensor, _refuse_fill), (aten._has_same_storage_numel.default, _refuse_dual)):
-        if not _torch.has_rule(operator):
+    for operators, answer in (
+        ((aten._local_scalar_dense.default,), _number),
+        ((*DRAWS_INTO, *DRAWS_LIKE), _draw),
+        (WRITES, _write),
+        (WRITES_AT, _write_at),
+        ((aten.view.default,), _view),
+        ([each for each in (aten.fill_.Tensor,) if not _torch.has_rule(each)], _refuse_fill),
+        ([each for each in (aten._has_same_storage_numel.default,) if not _torch.has_rule(each)], _refuse_dual),
+    ):
+        for operator in operators:
             _torch.answer_operator(operator, answer)
 
 
@@ -215,7 +215,9 @@ class AnomalyChecks(Observer):
 
     def backward_begins(self) -> None:
         if torch.is_anomaly_check_nan_enabled() and not _torch.has_rule(self.OPERATOR):
-            self._answers = _torch.answer_operator(self.OPERATOR, _of_these_rows)
+            self._answers = _torch.answer_operator(
+                self.OPERATOR, lambda operator, args, kwargs: operator(_torch.local_of(args[0]))
+            )
 
     def backward_ended(self, reduced: bool) -> None:
         self.interrupted()
@@ -224,11 +226,6 @@ class AnomalyChecks(Observer):
         if self._answers:
             _torch.drop_answer(self.OPERATOR)
             self._answers = False
-
-
-def _of_these_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    answer: Tensor = operator(_torch.local_of(args[0]))
-    return answer
 
 
 # -- `.item()`, float(), bool(), int()
@@ -248,17 +245,17 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     whole = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    waits = threading.Timer(WAIT_S, _say_who_is_waited_for)
+    waits = threading.Timer(
+        WAIT_S,
+        log.warning,
+        [
+            "this rank was asked for the number in a DTensor, by .item(), float() or bool(), and waits for the other ranks' "
+            "parts: ask on every rank, or for this rank's part alone with .to_local()."
+        ],
+    )
     waits.daemon = True
     waits.start()
     try:
         return operator(whole.full_tensor().to(local.dtype), *args[1:], **kwargs)
     finally:
         waits.cancel()
-
-
-def _say_who_is_waited_for() -> None:
-    log.warning(
-        "this rank was asked for the number in a DTensor, by .item(), float() or bool(), and waits for the other ranks' parts: "
-        "ask on every rank, or for this rank's part alone with .to_local()."
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,19 +18,12 @@ from accordion.engine.unit import Unit
 from accordion.errors import NonFiniteError
 
 
-class Moment(IntEnum):
-    """When a unit is looked at."""
+class Moment(Enum):
+    """When a unit is looked at, and how messages call that."""
 
-    PARAMETERS = 0
-    FORWARD = 1
-    BACKWARD = 2
-
-
-WORDS = {
-    Moment.PARAMETERS: "in its parameters",
-    Moment.FORWARD: "in what its forward returned",
-    Moment.BACKWARD: "in the gradients of its parameters, before they were reduced",
-}
+    PARAMETERS = "in its parameters"
+    FORWARD = "in what its forward returned"
+    BACKWARD = "in the gradients of its parameters, before they were reduced"
 
 
 class FiniteCheck(Observer):
@@ -44,8 +37,7 @@ class FiniteCheck(Observer):
         communicators = [context.shard.gather, context.replicate.gather]
         self._communicators = [communicator for communicator in communicators if communicator.num_ranks > 1]
         self._rank = dist.get_rank() if self._communicators else 0
-        self._device = context.device
-        self._units = engine.units
+        self._device, self._units = context.device, engine.units
         self._found: dict[tuple[int, Moment], Tensor] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
@@ -87,6 +79,6 @@ class FiniteCheck(Observer):
         for (unit, moment), value in zip(slots, marks, strict=True):
             if value:
                 raise NonFiniteError(
-                    f"NaN or inf came up first in unit {unit} ({self._units[unit].name or 'root'}), {WORDS[moment]}, on rank "
+                    f"NaN or inf came up first in unit {unit} ({self._units[unit].name or 'root'}), {moment.value}, on rank "
                     f"{2**20 - int(value)}; look at what goes into that unit there."
                 )

@@ -29,7 +29,12 @@ class ForwardWrites(Observer):
 
     def __init__(self, engine: Engine, *, always: bool) -> None:
         self._engine, self._always = engine, always
-        self._full_buffers = {unit.index: full_buffers_of(unit) for unit in engine.units}
+        # Groups whose shards are the full parameters have no full buffer; fake ones are left out.
+        self._full_buffers: dict[int, list[FullBuffer]] = {}
+        for unit in engine.units:
+            buffers = [group.full_buffer for group in unit.groups]
+            own = [b for b in buffers if isinstance(b, FullBuffer) and _torch.told_device(b.flat) is None]
+            self._full_buffers[unit.index] = own
         self._steps_left = {index: STEPS for index, buffers in self._full_buffers.items() if buffers}
         self._checked: set[int] = set()  # since the last step
         self._stepped: set[int] = set()  # units that have been checked in a whole step
@@ -89,9 +94,3 @@ class ForwardWrites(Observer):
     def _checksum(self, unit: Unit) -> Tensor:
         with torch.no_grad():
             return torch.stack([checksum(buffer.flat) for buffer in self._full_buffers[unit.index]])
-
-
-def full_buffers_of(unit: Unit) -> list[FullBuffer]:
-    """Return the full buffers of a unit. Groups whose shards are the full parameters have none; fake ones are left out."""
-    buffers = [group.full_buffer for group in unit.groups]
-    return [b for b in buffers if isinstance(b, FullBuffer) and _torch.told_device(b.flat) is None]

@@ -112,12 +112,7 @@ class HiddenLosses(Observer):
         inside = self._inside.get(unit.index)
         if inside is None:
             root = unit.module()
-            inside = (
-                [(weakref.ref(m), _first_own(m), _num_plain(m)) for m in _modules_inside(root)]
-                if root is not None
-                else []
-            )
-            self._inside[unit.index] = inside
+            inside = self._inside[unit.index] = [] if root is None else list(map(_watched, _modules_inside(root)))
         found: list[Tensor] = []
         for ref, start, num_plain in inside:
             module = ref()
@@ -143,14 +138,15 @@ def read(saved: Any) -> Tensor:
     return cast(Tensor, saved)
 
 
-def _first_own(module: nn.Module) -> int:
-    """Where a module's own attributes begin: behind torch's, unless some were set before `super().__init__()`."""
-    return len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
+def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
+    """Return a module, the position of its first attribute that is not torch's, and how many it has.
 
-
-def _num_plain(module: nn.Module) -> int:
-    """Return how many attributes a module of torch's own has, none of which its forward assigns; -1 for other modules."""
-    return len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
+    The number is -1 unless the module's class is torch's own, whose forward assigns none. Own attributes come after torch's,
+    unless some were set before `super().__init__()`.
+    """
+    start = len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
+    num = len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
+    return weakref.ref(module), start, num
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:

@@ -41,7 +41,11 @@ def spread(
     )
     if not communicators or not whole:
         return
-    overflows = [_overflowed(same).to(device) for same in _together(rows)]
+    overflows = []
+    for same in _together(rows):  # on their device, without a wait
+        one, found = (torch.full((), value, device=same[0].device) for value in (1.0, 0.0))
+        _torch.find_non_finite_(same, found, one)
+        overflows.append(found.to(device))
     found = torch.stack(overflows).amax() if overflows else torch.zeros((), device=device)
     overflow = torch.where(reduced(found, communicators) > 0, float("inf"), 0.0)
     for same in _together(whole):
@@ -54,10 +58,3 @@ def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(by_kind.values())
-
-
-def _overflowed(rows: list[Tensor]) -> Tensor:
-    """1 if any of `rows`, of one device and dtype, is not finite, else 0: on their device, without a wait."""
-    one, found = (torch.full((), value, device=rows[0].device) for value in (1.0, 0.0))
-    _torch.find_non_finite_(rows, found, one)
-    return found

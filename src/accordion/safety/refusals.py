@@ -1,4 +1,4 @@
-"""What a sharded model refuses: conversions, copies and pickles. And errors of its forward, said so that they help."""
+"""Refusals of a sharded model: conversions, copies, pickles, parameters that come after `shard`, and errors of its forward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook as on_module
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -34,6 +36,7 @@ NO_COPY = (
     "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's, clone "
     "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
 )
+RESIZES = "resize_token_embeddings"  # of transformers' models
 OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
 
 
@@ -56,7 +59,10 @@ def guard(hooks: Hooks) -> None:
         if hooks.unit.index == 0:
             _guard_forward(module, hooks.engine)
             for inner in module.modules():
-                _guard_methods(inner, weakref.ref(hooks.engine))
+                for name, why in TAKES_WHOLE.items():
+                    theirs: Any = getattr(type(inner), name, None)
+                    if callable(theirs):
+                        inner.__dict__[name] = _refusing(weakref.ref(inner), theirs, why, weakref.ref(hooks.engine))
     for module in hooks.unit.module_params.modules():
         _guard_conversion(weakref.ref(module), weakref.ref(hooks))
 
@@ -89,31 +95,22 @@ def _refuse_pickle(protocol: object) -> NoReturn:
     )
 
 
-def _guard_methods(module: nn.Module, by: weakref.ref[Engine]) -> None:
-    """Put a sentence before methods of libraries that read or move whole parameters."""
-    for name, why in TAKES_WHOLE.items():
-        method = getattr(type(module), name, None)
-        if callable(method):
-            module.__dict__[name] = _refusing(weakref.ref(module), method, why, by)
-
-
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
+    """Return a method of a library that reads or moves whole parameters, with a refusal before it."""
+
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        engine, given = by(), kwargs.get("state_dict")
-        is_given = given is not None and not any(isinstance(value, DTensor) for value in given.values())
-        saves = method.__name__ == "save_pretrained"
-        if engine is not None and not (saves and (is_given or engine.suspended or _gathers_itself(of()))):
-            raise UsageError(why)
-        return method(of(), *args, **kwargs)
+        engine, state, model = by(), kwargs.get("state_dict"), of()
+        if engine is not None:
+            is_whole = state is not None and not any(isinstance(value, DTensor) for value in state.values())
+            # transformers' save_pretrained gathers what it sharded itself, through `fully_shard` (`DistributedConfig`).
+            config = getattr(getattr(model, "config", None), "distributed_config", None)
+            may_save = is_whole or engine.suspended or getattr(config, "dp_size", 1) > 1
+            if method.__name__ != "save_pretrained" or not may_save:
+                raise UsageError(why)
+        return method(model, *args, **kwargs)
 
     return call
-
-
-def _gathers_itself(model: Any) -> bool:
-    """Whether transformers sharded the model through `fully_shard` (`DistributedConfig`); its save_pretrained gathers that."""
-    asked = getattr(getattr(model, "config", None), "distributed_config", None)
-    return bool(getattr(asked, "dp_size", 1) > 1)
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:
@@ -166,3 +163,43 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
     module = of()
     if module is not None:
         module.__dict__["_apply"] = apply
+
+
+# -- parameters that come after `shard`
+
+
+def refuse_additions(model: nn.Module, engine: Engine) -> None:
+    """Refuse parameters that come into a model after `shard`, or get another shape: each rank would train its own in silence.
+
+    The model is looked through in its next forward after anything was registered anywhere, for as long as it lives; that forward
+    raises `UsageError`. Another forward pays for one flag.
+    """
+    came = False
+
+    def register(*_: Any) -> None:
+        nonlocal came
+        came = True
+
+    def look(module: nn.Module, _: Any) -> None:
+        nonlocal came
+        if not came or engine.suspended or engine.depth:  # there full parameters may be registered
+            return
+        for name, param in module.named_parameters():
+            if param.requires_grad and not isinstance(param, DTensor):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after shard(), so each rank would train one of its own; "
+                    "put it in before shard(), or freeze it with requires_grad_(False)."
+                )
+        came = False
+
+    def resize(*_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"{RESIZES} was called after shard(), and an embedding's rows lie on all ranks then; resize the model before shard()."
+        )
+
+    for handle in (on_module(register), on_parameter(register)):
+        weakref.finalize(model, handle.remove)
+    model.register_forward_pre_hook(_torch.unseen_by_dynamo(look), prepend=True)
+    for module in model.modules():
+        if callable(getattr(type(module), RESIZES, None)):
+            module.__dict__[RESIZES] = resize

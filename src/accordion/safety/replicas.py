@@ -58,11 +58,17 @@ def compare(engine: Engine, monitor: DivergenceMonitor, at: int | None) -> None:
     """Compare a sample of each parameter that begins at an element, or all of it."""
     params = [param for unit in engine.units for param in unit.params if param.context is engine.context]
     rows = {param.name: _rows(param.sharded, at) for param in params}
-    digests = checksums(rows) if at is None else _digests(rows)
+    if at is None:
+        digests = checksums(rows)
+    else:  # a few elements of each, all on one device: the host waits once
+        parts = [sample.contiguous().view(torch.uint8) for sample in rows.values()]
+        on_host = torch.cat(parts).cpu().split([len(part) for part in parts]) if parts else ()
+        digests = {name: str(zlib.crc32(part.numpy())) for name, part in zip(rows, on_host, strict=True)}
     agreement_of(engine).must("compares its replicas")  # one that is slow may say first where it waits
     mine = {"what": "compares its replicas", "shard": engine.context.shard.rank}
-    said = monitor.meet({**mine, "digest": zlib.crc32(repr(digests).encode())})
-    if said is None or not _apart(said):
+    said = monitor.meet({**mine, "digest": zlib.crc32(repr(digests).encode())}) or {}
+    first: dict[int, Any] = {}
+    if all(first.setdefault(one["shard"], one["digest"]) == one["digest"] for one in said.values()):
         return
     replica = engine.context.replicate.rank
     heard = monitor.meet({**mine, "digests": digests, "replica": replica, **monitor.history()}) or {}
@@ -71,11 +77,6 @@ def compare(engine: Engine, monitor: DivergenceMonitor, at: int | None) -> None:
         or f"replicas differ: {different(heard)}; a rank has written its own copy of weights; write them on all ranks alike, or "
         "load the newest checkpoint on all of them."
     )
-
-
-def _apart(said: Mapping[int, Mapping[str, Any]]) -> bool:
-    first: dict[int, Any] = {}
-    return any(first.setdefault(one["shard"], one["digest"]) != one["digest"] for one in said.values())
 
 
 def different(heard: Mapping[int, Mapping[str, Any]]) -> str:
@@ -101,10 +102,3 @@ def _rows(sharded: Tensor, at: int | None) -> Tensor:
         begin = at % (flat.numel() - SAMPLE)
         flat = flat[begin : begin + SAMPLE]
     return flat
-
-
-def _digests(samples: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of each of a few elements, all on one device; the host waits once."""
-    parts = [sample.contiguous().view(torch.uint8) for sample in samples.values()]
-    on_host = torch.cat(parts).cpu().split([len(part) for part in parts]) if parts else ()
-    return {name: str(zlib.crc32(part.numpy())) for name, part in zip(samples, on_host, strict=True)}

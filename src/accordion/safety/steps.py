@@ -58,7 +58,10 @@ class StepWatch(Observer):
             and marked is not None
             and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
         )
-        self._sees_writes = all_have_rows(engine)
+        # A parameter of which a rank has no row is written by nobody there.
+        cuts, num = [param.cut for unit in engine.units for param in unit.params], engine.context.shard.num_ranks
+        has_rows = all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))
+        self._sees_writes = not engine.context.cut_twice and has_rows
         self._count_writes = _torch.own_versions_of if self._is_offloaded else _torch.versions_of
         self._record: Record = {}
         self._num_steps = 0  # since the last backward
@@ -190,10 +193,3 @@ def told(value: Any) -> str:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         return told(value.item())
     return f"a {type(value).__name__}"
-
-
-def all_have_rows(engine: Engine) -> bool:
-    """Whether each rank has some row of some parameter: one that has none is written by nobody."""
-    num = engine.context.shard.num_ranks
-    cuts = [param.cut for unit in engine.units for param in unit.params]
-    return not engine.context.cut_twice and all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))

@@ -66,13 +66,12 @@ class WeightReads(Observer):
         """
         if not self._begun or call.is_dummy:
             return out
-        depth = self._engine.depth
+        depth, failed = self._engine.depth, None
         ending: list[tuple[Hooks, nn.Module]] = []
         while self._begun and self._begun[-1][0] == depth - len(ending):
             ending.append(self._begun.pop()[1:])
         for hooks, _ in ending:
             out = map_tensors(hooks.own_memory, out)
-        failed = None
         for hooks, module in ending:
             try:
                 hooks.after(module, (), {}, None if error is not None else ())

@@ -25,7 +25,7 @@ from accordion.errors import UsageError
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import check_activations
 from accordion.offload.tiers import activation_offload_of
-from accordion.safety.late_parameters import refuse_additions
+from accordion.safety.refusals import refuse_additions
 from accordion.same_on_ranks import (
     arguments_of,
     place_buffers,

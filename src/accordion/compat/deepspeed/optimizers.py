@@ -63,7 +63,12 @@ def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
             "leave the optimizer out of the file and make your own."
         )
     ours = {key: params.pop(key) for key in OURS if key in params}
-    cls = _class(name, ours.get("adam_w_mode", True))
+    named = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    natively = {"adam": "AdamW" if ours.get("adam_w_mode", True) else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
+    cls = named.get(natively.get(name.lower(), name))  # DeepSpeed lowers its own names only
+    if cls is None or not issubclass(cls, Optimizer) or cls is Optimizer:
+        names = [key for key, value in named.items() if issubclass(value, Optimizer) and value is not Optimizer]
+        raise UsageError(f"optimizer.type {name!r} does not exist; {nearest(name, names)}")
     if name.lower() in ("adam", "adamw"):
         params.setdefault("fused", True)
         if not ours.get("torch_adam", False):
@@ -73,16 +78,3 @@ def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
         if key not in takes:
             raise UsageError(f"optimizer.params.{key} is no argument of {cls.__name__}; {nearest(key, takes)}")
     return OptimizerChoice(cls, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()})
-
-
-def _class(name: str, adam_w_mode: bool) -> type[Optimizer]:
-    named: dict[str, type[Optimizer]] = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    }
-    natively = {"adam": "AdamW" if adam_w_mode else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
-    known = natively.get(name.lower(), name)  # DeepSpeed lowers its own names only
-    if known not in named:
-        raise UsageError(f"optimizer.type {name!r} does not exist; {nearest(name, dict.fromkeys(named))}")
-    return named[known]

@@ -160,8 +160,16 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     if not isinstance(source, (str, Path)):
         raise UsageError(f"read() takes the path of a ds_config.json or a dict, not {type(source).__name__}.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one place; keep one.")
+        return dict(pairs)
+
     try:
-        content = json.loads(read_text(source), object_pairs_hook=_once)
+        content = json.loads(read_text(source), object_pairs_hook=once)
     except OSError as error:
         raise UsageError(f"DeepSpeed configuration {str(source)!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -169,15 +177,6 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"DeepSpeed configuration {str(source)!r} holds no keys.")
     return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one place; keep one.")
-    return found
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,7 +216,13 @@ def _key(name: str) -> Key:
 def _check_key(name: str, value: Any) -> None:
     row = _row(name)
     if row is None:
-        raise UsageError(f"DeepSpeed key {name!r} does not exist; {_near(name)}")
+        section, _, leaf = name.rpartition(".")
+        elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
+        prefix = f"{section}." if section else ""
+        beside = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
+        hint, _, names = nearest(leaf, sorted(beside)).partition("valid: ")
+        hint = f"did you mean {elsewhere[0]!r}?" if elsewhere else hint.strip() or f"valid: {names}"
+        raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]
     if key.use is not Use.REFUSED or value in (False, None, "none", *key.off):
         return
@@ -227,18 +232,6 @@ def _check_key(name: str, value: Any) -> None:
         return
     shown = "" if isinstance(value, (Mapping, list)) else f" ({json.dumps(value)})"
     raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}; leave it out.")
-
-
-def _near(name: str) -> str:
-    """Return a hint at what an unknown key may have meant: the same name elsewhere, else the nearest next to it."""
-    section, _, leaf = name.rpartition(".")
-    elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]!r}?"
-    prefix = f"{section}." if section else ""
-    beside = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
-    hint, _, names = nearest(leaf, sorted(beside)).partition("valid: ")
-    return hint.strip() or f"valid: {names}"
 
 
 def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:

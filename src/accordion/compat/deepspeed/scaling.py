@@ -41,20 +41,18 @@ class LossScaler(torch.amp.GradScaler):
             return
         super().update()
         after = self.get_scale()
-        if after < before:
-            super().update(self._after_overflow(before))
-        elif self._resets or after > before:
-            self._left = self._hysteresis
-
-    def _after_overflow(self, scale: float) -> float:
-        if self._left > 1:
+        if after >= before:
+            if self._resets or after > before:
+                self._left = self._hysteresis
+        elif self._left > 1:
             self._left -= 1
-            return scale
-        if scale <= self._least:
+            super().update(before)
+        elif before <= self._least:
             raise AccordionError(
-                f"gradients overflow at the least loss scale, {scale}; lower the learning rate, or train in bf16."
+                f"gradients overflow at the least loss scale, {before}; lower the learning rate, or train in bf16."
             )
-        return max(scale * self.get_backoff_factor(), self._least)
+        else:
+            super().update(max(before * self.get_backoff_factor(), self._least))
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

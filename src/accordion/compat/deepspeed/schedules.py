@@ -71,17 +71,20 @@ class Schedule:
             growth = 1 + float(self.params.get("lr_range_test_step_rate", 1.0)) * interval
             return self._rate("lr_range_test_min_lr", 1e-3, group) * growth
         at = done - 1
+        rise = self._rise(at) if at < self.warmup else 1.0
         if self.type == "WarmupCosineLR":
-            return own * self._cosine(at)
+            if at < self.warmup:
+                first = float(self.params.get("warmup_min_ratio", 0.0))
+                return own * (first + (1 - first) * rise) if at >= 0 else 0.0
+            last = float(self.params.get("cos_min_ratio", 1e-4))
+            along = min(1.0, (at - self.warmup + 1) / max(1, self.params["total_num_steps"] - self.warmup))
+            return own * (last + (1 - last) * (1 + math.cos(math.pi * along)) / 2)
         least = self._rate("warmup_min_lr", 0.0, group)
         most = self._rate("warmup_max_lr", own if self.type == "WarmupLR" else 1e-3, group)
-        share = 1.0
-        if at < self.warmup:
-            share = self._rise(at)
-        elif self.type == "WarmupDecayLR":
+        if at >= self.warmup and self.type == "WarmupDecayLR":
             total = int(self.params["total_num_steps"])
-            share = max(0.0, (total - at) / max(1.0, total - self.warmup))
-        return least + (most - least) * share
+            rise = max(0.0, (total - at) / max(1.0, total - self.warmup))
+        return least + (most - least) * rise
 
     def _rate(self, name: str, default: float, group: int) -> float:
         value = self.params.get(name)
@@ -96,16 +99,6 @@ class Schedule:
         if self.params.get("warmup_type", "log") == "log":
             return math.log(at + 1) / math.log(self.warmup)
         return at / self.warmup
-
-    def _cosine(self, at: int) -> float:
-        if at < 0:
-            return 0.0
-        first = float(self.params.get("warmup_min_ratio", 0.0))
-        if at < self.warmup:
-            return first + (1 - first) * self._rise(at)
-        last = float(self.params.get("cos_min_ratio", 1e-4))
-        along = min(1.0, (at - self.warmup + 1) / max(1, self.params["total_num_steps"] - self.warmup))
-        return last + (1 - last) * (1 + math.cos(math.pi * along)) / 2
 
 
 class Scheduled(LRScheduler):

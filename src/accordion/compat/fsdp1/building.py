@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +38,13 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
         master = _master(root)
         precision = arguments.precision(master, root=True)
         held = [(name, theirs) for name, wrapper, theirs in inner if has_params(wrapper)]
-        overrides: dict[type[nn.Module] | str, Precision] = {
-            n: theirs.precision(master, root=False) for n, theirs in held
+        overrides: dict[Any, Precision] = {n: theirs.precision(master, root=False) for n, theirs in held}
+        places: dict[Any, Offload] = {n: theirs.offload for n, theirs in held}
+        made = {
+            id(module)
+            for module in root.modules()
+            if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
         }
-        places: dict[type[nn.Module] | str, Offload] = {n: theirs.offload for n, theirs in held}
-        made = _meta_modules(root)
         make = partial(
             shard,
             root,
@@ -107,31 +110,22 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
             module._parameters.update({name: now.get(name, p) for name, p in before.items()})
 
 
-def _meta_modules(root: nn.Module) -> set[int]:
-    """Ids of the modules with parameters or buffers of their own on the meta device."""
-    return {
-        id(module)
-        for module in root.modules()
-        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
-    }
-
-
 def _materialise(root: nn.Module, made: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Give what was on the meta device values: by the `param_init_fn` of the nearest wrapper, else `reset_parameters`."""
-    functions: dict[int, Arguments] = {}
-    for wrapper, given in wrappers:  # inner wrappers come later, and win
-        functions.update({id(module): given for module in wrapper.modules()})
-    has_function = any(given.param_init_fn is not None for _, given in wrappers)
-    if not has_function and all(
-        id(m) in made for m in root.modules() if any(True for _ in m.parameters(recurse=False))
-    ):
+    """Give values to the modules `made`, which had something on the meta device.
+
+    They come from the `param_init_fn` of the nearest wrapper, else from `reset_parameters`.
+    """
+    # Inner wrappers come later, and win.
+    functions = {id(module): given.param_init_fn for wrapper, given in wrappers for module in wrapper.modules()}
+    own = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]
+    if not any(functions.values()) and all(id(m) in made for m in own):
         initialise(root)
         return
 
     def init(module: nn.Module) -> None:
         if id(module) not in made:
             return
-        function = functions[id(module)].param_init_fn
+        function = functions[id(module)]
         if function is not None:
             function(module)
         elif callable(reset := getattr(module, "reset_parameters", None)):

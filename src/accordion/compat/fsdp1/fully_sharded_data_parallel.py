@@ -17,7 +17,7 @@ from accordion.compat.fsdp1 import api, states
 from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.api import StateDictType
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
-from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
+from accordion.compat.fsdp1.nesting import CONTAINERS, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
 from accordion.engine.engine import Engine
@@ -52,8 +52,7 @@ class FullyShardedDataParallel(StateDicts):
         self._built = False
         self._settings = states.settings_for(StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
-        _check_inside(wrappers_in(module), policy)
-        _check_called(module, policy)
+        _check(module, policy)
         if policy is not None:
             auto_wrap(module, policy, {**shared, "ignored_states": ignored}, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
@@ -180,18 +179,9 @@ class FullyShardedDataParallel(StateDicts):
         )
 
 
-def _check_called(module: nn.Module, policy: Any) -> None:
-    """A list or dict of modules is never called, so nothing would gather what no wrapper inside it holds."""
-    inside = {id(m) for wrapper in wrappers_in(module) for m in walk(wrapper)}
-    loose = [m for m in walk(module) if id(m) not in inside and any(p is not None for p in m._parameters.values())]
-    if isinstance(module, CONTAINERS) and (loose or policy is not None):
-        raise UsageError(
-            f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
-            "parameters; wrap its items, or the module that holds it."
-        )
-
-
-def _check_inside(inside: list[Wrapper], policy: Any) -> None:
+def _check(module: nn.Module, policy: Any) -> None:
+    """Raise `UsageError` if a wrapper around `module` could not gather its parameters, or not make its engine."""
+    inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
             f"auto_wrap_policy was given for a module with {len(inside)} wrappers in it; give the policy, or wrap by hand."
@@ -200,6 +190,13 @@ def _check_inside(inside: list[Wrapper], policy: Any) -> None:
         raise UsageError(
             "a FullyShardedDataParallel inside this module has been used already (its policy, parameters, state or forward), so "
             "it cannot become a unit of another; wrap the outermost before that, or leave the policy to the outermost."
+        )
+    held = {id(m) for wrapper in inside for m in walk(wrapper)}
+    loose = [m for m in walk(module) if id(m) not in held and any(p is not None for p in m._parameters.values())]
+    if isinstance(module, CONTAINERS) and (loose or policy is not None):
+        raise UsageError(
+            f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
+            "parameters; wrap its items, or the module that holds it."
         )
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings
 
-from accordion import state
+from accordion import _torch, state
 from accordion.compat.fsdp1.arguments import Arguments
 from accordion.compat.fsdp1.building import build
-from accordion.compat.fsdp1.meeting import meet, ranks_of
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
+from accordion.safety.liveness.arrivals import Arrivals
+from accordion.safety.liveness.polling import once_after, poll
 
+log = logging.getLogger("accordion")
+PATIENCE_S = 10.0  # a wait for other ranks beyond it is logged
+LIMIT_S = 300.0  # the longest that one rank may be ahead of the others
+ADVICE = (
+    "the first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) makes the engine, "
+    "for which all ranks are needed; do that first on every rank, list(model.parameters()) for example, or give auto_wrap_policy"
+)
 INNER = "_fsdp_wrapped_module."
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so a wrapper around one gathers nothing
 PREFIXES = (INNER, "_checkpoint_wrapped_module.")
@@ -54,7 +64,7 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             wrapper._built = True  # asking for modules, as the engine does, must not begin again
         try:
-            meet(ranks_of(top._arguments))
+            _wait_for_all(top._arguments)
             top._own_dtypes = {n: b.dtype for n, b in top.named_buffers()}
             build(
                 [
@@ -68,7 +78,7 @@ class Wrapper(nn.Module):
                 wrapper._built = False
             raise
         for _, wrapper in wrappers:
-            wrapper.register_load_state_dict_pre_hook(put_prefix)  # type: ignore[no-untyped-call]
+            wrapper.register_load_state_dict_pre_hook(_put_prefix)  # type: ignore[no-untyped-call]
 
     def _engine(self, what: str) -> Engine:
         self._ready()
@@ -114,13 +124,37 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
     return found
 
 
+def _wait_for_all(arguments: Arguments) -> None:
+    """Wait until all ranks of a model have come to its first use. Raises `UsageError` naming those that do not come."""
+    if arguments.device_mesh is not None:
+        ranks = [int(rank) for rank in arguments.device_mesh.mesh.flatten()]
+    else:
+        group = arguments.process_group
+        ranks = sorted(dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None))
+    if len(ranks) < 2 or dist.get_backend() == "fake":
+        return
+    name, mine = f"accordion/first_use/{','.join(map(str, ranks))}", dist.get_rank()
+    arrivals = Arrivals(_torch.default_store(), name, ranks)
+    arrivals.come(mine)
+
+    def missing() -> str:
+        absent = arrivals.missing()
+        return f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+
+    warn = once_after(PATIENCE_S, lambda: log.warning("waiting for %s: %s.", missing(), ADVICE))
+    if not poll(arrivals.all_came, LIMIT_S, warn):
+        absent = missing()
+        if arrivals.withdraw(mine):
+            raise UsageError(f"rank {mine} has waited {LIMIT_S:.0f} s for {absent}: {ADVICE}.")
+
+
 def engines_of(model: nn.Module, what: str) -> list[Engine]:
     """The engine of each outermost wrapper around or in `model`."""
     tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
     return [top._engine(what) for top in tops.values()]
 
 
-def put_prefix(module: nn.Module, found: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _put_prefix(module: nn.Module, found: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Before loading: names as the modules below a wrapper look for them."""
     for name in [name for name in found if name.startswith(prefix)]:
         found[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = found.pop(name)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp import sharded_grad_scaler as theirs
+
+SIGNATURE = inspect.signature(theirs.ShardedGradScaler.__init__)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -12,21 +17,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Arguments are those of torch's class. `process_group` is not needed: gradients are DTensors, which know theirs.
     """
 
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        arguments = SIGNATURE.bind(self, *args, **kwargs).arguments
+        super().__init__(**{name: value for name, value in arguments.items() if name not in ("self", "process_group")})
+
+    __init__.__signature__ = SIGNATURE  # type: ignore[attr-defined]

@@ -57,12 +57,10 @@ class StateDicts(Wrapper):
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             rank0_only = bool(getattr(config, "rank0_only", False))
             return state.full_values(engine, found, rank0_only=rank0_only, cpu=config.offload_to_cpu)
-        return {
-            name: (value.detach().cpu() if config.offload_to_cpu else value.detach())
-            if isinstance(value, Tensor)
-            else value
-            for name, value in found.items()
-        }
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = value.detach().cpu() if config.offload_to_cpu else value.detach()
+        return found
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._ready()

@@ -88,16 +88,13 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
     """The qualified name of every parameter, by parameter group. Raises `UsageError` for one that is not the model's."""
     names = {id(p): name for name, p in model.named_parameters()}
-    result = []
-    for group in optim.param_groups:
-        for p in group["params"]:
-            if id(p) not in names:
-                raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(p.shape)} that the model has not; make the optimizer from "
-                    "model.parameters() after wrapping."
-                )
-        result.append([names[id(p)] for p in group["params"]])
-    return result
+    for p in (p for group in optim.param_groups for p in group["params"]):
+        if id(p) not in names:
+            raise UsageError(
+                f"the optimizer has a parameter of shape {tuple(p.shape)} that the model has not; make the optimizer from "
+                "model.parameters() after wrapping."
+            )
+    return [[names[id(p)] for p in group["params"]] for group in optim.param_groups]
 
 
 def named_state(
@@ -189,20 +186,16 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
             else:
                 others[f"{word!r} of {name!r}"] = str(value)
     for i, group in enumerate(state.get("param_groups", ())):
-        others |= {f"{word!r} of group {i}": _brief(value) for word, value in group.items()}
+        for word, value in group.items():
+            if isinstance(value, list):  # of names of parameters
+                value = f"{len(value)} names with checksum {zlib.crc32(repr(value).encode()):08x}"
+            others[f"{word!r} of group {i}"] = str(value)
     unlike = same_given(tensors, monitor_of(engine.context), "an optimizer", others)
     if unlike:
         raise DivergenceError(
             f"the optimizer's state differs between ranks: {unlike}; nothing was loaded. Load the same file on every rank, or "
             "set the state_dict_type with FullOptimStateDictConfig(rank0_only=True), which gives all the first rank's."
         )
-
-
-def _brief(value: Any) -> str:
-    """A list, which names parameters, by its digest."""
-    if not isinstance(value, list):
-        return str(value)
-    return f"{len(value)} names with checksum {zlib.crc32(repr(value).encode()):08x}"
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:

@@ -5,10 +5,14 @@ A program written for torch's runs with its import changed: `from accordion.comp
 
 from __future__ import annotations
 
+import sys
 import weakref
+from contextlib import ExitStack
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any, cast
 
+import torch.distributed.fsdp as home
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -16,7 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from accordion import _torch
 from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of, placed_by
 from accordion.compat.fsdp2.cutting import cut_parameters
-from accordion.compat.fsdp2.installing import Installed, put
 from accordion.compat.fsdp2.lazy import Part, part_of
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
 from accordion.compat.fsdp2.module import (
@@ -91,12 +94,7 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> Part | None:
-    """What a call of `fully_shard` keeps of a module, None where there was none; as `fully_shard.state` of torch's."""
-    return part_of(module)
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -121,9 +119,14 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, the stages of a pipeline say, use the streams and communicators of the first; before their first use."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
-        if part.tree is not None:
-            part.tree.dissolve()
+        part.dissolve()
         part.shares = weakref.ref(parts[0])
+
+
+class Installed(ExitStack):
+    """Result of `install`. `remove`, or the end of a `with` block, puts torch's own back wherever ours still are."""
+
+    remove = ExitStack.close
 
 
 def install() -> Installed:
@@ -132,4 +135,19 @@ def install() -> Installed:
     Call it before models are sharded. Modules that have imported torch's names already get these, except torch's own. What it
     returns undoes it, by `remove()` or as a context. If they are there already, nothing changes.
     """
-    return put({name: globals()[name] for name in INSTALLED})
+    installed, homes = Installed(), _torch.homes_of_fully_shard()
+
+    def put_back(module: ModuleType, name: str, theirs: Any) -> None:
+        if vars(module).get(name) is globals()[name]:
+            setattr(module, name, theirs)
+
+    for name in INSTALLED:
+        ours, theirs = globals()[name], getattr(home, name, None)
+        for module in list(sys.modules.values()) if theirs not in (None, ours) else ():
+            if not isinstance(module, ModuleType) or vars(module).get(name) is not theirs:
+                continue
+            # torch's own files, its pipelines say, treat our modules as ordinary ones; ours measure against torch's.
+            if module in homes or module.__name__.partition(".")[0] not in ("torch", "accordion"):
+                setattr(module, name, ours)
+                installed.callback(put_back, module, name, theirs)
+    return installed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from accordion import _torch
-from accordion.compat.fsdp2.layouts import Spmd
 from accordion.config import FULL_SHARD, HOST, HYBRID_SHARD, Offload, Precision
 from accordion.engine.hooks import attached_to
 from accordion.errors import AssertedUsageError, UsageError
@@ -26,6 +25,29 @@ log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
 PART = "_accordion_part"  # where a module keeps its part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spmd:
+    """A mesh of all axes on which parameters are DTensors already; `shard`, `replicate`: those that are data-parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def data_parallel(self) -> DeviceMesh:
+        """The axes over which this library shards and sums, several of a kind as one."""
+        meshes = [
+            self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
+            for names in (self.replicate, self.shard)
+            if names
+        ]
+        return meshes[0] if len(meshes) == 1 else _torch.joined_mesh(*meshes)
+
+    def axes(self, names: Sequence[str]) -> list[int]:
+        all_names = self.mesh.mesh_dim_names
+        assert all_names is not None, "checked when it was made"
+        return [all_names.index(name) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +80,12 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     """Check the arguments of one call. Raises `UsageError`."""
     spmd = _spmd_of(mesh, dims)
     mesh = _mesh_of(mesh, spmd)
-    _check_policies(mp_policy, offload, ignored)
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
+    if offload is not None and not isinstance(offload, OffloadPolicy):
+        raise UsageError(f"offload_policy is a {type(offload).__name__}; pass an OffloadPolicy.")
+    if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
+        raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
     policy = mp_policy or MixedPrecisionPolicy()
     precision = Precision(
         params=policy.param_dtype,
@@ -69,7 +96,12 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     )
     keep, near = _keep_of(reshard, mesh)
     strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
-    sharding = Sharding(strategy=strategy, precision=precision, offload=_offload_of(offload), secondary=near)
+    rests = Offload()
+    if isinstance(offload, CPUOffloadPolicy):
+        rests = Offload(params=HOST, optimizer=HOST)
+        if not offload.pin_memory:
+            say_once("CPUOffloadPolicy(pin_memory=False): host memory is pinned beside an accelerator all the same.")
+    sharding = Sharding(strategy=strategy, precision=precision, offload=rests, secondary=near)
     return Asked(mesh=mesh, sharding=sharding, keep=keep, spmd=spmd, policy=policy, ignored=frozenset(ignored or ()))
 
 
@@ -141,24 +173,6 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
     return mesh
 
 
-def _check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
-    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
-    if offload is not None and not isinstance(offload, OffloadPolicy):
-        raise UsageError(f"offload_policy is a {type(offload).__name__}; pass an OffloadPolicy.")
-    if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
-        raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
-
-
-def _offload_of(policy: OffloadPolicy | None) -> Offload:
-    """Where shards rest: `CPUOffloadPolicy` takes parameters, gradients and the optimizer's states to the host."""
-    if not isinstance(policy, CPUOffloadPolicy):
-        return Offload()
-    if not policy.pin_memory:
-        say_once("CPUOffloadPolicy(pin_memory=False): host memory is pinned beside an accelerator all the same.")
-    return Offload(params=HOST, optimizer=HOST)
-
-
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
     """What `UnitPolicy.keep` becomes, and over how many ranks full parameters stay sharded until the backward, if over any."""
     if reshard is None or isinstance(reshard, bool):
@@ -176,7 +190,14 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
     one is kept whole."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
-        asked, mesh = asked.placement, _mesh_of_result(asked.mesh_info)
+        asked, info = asked.placement, asked.mesh_info
+        shards = getattr(info, "shard_mesh_dim", None)
+        if getattr(info, "dp_mesh_dims", None) is not None or shards != info.mesh.ndim - 1:
+            raise UsageError(
+                f"shard_placement_fn returned a mesh_info of the mesh {info.mesh} that shards over axis {shards}; pass "
+                "FSDPMeshInfo of one axis, or HSDPMeshInfo with ('replicate', 'shard') in this order, and without dp_mesh_dims."
+            )
+        mesh = _mesh_of(info.mesh, None)
     if asked is not None and not isinstance(asked, Shard):
         raise UsageError(
             f"shard_placement_fn returned {asked!r}; return None, Shard(dim), or a ShardPlacementResult with a mesh of its own."
@@ -199,14 +220,3 @@ def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
             f"({policy.param_dtype}), or the parameter's own dtype."
         )
     return asked is not None and asked == param.dtype != policy.param_dtype
-
-
-def _mesh_of_result(info: Any) -> DeviceMesh:
-    """The mesh of a `ShardPlacementResult`, whose last axis shards."""
-    mesh, shards = info.mesh, getattr(info, "shard_mesh_dim", None)
-    if getattr(info, "dp_mesh_dims", None) is not None or shards != mesh.ndim - 1:
-        raise UsageError(
-            f"shard_placement_fn returned a mesh_info of the mesh {mesh} that shards over axis {shards}; pass FSDPMeshInfo of "
-            "one axis, or HSDPMeshInfo with ('replicate', 'shard') in this order, and without dp_mesh_dims."
-        )
-    return _mesh_of(mesh, None)

@@ -57,6 +57,17 @@ class PartSettings:
     after_reduce: Callable[[Tensor], None] | None = None
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a method that does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*args, **kwargs)
+
+    return call
+
+
 class Lease:
     """The full parameters that `unshard` shows, and the lease on them; ended by `reshard`, a forward or a backward."""
 
@@ -65,14 +76,10 @@ class Lease:
         self.shown: list[nn.Parameter] | None = None
         self._hooks: list[Any] = []
 
-    def _owner(self) -> Part:
-        part = self._part()
-        assert part is not None, "a part owns its lease"
-        return part
-
     def begin(self) -> Unit:
         """Start to gather; `take` waits."""
-        part = self._owner()
+        part = self._part()
+        assert part is not None, "a part owns its lease"
         unit = part.ensure()
         engine = part.engine()
         if self.shown is None and engine.depth == 0 and not _torch.is_in_backward():
@@ -85,8 +92,8 @@ class Lease:
 
     def take(self) -> None:
         """Show full parameters as plain leaves of the registry; gather them unless `begin` has."""
-        part, unit = self._owner(), self.begin()
-        if self.shown is not None:
+        part, unit = self._part(), self.begin()
+        if part is None or self.shown is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
             part.engine().acquire(unit)
@@ -103,7 +110,7 @@ class Lease:
                     partial(_collect, weakref.ref(part.engine()), weakref.ref(unit), i)
                 )
         unit.module_params.show(self.shown)
-        ended = torch.compiler.disable(partial(_forward_ended, weakref.ref(self)))
+        ended = torch.compiler.disable(weakly(self.forward_ended))
         self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
 
     def end(self) -> None:
@@ -118,12 +125,10 @@ class Lease:
         part.unit.module_params.hide(shown)
         part.unit.release()
 
-    def forward_ended(self) -> None:
+    def forward_ended(self, *_: Any) -> None:
         part = self._part()
-        if part is None:
-            return
-        keep = part.unit_policy.keep
-        if not (part.is_outermost() if keep is None else keep):
+        keep = part is None or part.unit_policy.keep
+        if part is not None and not (part.is_outermost() if keep is None else keep):
             self.end()
 
     def backward_ended(self) -> None:
@@ -140,23 +145,15 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
         engine.add_outside(unit, i, _torch.local_of(grad) if isinstance(grad, DTensor) else grad)
 
 
-def _forward_ended(of: weakref.ref[Lease], *_: Any) -> None:
-    lease = of()
-    if lease is not None:
-        lease.forward_ended()
-
-
 class UnshardLeases(Observer):
     """Ends the leases of one engine with its backwards."""
 
     def __init__(self, leases: Iterable[Lease]) -> None:
-        self._leases = [weakref.ref(lease) for lease in leases]
+        self._ends = [weakly(lease.backward_ended) for lease in leases]
 
     def backward_ended(self, reduced: bool) -> None:
-        for reference in self._leases:
-            lease = reference()
-            if lease is not None:
-                lease.backward_ended()
+        for end in self._ends:
+            end()
 
 
 class Part:
@@ -170,7 +167,7 @@ class Part:
         self.asked, self.settings = asked, PartSettings()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
-        self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=partial(_dissolve, weakref.ref(self)))
+        self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
         self.handle: object = None  # of a `finalize_backward` that nobody has waited for
         self.context: ShardingContext | None = None
@@ -185,8 +182,7 @@ class Part:
         for below in parts_below(modules):
             if below is not self and below.outer is None:
                 below.outer = weakref.ref(self)
-            if below.tree is not None:  # it was used before it had a part around it
-                below.tree.dissolve()
+            below.dissolve()  # if it was used before it had a part around it
         self.arm()
 
     def withdraw(self) -> None:
@@ -231,22 +227,21 @@ class Part:
 
     def arm(self) -> None:
         """Make the engine at the next call of any of the modules."""
-        trigger = torch.compiler.disable(partial(_first_call, weakref.ref(self)))
+        trigger = torch.compiler.disable(weakly(self._first_call))
         self._triggers = [m.register_forward_pre_hook(trigger, with_kwargs=True, prepend=True) for m in self.alive()]
+
+    def _first_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.hooks().before(module, args, kwargs)
 
     def disarm(self) -> None:
         for handle in self._triggers:
             handle.remove()
         self._triggers = []
 
-    def attach(self, tree: Tree, unit: Unit) -> None:
-        self.tree, self.unit = tree, unit
-        self.disarm()
-
-    def detach(self) -> None:
-        self.lease.end()
-        self.tree = self.unit = None
-        self.arm()
+    def dissolve(self) -> None:
+        """Take the engine off, if there is one; the next use makes another."""
+        if self.tree is not None:
+            self.tree.dissolve()
 
     def push(self) -> None:
         """Tell the unit what was asked of the part since it was made."""
@@ -265,6 +260,12 @@ class Part:
             units = [(part.ensure(), part.tree) for part in others]
             self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is here]
 
+    def settle(self) -> None:
+        """Show shards, as the last optimizer step has left them: with offload it may be under way."""
+        self.lease.end()
+        if self.unit is not None:
+            self.engine().synchronize()
+
     def hooks(self) -> Hooks:
         self.ensure()
         hooks = attached_to(self.alive()[0])
@@ -281,18 +282,6 @@ class Part:
             unit.let_go()
 
 
-def _first_call(of: weakref.ref[Part], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    part = of()
-    assert part is not None, "a module's hook runs while the module holds its part"
-    return part.hooks().before(module, args, kwargs)
-
-
-def _dissolve(of: weakref.ref[Part]) -> None:
-    part = of()
-    if part is not None and part.tree is not None:
-        part.tree.dissolve()
-
-
 class Tree:
     """The engine of all parts in and below an outermost one. Dissolved where shards change their dtype, device or memory:
     then each parameter keeps what it has, and the next use makes another."""
@@ -307,8 +296,7 @@ class Tree:
         with torch.no_grad(), torch.inference_mode(False):
             _check_meshes(root, top, parts)
             index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
-            layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
-            owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
+            owned = list(_sharded(root, index, parts))
             for o, _ in owned:  # torch looks for the hooks of a local tensor here too, and not in `fully_shard`
                 check_tensor(
                     o.names[0], _torch.local_of(o.original), offloads=parts[o.owner].asked.sharding.offload.offloads
@@ -353,7 +341,8 @@ class Tree:
             for unit, part in zip(self.engine.units, parts, strict=True):
                 for param in unit.params:
                     param.around = by_name[param.name][1].around
-                part.attach(self, unit)
+                part.tree, part.unit = self, unit
+                part.disarm()
         for part in parts:
             part.push()
         self.engine.observers.attach(UnshardLeases([part.lease for part in parts]))
@@ -380,7 +369,8 @@ class Tree:
             hooks = part.hooks()
             unguard(hooks, part.alive())
             hooks.detach(part.alive())
-            part.detach()
+            part.tree = part.unit = None
+            part.arm()
         self._finalizer.detach()
         engine.dismantle()
 
@@ -405,8 +395,7 @@ def part_of(module: nn.Module) -> Part | None:
 
 def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
     for part in parts:
-        if part.tree is not None:
-            part.tree.dissolve()
+        part.dissolve()
         for name, lender in part.borrowed:
             if lender() not in parts:
                 raise UsageError(
@@ -451,58 +440,47 @@ def _planned(
         precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
         groups = with_secondary(groups, context, part.asked.sharding)
-        if precision.reduce is None and _torch.reduces_in_own_dtype():
-            groups = [group._replace(reduce_dtype=_own_dtype(group)) for group in groups]
-        planned += groups
+        for group in groups:
+            # In torch 2.15 the sum, if nobody names its dtype, has that to which those of the gradients are promoted. A gradient
+            # of any dtype (`grad_dtype` None) comes in that of the computation.
+            dtypes = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
+            if dtypes and precision.reduce is None and _torch.reduces_in_own_dtype():
+                group = group._replace(reduce_dtype=reduce(torch.promote_types, dtypes))
+            planned.append(group)
     return planned
-
-
-def _own_dtype(group: GroupPlan) -> torch.dtype:
-    """That of the gradients' sum where nobody names one, in torch 2.15: what those of the parameters are promoted to.
-
-    A gradient of any dtype (`grad_dtype` None) comes in that of the computation.
-    """
-    own = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
-    return reduce(torch.promote_types, own) if own else group.reduce_dtype
 
 
 def _kind(part: Part) -> str:
     return " and ".join(type(m).__name__ for m in part.alive())
 
 
-def _sharded(
-    root: nn.Module, index: dict[int, int], parts: list[Part], layouts: Mapping[tuple[int, str], Layout]
-) -> Iterator[Owned]:
-    """The parameters that were cut. Others are left to the caller; a cut one must not have become an ordinary one."""
+def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
+    """Yield each parameter that was cut, and how, which is as it is placed. Others are left to the caller.
+
+    Raises `UsageError` if another tensor was assigned since.
+    """
+    layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):
-        if isinstance(o.original, DTensor) and id(o.original) not in ignored:
-            yield o
-        elif any(place in layouts for place in _places(o)):
+        param: Any = o.original
+        places = ((id(ref()), attr) for ref, attr in o.places)
+        layout = next((layouts[place] for place in places if place in layouts), None)
+        if not isinstance(param, DTensor) or id(param) in ignored:
+            if layout is not None:
+                raise UsageError(
+                    f"parameter {o.names[0]!r} was sharded and is a plain tensor now; assign DTensors, as distribute_tensor "
+                    "makes them, or load without assign=True."
+                )
+            continue
+        if layout is None:
             raise UsageError(
-                f"parameter {o.names[0]!r} was sharded and is a plain tensor now; assign DTensors, as distribute_tensor makes "
-                "them, or load without assign=True."
+                f"parameter {o.names[0]!r} is a DTensor that fully_shard did not cut: it came later, or in the place of an "
+                "ignored one; leave such parameters plain, or build and shard the model again."
             )
-
-
-def _layout_of(o: Owned, layouts: Mapping[tuple[int, str], Layout]) -> Layout:
-    """How a DTensor lies, which is as it was cut; another may have been assigned since."""
-    param: Any = o.original
-    layout = next((layouts[place] for place in _places(o) if place in layouts), None)
-    if layout is None:
-        raise UsageError(
-            f"parameter {o.names[0]!r} is a DTensor that fully_shard did not cut: it came later, or in the place of an ignored "
-            "one; leave such parameters plain, or build and shard the model again."
-        )
-    same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
-    if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
-        raise UsageError(
-            f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, and it was sharded as "
-            f"{layout.placements} on {layout.mesh}; assign DTensors of the placements that it had."
-        )
-    return layout
-
-
-def _places(o: Owned) -> Iterator[tuple[int, str]]:
-    for ref, attr in o.places:
-        yield id(ref()), attr
+        same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
+        if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
+            raise UsageError(
+                f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, and it was sharded as "
+                f"{layout.placements} on {layout.mesh}; assign DTensors of the placements that it had."
+            )
+        yield o, layout

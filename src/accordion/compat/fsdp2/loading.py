@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.fsdp2.cutting import rows_of
-from accordion.compat.fsdp2.lazy import Part, parts_below
+from accordion.compat.fsdp2.lazy import parts_below
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.engine.tree import map_tensors
 from accordion.safety.divergence import monitor_of
@@ -32,14 +32,7 @@ def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _settle(fsdp_part(module))
-
-
-def _settle(part: Part) -> None:
-    """Show shards, as the last optimizer step has left them: with offload it may be under way."""
-    part.lease.end()
-    if part.unit is not None:
-        part.engine().synchronize()
+    fsdp_part(module).settle()
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -50,7 +43,7 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     """
     part = fsdp_part(module)
     for each in parts_below([module]):
-        _settle(each)
+        each.settle()
     wanted = list(_cut_parameters(module, prefix))
     take_own_rows(state, {name: param for name, param, _ in wanted})
     if not all(is_sharded_alike(state.get(name), param) for name, param, _ in wanted):
@@ -58,8 +51,8 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             settle(part.engine(), "loads full tensors (load_state_dict)")
         monitor = monitor_of(part.outermost().wired())
         refuse_others({name: given for name, given in state.items() if name.startswith(prefix)}, monitor)
-    if metadata.get("assign_to_params_buffers") and part.tree is not None:
-        part.tree.dissolve()
+    if metadata.get("assign_to_params_buffers"):
+        part.dissolve()
     for name, param, layout in wanted:
         given = state.get(name)
         if (

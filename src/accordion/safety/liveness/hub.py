@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ ECHO_S = 2.0  # in which the cause of an echo is heard, if its rank reports anyt
 NAMED_S = 3.0  # after which a rank that may wait on its device for a rank that failed says so
 KEPT_STEPS = 64  # digests of steps that the first rank keeps
 NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, and say how at one of them
+FOR_FIRST = (Arrival, StepDigest, InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
 
 
@@ -57,7 +58,9 @@ class Position:
         doing = self.doing or ("is in the model" if self.phase.startswith("in ") else "is outside of the model")
         frame = sys._current_frames().get(self._main)
         place = "" if frame is None or " at " in doing else wording.place_of(traceback.walk_stack(frame))
-        handled = wording.while_handling(_exception_of(self._main))
+        current: Any = sys._current_exceptions().get(self._main)
+        error = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
+        handled = wording.while_handling(error)
         return " ".join(part for part in (doing, self.phase, place) if part) + handled
 
 
@@ -109,11 +112,6 @@ class Hub:
         """Return True after the end, and in a forked child."""
         return self._links.closed
 
-    @property
-    def leads(self) -> bool:
-        """Return True on the first rank, through which all messages go."""
-        return self._links.leads
-
     def pause(self, seconds: float) -> None:
         """Wait until something is heard, for so long at most."""
         with self._changed:
@@ -135,14 +133,19 @@ class Hub:
 
     def explain(self, error: BaseException) -> str:
         """Tell that this rank ends with `error`. If that is an echo, print its cause; return the printed text."""
-        text, failure = "", wording.failure(error, self.position.phase)
+        text = ""
         if self._is_explained:
             return text
         self._is_explained = True
         if wording.is_backends_echo(error) and not wording.was_interrupted(error):
+            this = f"this rank {wording.failure(error, self.position.phase)}"
             self.position.doing = wording.failure(error)
             cause = self.cause(0.0 if wording.is_out_of_time(error) else ECHO_S)
-            text = wording.in_vain(failure, cause, self.where(self.ranks) if cause is None else {})
+            if cause is not None:
+                text = f"{this}, and rank {cause[0]} {cause[1].rstrip('.')}."
+            else:
+                others = wording.each_of(self.where(self.ranks)) or "nothing is heard of the others"
+                text = f"{this}, and {others}: all ranks must do the same."
             print(f"accordion: {text}", file=sys.stderr, flush=True)
         self._say_failed(error)
         return text
@@ -179,11 +182,7 @@ class Hub:
         self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, *, wakes: bool = False
     ) -> None:
         """Come to a meeting of `num` ranks. Ask `over` for its end."""
-        arrival = Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes)
-        if self.leads:
-            self.receive(arrival)
-        else:
-            self._links.send(arrival, to=self.ranks[0])
+        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes))
 
     def is_called(self, name: str) -> bool:
         """Return True if another rank has come to a meeting."""
@@ -237,9 +236,10 @@ class Hub:
         """Say where `ranks` are or how they have ended. `silent_too`: name those that do not answer."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
-        if not self.leads and self.ranks[0] in silent:
+        if not self._links.leads and self.ranks[0] in silent:
             silent = self.ranks[:1]  # all answers come through it, so nothing is known of the others
-        return wording.others_are(where, silent)
+        unheard = f"nothing is heard of rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
+        return "; ".join(part for part in (wording.each_of(where), unheard) if part)
 
     # -- steps and inputs
 
@@ -247,16 +247,9 @@ class Hub:
         """Return the backward at which all ranks say how they have stepped a model; None while none differ."""
         return self._differ_at.get(model)
 
-    def compare_steps(self, model: str, num: int, chain: int) -> None:
-        """Have the first rank compare the digest of all steps of a model up to its backward `num` with its own."""
-        self._for_first(StepDigest(rank=self.rank, model=model, num=num, chain=chain))
-
-    def compare_inputs(self, model: str, digest: int) -> None:
-        """Have the first rank warn if two ranks had the same first inputs of a model."""
-        self._for_first(InputDigest(rank=self.rank, model=model, digest=digest))
-
-    def _for_first(self, message: HubMessage) -> None:
-        if self.leads:
+    def send_to_first(self, message: HubMessage) -> None:
+        """Send a message to the first rank, which acts on it."""
+        if self._links.leads:
             self.receive(message)
         else:
             self._links.send(message, to=self.ranks[0])
@@ -266,9 +259,9 @@ class Hub:
     def receive(self, message: HubMessage) -> None:
         """Note a message; the first rank passes it on before, since what it notes may end its process."""
         with self._changed:
-            if self.leads:
+            if self._links.leads:
                 self._first.pass_on(message)
-            if type(message) in HANDLERS:
+            if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
     def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
@@ -281,13 +274,44 @@ class Hub:
 
     def _note(self, message: HubMessage) -> None:
         with self._changed:
-            HANDLERS[type(message)](self, message)
+            match message:
+                case HasEnded(rank=rank, text=text):
+                    if rank not in self.ended:
+                        self.ended[rank] = text
+                        (self._echoes if message.echo else self._causes).append((rank, "", text))
+                    if message.closed:
+                        self.lost[rank] = self.ended[rank]
+                case Post():
+                    self._note_post(message)
+                case PositionQuestion(rank=rank, number=number):
+                    answer = PositionAnswer(rank=self.rank, number=number, to=rank, where=str(self.position))
+                    self._links.send(answer, to=rank if self._links.leads else None)
+                case PositionAnswer(number=number):
+                    if message.to == self.rank and number in self._answers:
+                        self._answers[number][message.rank] = message.where
+                case MeetingCalled():
+                    self._called.add(message.name)
+                case MeetingOver():
+                    self._called.discard(message.name)
+                    self._over[message.name] = message
+                case StepsDiffer():
+                    self._differ_at.setdefault(message.model, message.at)
             self._changed.notify_all()
         if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
             args = (message.rank, self._why_not(message.rank), str(self.position))
             timer = threading.Timer(NAMED_S, self._log_wait, args)
             timer.daemon = True
             timer.start()
+
+    def _note_post(self, message: Post) -> None:
+        posts = self._posts.setdefault(message.model, {})
+        posts.pop(message.rank, None)
+        if message.said is not None:
+            posts[message.rank] = message.said
+        if message.rank != self.rank:
+            self._causes = [each for each in self._causes if each[:2] != (message.rank, message.model)]
+            if message.said is not None and "failed" in message.said:
+                self._causes.append((message.rank, message.model, message.said["failed"]))
 
     def _why_not(self, rank: int) -> str:
         """Return why it is of no use to wait for a rank on a device; empty if nothing is known."""
@@ -299,56 +323,15 @@ class Hub:
         return next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
+        """Log that another rank will not come, if it still will not and this one may wait for it on its device."""
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
-            log.error(wording.waits_on_device(rank, text, place))
-
-    def _on_end(self, message: HasEnded) -> None:
-        if message.rank not in self.ended:
-            self.ended[message.rank] = message.text
-            (self._echoes if message.echo else self._causes).append((message.rank, "", message.text))
-        if message.closed:
-            self.lost[message.rank] = self.ended[message.rank]
-
-    def _on_post(self, message: Post) -> None:
-        posts = self._posts.setdefault(message.model, {})
-        posts.pop(message.rank, None)
-        if message.said is not None:
-            posts[message.rank] = message.said
-        if message.rank != self.rank:
-            self._causes = [each for each in self._causes if each[:2] != (message.rank, message.model)]
-            if message.said is not None and "failed" in message.said:
-                self._causes.append((message.rank, message.model, message.said["failed"]))
-
-    def _on_question(self, message: PositionQuestion) -> None:
-        self._links.send(
-            PositionAnswer(rank=self.rank, number=message.number, to=message.rank, where=str(self.position)),
-            to=message.rank if self.leads else None,
-        )
-
-    def _on_answer(self, message: PositionAnswer) -> None:
-        if message.to == self.rank and message.number in self._answers:
-            self._answers[message.number][message.rank] = message.where
-
-    def _on_call(self, message: MeetingCalled) -> None:
-        self._called.add(message.name)
-
-    def _on_over(self, message: MeetingOver) -> None:
-        self._called.discard(message.name)
-        self._over[message.name] = message
-
-    def _on_difference(self, message: StepsDiffer) -> None:
-        self._differ_at.setdefault(message.model, message.at)
-
-
-HANDLERS: Mapping[type[HubMessage], Callable[[Hub, Any], None]] = {
-    HasEnded: Hub._on_end,
-    Post: Hub._on_post,
-    PositionQuestion: Hub._on_question,
-    PositionAnswer: Hub._on_answer,
-    MeetingCalled: Hub._on_call,
-    MeetingOver: Hub._on_over,
-    StepsDiffer: Hub._on_difference,
-}
+            log.error(
+                "rank %d %s, and this rank %s and may wait for it on its device, where no wait ends by itself; all ranks must "
+                "take the same way through the model.",
+                rank,
+                text.rstrip("."),
+                place,
+            )
 
 
 class _FirstRank:
@@ -363,15 +346,23 @@ class _FirstRank:
 
     def pass_on(self, message: HubMessage) -> None:
         """Act on a message that is for the first rank, and send any other one to those that it is for."""
-        own = {Arrival: self._on_arrival, StepDigest: self._on_steps, InputDigest: self._on_inputs}.get(type(message))
-        if own is not None:
-            own(message)  # type: ignore[operator]
-        elif isinstance(message, PositionAnswer):
-            self._hub._links.send(message, to=message.to)
-        else:
-            self._hub._links.send(message, but=message.rank)
+        match message:
+            case Arrival():
+                self._note_arrival(message)
+            case StepDigest():
+                self._compare_steps(message)
+            case InputDigest(rank=rank):
+                ranks = self._inputs.setdefault(message.model, {})
+                other = ranks.setdefault(message.digest, rank)
+                if other != rank and WARNED not in ranks:
+                    ranks[WARNED] = other
+                    log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
+            case PositionAnswer():
+                self._hub._links.send(message, to=message.to)
+            case _:
+                self._hub._links.send(message, but=message.rank)
 
-    def _on_arrival(self, message: Arrival) -> None:
+    def _note_arrival(self, message: Arrival) -> None:
         hub, name = self._hub, message.name
         arrivals = self._arrivals.setdefault(name, {})
         arrivals[message.rank] = message
@@ -385,7 +376,7 @@ class _FirstRank:
             others = [rank for rank in hub.ranks if rank != message.rank]
             hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
 
-    def _on_steps(self, message: StepDigest) -> None:
+    def _compare_steps(self, message: StepDigest) -> None:
         """Compare a digest with this rank's own of the same backward, or its own with those that came before."""
         hub, model, num = self._hub, message.model, message.num
         steps, others = self._steps.setdefault(model, {}), self._others.setdefault(model, {})
@@ -400,13 +391,6 @@ class _FirstRank:
                 others.setdefault(num, set()).add(message.chain)
         if differs and hub.steps_differ_at(model) is None:
             hub.send_and_note(StepsDiffer(rank=hub.rank, model=model, at=max(steps) + NOTICED_STEPS), hub.ranks)
-
-    def _on_inputs(self, message: InputDigest) -> None:
-        ranks = self._inputs.setdefault(message.model, {})
-        other = ranks.setdefault(message.digest, message.rank)
-        if other != message.rank and WARNED not in ranks:
-            ranks[WARNED] = other
-            log.warning(wording.same_inputs(sorted((other, message.rank))))
 
 
 class _Lease:
@@ -428,13 +412,6 @@ def _last_error() -> BaseException | None:
     # An interactive session keeps the last error of any statement. torch has a warning that became an error printed as one
     # that ends a program, which goes on.
     return None if isinstance(error, Warning) or hasattr(sys, "ps1") else error
-
-
-def _exception_of(thread: int) -> BaseException | None:
-    """Return what `sys.exception()` gives in that thread."""
-    current: Any = sys._current_exceptions().get(thread)
-    error: BaseException | None = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
-    return error
 
 
 @contextmanager

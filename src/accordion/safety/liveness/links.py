@@ -19,7 +19,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.errors import DivergenceError
-from accordion.safety.liveness.crash_reports import reports_crashes
 from accordion.safety.liveness.messages import HasEnded, HubMessage, decoded, encoded
 from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
@@ -32,7 +31,16 @@ CRASH_LINES = 200
 BEFORE_S = 8.0  # before the job's timeout: ranks that wait hear which one is gone before their backend's time is over
 PROBES = 20
 LONGEST_PROBE_S = 32_000  # Linux takes no more
+_wishes: list[bool] = []  # to have crashes reported
 LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def report_crashes() -> None:
+    """Have `faulthandler` write the stacks of a crash to the other ranks of a model, which name its line.
+
+    Call it before `shard`; `accordion run` does. If the program has enabled `faulthandler` itself, that stays as it is.
+    """
+    _wishes.append(True)
 
 
 def limit_s_of(timeout_s: float) -> float:
@@ -112,7 +120,11 @@ class HubLinks:
                     f"rank {numbers(missing)} did not connect to rank {self.rank} within {limit_s:g} s; all ranks must shard "
                     "the model together."
                 ) from None
-            greeting = _greeting(peer)
+            greeting = b""
+            with suppress(OSError):
+                peer.settimeout(CONNECT_S)
+                while len(greeting) < GREETING_BYTES and (part := peer.recv(GREETING_BYTES - len(greeting))):
+                    greeting += part
             if greeting[:-8] == nonce:
                 self._add(int(greeting[-8:]), peer)
             else:  # a stranger
@@ -124,13 +136,24 @@ class HubLinks:
         give_up(peer, self.timeout_s)
         self._peers[rank], self._unfinished[rank] = peer, b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
-        if reports_crashes() and not faulthandler.is_enabled():
+        if _wishes and not faulthandler.is_enabled():
             self._to_crash = os.dup(peer.fileno())
             faulthandler.enable(self._to_crash)
 
     def start(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
         """Begin to read. The thread calls `hear` with each message, and `look` at least once a second."""
-        os.register_at_fork(after_in_child=_weakly(weakref.WeakMethod(self._forked)))
+        reference = weakref.ref(self)
+
+        def forked() -> None:
+            """Close the sockets in a forked child: as long as one process holds them the others take the rank for alive."""
+            links = reference()
+            if links is not None:
+                links.closed = True
+                links._aim_crash()
+                for peer in links._peers.values():
+                    peer.close()
+
+        os.register_at_fork(after_in_child=forked)
         threading.Thread(target=self._listen, args=(hear, look), name="accordion-hub", daemon=True).start()
 
     # -- sending
@@ -157,13 +180,6 @@ class HubLinks:
         for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
-
-    def _forked(self) -> None:
-        """Close the sockets in a forked child: as long as one process holds them the others take the rank for alive."""
-        self.closed = True
-        self._aim_crash()
-        for peer in self._peers.values():
-            peer.close()
 
     def _aim_crash(self) -> None:
         """Point `faulthandler`'s descriptor to a rank that still listens, or to nowhere."""
@@ -227,21 +243,3 @@ def _server(num_ranks: int) -> socket.socket:
     except OSError:  # a machine without a network, whose ranks all run on it
         family, own = socket.AF_INET, "127.0.0.1"
     return socket.create_server((own, 0), family=family, backlog=num_ranks)
-
-
-def _greeting(peer: socket.socket) -> bytes:
-    greeting = b""
-    with suppress(OSError):
-        peer.settimeout(CONNECT_S)
-        while len(greeting) < GREETING_BYTES and (part := peer.recv(GREETING_BYTES - len(greeting))):
-            greeting += part
-    return greeting
-
-
-def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    def call() -> None:
-        bound = method()
-        if bound is not None:
-            bound()
-
-    return call

@@ -29,6 +29,10 @@ LEFT_END = "has left its process group{}; all ranks must leave it together, when
 STOPPED = "whose process has not begun, is stopped, or hangs"
 LOST_END = "has not answered for {:g} s: its machine, or the network to it, is gone"
 CRASH = "Fatal Python error: "
+SAME_INPUTS = (
+    "ranks %d and %d got the same inputs in their first two training steps, and compute the same gradients; give each rank data "
+    "of its own, as with DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset))."
+)
 # Parts of errors by which backends and the job's store say that another rank is gone or does not come.
 BACKEND_ERRORS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo|NCCL|timeout in"
@@ -165,60 +169,9 @@ def numbers(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def others_are(where: Mapping[int, str], silent: Sequence[int]) -> str:
-    """Say where ranks are, or how they have ended, and which ones do not answer."""
-    parts = [each_of(where)] if where else []
-    if silent:
-        parts.append(f"nothing is heard of rank {numbers(silent)}, {STOPPED}")
-    return "; ".join(parts)
-
-
-def in_vain(this: str, cause: tuple[int, str] | None, where: Mapping[int, str]) -> str:
-    """Say why a rank that waited in vain ends. `this`: its `failure`. `where`: of the others, if no `cause` is known."""
-    if cause is not None:
-        return f"this rank {this}, and rank {cause[0]} {cause[1].rstrip('.')}."
-    return f"this rank {this}, and {each_of(where) or 'nothing is heard of the others'}: all ranks must do the same."
-
-
 def meanwhile(doing: str, rank: int, text: str) -> str:
     """Say that this rank was `doing` something with others, and what became of another rank."""
     return f"while this rank {doing}, rank {rank} {text}"
-
-
-def nothing_new(what: str, waited_s: float, others: str, advice: str) -> str:
-    """Say that other ranks have not come to a meeting. `others`: what is known of them."""
-    return f"this rank {what}, and other ranks have come to nothing new in {waited_s:g} s{others and f': {others}'}; {advice}"
-
-
-def absent(doing: str, timeout_s: float, others: str) -> str:
-    """Say that other ranks have not come to a collective, and where they are."""
-    return (
-        f"this rank {doing}, and others did not come in {timeout_s:g} s or left it: {others}; all ranks must do the same with "
-        "the model."
-    )
-
-
-def collective_failed(what: str, error: BaseException, advice: str) -> str:
-    """Give a backend's own words, which are obscure if ranks have diverged: sizes or peers that do not fit."""
-    return (
-        f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, cannot be reached, "
-        f"or is elsewhere: {advice}"
-    )
-
-
-def circle(posts: Mapping[int, Mapping[str, Any]], advice: str) -> str:
-    """Say that ranks wait for each other in different places."""
-    return f"ranks wait for each other in different places: {doing_of(posts)}; {advice}"
-
-
-def not_together(posts: Mapping[int, Mapping[str, Any]], advice: str) -> str:
-    """Say that what all ranks are about to do does not fit together."""
-    return f"ranks are not at the same place: {doing_of(posts)}; {advice}"
-
-
-def in_different_units(each: str, advice: str) -> str:
-    """Say that messages of different units have met in one collective."""
-    return f"ranks are in different units: {each}; {advice}"
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
@@ -226,17 +179,48 @@ def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
-def waits_on_device(rank: int, text: str, place: str) -> str:
-    """Say that another rank will not come, if this one may wait for it in a collective on its device."""
-    return (
-        f"rank {rank} {text.rstrip('.')}, and this rank {place} and may wait for it on its device, where no wait ends by itself; "
-        "all ranks must take the same way through the model."
-    )
+# -- what people usually did if ranks diverge
+
+ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
+ALL_TOGETHER = (
+    "saves a checkpoint",
+    "loads a checkpoint",
+    "takes the full state dict",
+    "shows full parameters",
+    "clips gradients",
+    "loads full tensors",
+    "begins a backward",
+)
 
 
-def same_inputs(ranks: Sequence[int]) -> str:
-    """Say that two ranks train on the same data."""
-    return (
-        f"ranks {ranks[0]} and {ranks[1]} got the same inputs in their first two training steps, and compute the same gradients; "
-        "give each rank data of its own, as with DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset))."
-    )
+def advice(said: Mapping[int, Mapping[str, Any]]) -> str:
+    """The likely cause and what to do, where what ranks say of themselves shows one; else `ADVICE`.
+
+    Each rank says `what` it does, and may say that it `evaluates` (its forward has no gradients), has `left_out` the backward of
+    the forward before, has `caught` an error in one, or has steps that `adds_up` gradients without reducing them.
+    """
+    alone = {rank: one["what"] for rank, one in said.items() if str(one.get("what", "")).startswith(ALL_TOGETHER)}
+    for key, text in (
+        (
+            "caught",
+            "has caught an error and gone on ({}); what one rank catches all ranks must hear of, or the program must end",
+        ),
+        (
+            "evaluates",
+            "runs a forward without gradients and others do not; all ranks must evaluate, with equally many batches",
+        ),
+        ("left_out", "has left out the backward of its last forward; skip a batch on all ranks or on none"),
+        ("adds_up", "runs its backward under no_sync and others do not; all ranks must"),
+    ):
+        ranks = [rank for rank, one in said.items() if one.get(key)]
+        if ranks and len(ranks) < len(said):
+            return f"{_each_of(ranks)} {text.format(said[ranks[0]][key])}."
+    if alone and len(alone) < len(said):
+        first = next(iter(alone))
+        return f"{_each_of(list(alone))} {alone[first].split(',')[0]} alone; all ranks must do it."
+    return ADVICE
+
+
+def _each_of(ranks: list[int]) -> str:
+    """One rank or several, as the subject of a verb in the singular."""
+    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
