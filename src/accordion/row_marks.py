@@ -37,10 +37,12 @@ def mark_rows(optimizer: Optimizer) -> None:
     """Mark the states of sharded parameters as those of this rank's rows: all but numbers, and tables that several share."""
     states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
     count = Counter(id(value) for state in states for value in state.values())
-    for p, mark in _marks(optimizer):
-        for value in optimizer.state[p].values() if mark is not None and p in optimizer.state else ():
-            if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:
-                setattr(value, MARK, mark)
+    for p in _params(optimizer):
+        if isinstance(p, DTensor) and p in optimizer.state:
+            mark = _mark(p)
+            for value in optimizer.state[p].values():
+                if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:
+                    setattr(value, MARK, mark)
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -61,12 +63,6 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
         vars(mesh)[MADE] = os.getpid(), id(mesh)
 
 
-def _is_from_file(tensor: DTensor) -> bool:
-    mesh = tensor.device_mesh
-    here = os.getpid(), id(mesh)
-    return tuple(vars(mesh).get(MADE, here)) != here
-
-
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
     """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
 
@@ -77,7 +73,12 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
         what: names the given tensors in the message.
     """
     sharded = [(given, own) for given, own in pairs if isinstance(given, DTensor) and isinstance(own, DTensor)]
-    from_file = [(given, own) for given, own in sharded if _is_from_file(given)]
+    here = os.getpid()
+    from_file = []
+    for given, own in sharded:
+        mesh = given.device_mesh
+        if vars(mesh).get(MADE, (here, id(mesh))) != (here, id(mesh)):
+            from_file.append((given, own))
     if from_file:
         marks = (_mark(given) for given, own in from_file if _is_elsewhere(given, own))
         _refuse_on_all(next(marks, None), (own for _, own in from_file), what)
@@ -131,12 +132,6 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _marks(optimizer: Optimizer) -> Iterator[tuple[Tensor, Mark | None]]:
-    """Each parameter and the mark of its rows on this rank, None where it is not sharded."""
-    for p in _params(optimizer):
-        yield p, _mark(p) if isinstance(p, DTensor) else None
-
-
 def _mark(p: DTensor) -> Mark:
     mesh = p.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
@@ -154,12 +149,14 @@ def _other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mark | N
         states = state_dict["state"]
     except (KeyError, TypeError):
         return None  # `load_state_dict` says what is wrong
-    for index, (p, mark) in zip(indices, _marks(optimizer), strict=False):
+    for index, p in zip(indices, _params(optimizer), strict=False):
         state = states.get(index)
-        for value in state.values() if isinstance(state, Mapping) and mark is not None else ():
-            given = getattr(value, MARK, None) if isinstance(value, Tensor) else None
-            if isinstance(value, DTensor) and isinstance(p, DTensor) and _is_elsewhere(value, p):
+        if not isinstance(p, DTensor) or not isinstance(state, Mapping):
+            continue
+        for value in state.values():
+            mark: Mark | None = getattr(value, MARK, None) if isinstance(value, Tensor) else None
+            if isinstance(value, DTensor) and _is_elsewhere(value, p):
                 return _mark(value)
-            if given is not None and mark is not None and given[2:] != mark[2:]:
-                return given  # type: ignore[no-any-return]
+            if mark is not None and mark[2:] != _mark(p)[2:]:
+                return mark
     return None

@@ -257,7 +257,8 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
     }
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
-        _agree_on(engine, {key: given for key, given in state.items() if key.startswith(prefix)})
+        settle(engine, "loads full tensors (load_state_dict)")
+        refuse_others({k: given for k, given in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
     for key, sharded in wanted.items():
         given, param = state.get(key), params[id(sharded)]
         if not isinstance(given, Tensor) or given.shape != sharded.shape or is_sharded_alike(given, sharded):
@@ -277,11 +278,6 @@ def is_sharded_alike(given: object, sharded: DTensor) -> bool:
         and given.placements == sharded.placements
         and given.device_mesh == sharded.device_mesh
     )
-
-
-def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
-    settle(engine, "loads full tensors (load_state_dict)")
-    refuse_others(state, monitor_of(engine.context))
 
 
 def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:

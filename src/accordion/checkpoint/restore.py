@@ -23,35 +23,32 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
     wanted = found.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
-    saved = [name for name in manifest.tensors if name.startswith("model/")] if wanted else []
     used = set(sources.values())
-    pairs = [
-        (name, manifest.tensors[source], wanted[name]) for name, source in sources.items() if source in manifest.tensors
-    ]
-    shapes = ((name, entry.shape, tuple(tensor.shape)) for name, entry, tensor in pairs)
-    kinds = (
-        (name, entry.dtype, CODES.get(tensor.dtype, str(tensor.dtype)))
-        for name, entry, tensor in pairs
-        if not holds(tensor.dtype, DTYPES[entry.dtype])
-    )
-    both = "{} is {} in the checkpoint and {} in the model".format
+    missing = [name for name, source in sources.items() if source not in manifest.tensors]
+    surplus = [name for name in manifest.tensors if name.startswith("model/") and name not in used] if wanted else []
+    # A tie that the model has and the checkpoint has not is worth a word.
+    ties = {name: f"{name} (the model ties it to {source})" for name, source in found.aliases.items()}
+    shapes, kinds = [], []
+    for name, source in sources.items():
+        if (entry := manifest.tensors.get(source)) is None:
+            continue
+        tensor, both = wanted[name], f"{name} is {{}} in the checkpoint and {{}} in the model".format
+        if entry.shape != tuple(tensor.shape):
+            shapes.append(both(entry.shape, tuple(tensor.shape)))
+        if not holds(tensor.dtype, DTYPES[entry.dtype]):
+            kinds.append(both(entry.dtype, CODES.get(tensor.dtype, tensor.dtype)))
     unlike = [
-        *_listed("missing in the checkpoint", (n for n, source in sources.items() if source not in manifest.tensors)),
-        *_listed("in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)),
-        *_listed("of another shape", (both(*line) for line in shapes if line[1] != line[2])),
-        *_listed("of another kind", (both(*line) for line in kinds)),
+        *listed("missing in the checkpoint", missing),
+        *listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
+        *listed("of another shape", shapes),
+        *listed("of another kind", kinds),
     ]
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
     return unlike + ([own.why] if own is not None and own.why is not None else [])
 
 
-def _named(name: str, found: Contents) -> str:
-    """A name of the checkpoint alone; a tie that the model has and the checkpoint has not is worth a word."""
-    return f"{name} (the model ties it to {found.aliases[name]})" if name in found.aliases else name
-
-
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def listed(what: str, names: Iterable[str]) -> list[str]:
     """One line for all `names`, none if there are none."""
     names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
@@ -70,9 +67,9 @@ def _optimizer_differences(saved: Json, own: Json) -> list[str]:
     all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
     for i, our in enumerate(ours):
         where = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
-        unlike += _listed(where, (name for name in our if name not in all_theirs))
+        unlike += listed(where, (name for name in our if name not in all_theirs))
     for i, their in enumerate(theirs):
-        unlike += _listed(
+        unlike += listed(
             f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
         )
     for i, their in enumerate(_sources(saved, own)):

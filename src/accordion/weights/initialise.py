@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +45,16 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     _agree_on_generators(engine, "before")
     with materialised_buffers(model, engine) as buffers:
         with init_mode(model, drafts=_retied(model) if init is None else ()) as fulls:
+
+            def call(module: nn.Module) -> None:
+                assert init is not None
+                init(module)
+                fulls.settle(module)
+
             if init is None:
                 _reset(model, Resets.of(model))
             else:
-                model.apply(partial(_call, init, fulls))
+                model.apply(call)
         buffers.note(fulls)
         left = blank(fulls.unwritten(), engine.context) if init is None else []
         left += buffers.compute_left()
@@ -59,11 +64,6 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
                 "`reset_parameters` of their modules, or pass an `init` that does."
             )
     _agree_on_generators(engine, "after")
-
-
-def _call(init: Callable[[nn.Module], object], fulls: Fulls, module: nn.Module) -> None:
-    init(module)
-    fulls.settle(module)
 
 
 # -- buffers
