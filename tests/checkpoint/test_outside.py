@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.untrusted_files import read_folder
@@ -173,6 +174,13 @@ def test_every_value_that_dcp_promises_is_there_once(tmp_path):
         metadata.storage_data[places["model.a"]].offset = metadata.storage_data[places["model.b"]].offset
 
     assert_refused(lied_metadata(tmp_path / "shared", shares), tmp_path, "model.a and model.b into the same bytes")
+
+
+def test_metadata_of_another_version_of_torch_is_read(tmp_path, monkeypatch):
+    state_of = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state_of(self), None))
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert convert(tmp_path / "dcp", tmp_path / "out").shapes == {"model/a": (torch.float32, (2,))}
 
 
 # -- what torch.save writes

@@ -28,7 +28,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {  # plain data: making one of them run
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "collections": ("OrderedDict",),
@@ -37,10 +37,19 @@ CLASSES: Mapping[str, tuple[str, ...]] = {  # plain data: making one of them run
 }
 
 
+class _Properties:
+    """Stand-in for DCP's class of this name, whose pickle has other lengths with other versions of torch."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler for DCP's metadata that takes classes of plain data alone: DCP's own reader runs whatever a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if name == "TensorProperties":
+            return _Properties
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and name not in CLASSES.get(module, ()):
             raise CheckpointError(f"its pickle names {module[:100]}.{name[:100]}, which is not allowed.")

@@ -114,16 +114,14 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
         raise CheckpointError(f"{folder} is a file, and no folder of checkpoints.") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
-    return sorted(map(folder.inside, names), key=_age)
 
+    def age(one: Folder) -> tuple[int, int, str]:
+        number, written_at = NUMBER.search(str(one)), NEVER
+        with suppress(OSError):
+            written_at = readable(one).written_at(MANIFEST)
+        return int(number[1]) if number else -1, written_at, str(one)
 
-def _age(folder: Folder) -> tuple[int, int, str]:
-    number = NUMBER.search(str(folder))
-    try:
-        written_at = readable(folder).written_at(MANIFEST)
-    except OSError:
-        written_at = NEVER
-    return int(number[1]) if number else -1, written_at, str(folder)
+    return sorted(map(folder.inside, names), key=age)
 
 
 def _fault(folder: Folder) -> str | None:

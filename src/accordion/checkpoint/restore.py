@@ -38,17 +38,17 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
         if not holds(tensor.dtype, DTYPES[entry.dtype]):
             kinds.append(both(entry.dtype, CODES.get(tensor.dtype, tensor.dtype)))
     unlike = [
-        *listed("missing in the checkpoint", missing),
-        *listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
-        *listed("of another shape", shapes),
-        *listed("of another kind", kinds),
+        *_listed("missing in the checkpoint", missing),
+        *_listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
+        *_listed("of another shape", shapes),
+        *_listed("of another kind", kinds),
     ]
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
     return unlike + ([own.why] if own is not None and own.why is not None else [])
 
 
-def listed(what: str, names: Iterable[str]) -> list[str]:
+def _listed(what: str, names: Iterable[str]) -> list[str]:
     """One line for all `names`, none if there are none."""
     names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
@@ -67,9 +67,9 @@ def _optimizer_differences(saved: Json, own: Json) -> list[str]:
     all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
     for i, our in enumerate(ours):
         where = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
-        unlike += listed(where, (name for name in our if name not in all_theirs))
+        unlike += _listed(where, (name for name in our if name not in all_theirs))
     for i, their in enumerate(theirs):
-        unlike += listed(
+        unlike += _listed(
             f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
         )
     for i, their in enumerate(_sources(saved, own)):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, without_wrappers
 from accordion.checkpoint.format import holds
-from accordion.checkpoint.restore import listed
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
@@ -162,7 +161,7 @@ def _fitting(
         if not equal_rows(a, b):
             unequal.append(f"{first} and {second}")
     if unequal:
-        raise _misfit(model, folder, listed("tied in the model but not equal in the folder", unequal))
+        raise _misfit(model, folder, _listed("tied in the model but not equal in the folder", unequal))
     return {name: matched.found[name] for name in matched.first.values()}, matched.own
 
 
@@ -187,9 +186,9 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
     known = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
     surplus = [key for key in extra if not (_matches(key, ignore) or _searched(key, known))]
     unlike = [
-        *listed("missing in the folder", missing),
-        *listed("in the folder but not in the model", [f"{key} {tuple(held[key].shape)}" for key in surplus]),
-        *listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
+        *_listed("missing in the folder", missing),
+        *_listed("in the folder but not in the model", [f"{key} {tuple(held[key].shape)}" for key in surplus]),
+        *_listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
     ]
     if unlike:
         raise _misfit(model, folder, unlike)
@@ -198,6 +197,10 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
 
 def _misfit(model: nn.Module, folder: Path, unlike: list[str]) -> CheckpointError:
     return CheckpointError(f"{folder} does not fit {type(model).__name__}: {'; '.join(unlike)}.")
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

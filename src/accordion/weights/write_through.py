@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 from accordion.engine.communicator import reduced
-from accordion.engine.context import ShardingContext
 from accordion.engine.params import Param, own_part
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
@@ -52,13 +51,6 @@ class Full:
         self.tensor = nn.Parameter(self.data, requires_grad=param.sharded.requires_grad)
         self.storage.resize_(0)
 
-    def reset(self) -> None:
-        """Let `tensor` be over `storage` again, without a value."""
-        self.storage.resize_(self.num_bytes)
-        self.tensor.data = self.data
-        self.storage.resize_(0)
-        self.filled = False
-
     def take(self, value: Tensor) -> None:
         """Write this rank's rows of `value` to the shard."""
         if self.kept:
@@ -68,10 +60,10 @@ class Full:
 class Fulls(_torch.DispatchMode):
     """Owns the full tensors that stand in the registry; gives memory to those that the running operator touches."""
 
-    def __init__(self, context: ShardingContext) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._context = context
-        self._fulls: list[Full] = []
+        self._device = device
+        self.all: list[Full] = []
         self._by_storage: dict[int, Full] = {}
         self._places: dict[int, list[tuple[nn.Module, str, Full]]] = {}
         self._open: list[Full] = []
@@ -79,8 +71,8 @@ class Fulls(_torch.DispatchMode):
 
     def stand_in(self, param: Param, places: Iterable[tuple[nn.Module, str]], kept: bool) -> None:
         """Register a full tensor in place of the shard of `param` at these places."""
-        full = Full(param, self._context.device, kept)
-        self._fulls.append(full)
+        full = Full(param, self._device, kept)
+        self.all.append(full)
         self._by_storage[id(full.storage)] = full
         for module, attr in places:
             self._places.setdefault(id(module), []).append((module, attr, full))
@@ -100,7 +92,7 @@ class Fulls(_torch.DispatchMode):
             if full.filled or func in VIEWS:
                 continue
             if func not in OVERWRITES or len(used) > 1 or given[0] is not full.storage:
-                gather_into(full.data, full.param, self._context)
+                gather_into(full.data, full.param)
             full.filled = True
         return func(*args, **(kwargs or {}))
 
@@ -130,7 +122,10 @@ class Fulls(_torch.DispatchMode):
                 )
             full.take(given.detach())
             self.written.add(id(full.storage))
-            full.reset()
+            full.storage.resize_(full.num_bytes)
+            full.tensor.data = full.data  # over its storage again, without a value
+            full.storage.resize_(0)
+            full.filled = False
             module._parameters[attr] = full.tensor
             if full in self._open:
                 self._open.remove(full)
@@ -144,14 +139,9 @@ class Fulls(_torch.DispatchMode):
         for module, attr, full in self.places():
             module._parameters[attr] = full.param.sharded
 
-    def mark_initialised(self) -> None:
-        """Let transformers' init functions pass over every parameter that is not kept."""
-        for full in self._fulls:
-            full.tensor._is_hf_initialized = not full.kept  # type: ignore[attr-defined]
-
     def unwritten(self) -> list[Param]:
         """The parameters that no operator wrote."""
-        kept = [full for full in self._fulls if full.kept]
+        kept = [full for full in self.all if full.kept]
         return [full.param for full in kept if id(full.storage) not in self.written]
 
 
@@ -170,7 +160,7 @@ def init_mode(
         raise UsageError("init_mode does not work inside full_params or another init_mode; leave that first.")
     engine.recover()
     drafted = {(id(module), attr) for module, attr in drafts}
-    fulls = Fulls(engine.context)
+    fulls = Fulls(engine.context.device)
     with torch.inference_mode(False), torch.no_grad():
         for param in (p for unit in engine.units for p in unit.params):
             places = [(module, attr) for ref, attr in param.places if (module := ref()) is not None]
@@ -191,7 +181,7 @@ def init_mode(
             fulls.restore()
 
 
-def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
+def gather_into(full: Tensor, param: Param) -> None:
     """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
     full.zero_()
     own_part(full, param).copy_(_torch.local_of(param.sharded))
