@@ -51,7 +51,8 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     States without a mark are taken: helpers of torch and others cut them for the rank that asks.
     """
     if dist.is_initialized():
-        _refuse_on_all(_other_rows(optimizer, state_dict), _params(optimizer), "the optimizer's states")
+        marks = _marks_of_others(optimizer, state_dict)
+        _refuse_on_all(next(marks, None), _params(optimizer), "the optimizer's states")
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
@@ -142,21 +143,20 @@ def _mark(p: DTensor) -> Mark:
     return rank, mesh.size(), tuple(_torch.local_of(p).shape), cut
 
 
-def _other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mark | None:
-    """The first mark in `state_dict` that is of other rows than the parameter's here."""
+def _marks_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[Mark]:
+    """The marks in `state_dict` that are of other rows than the parameter's here."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]
     except (KeyError, TypeError):
-        return None  # `load_state_dict` says what is wrong
+        return  # `load_state_dict` says what is wrong
     for index, p in zip(indices, _params(optimizer), strict=False):
         state = states.get(index)
         if not isinstance(p, DTensor) or not isinstance(state, Mapping):
             continue
         for value in state.values():
-            mark: Mark | None = getattr(value, MARK, None) if isinstance(value, Tensor) else None
+            mark = getattr(value, MARK, None) if isinstance(value, Tensor) else None
             if isinstance(value, DTensor) and _is_elsewhere(value, p):
-                return _mark(value)
-            if mark is not None and mark[2:] != _mark(p)[2:]:
-                return mark
-    return None
+                yield _mark(value)
+            elif mark is not None and mark[2:] != _mark(p)[2:]:
+                yield mark

@@ -95,7 +95,10 @@ def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
 
 
 def _opened(path: Path) -> Foreign:
-    """Raises `UsageError` for what is none of the formats, `CheckpointError` for what is damaged or not safe to read."""
+    """Return the description of a source.
+
+    Raises `UsageError` for one of no known format, `CheckpointError` for one that is damaged or not safe to read.
+    """
     if (path / DCP_METADATA).is_file():
         from accordion.checkpoint.dcp import open_dcp  # half a second of imports
 

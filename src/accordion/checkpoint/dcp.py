@@ -64,7 +64,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def open_dcp(folder: Path) -> Foreign:
-    """Raises an error of any kind for a folder that is damaged, or not safe to read."""
+    """Return the description of a folder. Raises an error of any kind if it is damaged or not safe to read."""
     with opened(folder / DCP_METADATA) as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     keys, paths = metadata.state_dict_metadata, metadata.planner_data or {}
@@ -133,7 +133,7 @@ def _dcp_value(folder: Path, metadata: Metadata, key: str, shape: Shape | None =
 
 
 def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Our names: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
+    """Return our names: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
     found, models = {}, dict[str, str]()
     for key in keys:
         path = paths.get(key, (key,))

@@ -97,7 +97,7 @@ def tensors_alone(what: str) -> Iterator[None]:
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """What `read_files` found, by our names."""
+    """Return the description of safetensors. `tensors`: those that `read_files` returned."""
     plain = plain_names(tensors)
     check_unique(plain)
     shapes: dict[str, Shape] = {}
@@ -113,7 +113,7 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Raises `CheckpointError` for a file that is damaged, or not safe to read."""
+    """Return the description of a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(

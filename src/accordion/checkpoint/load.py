@@ -78,12 +78,12 @@ def load(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
 
-    def found() -> Files:
+    def open_files() -> Files:
         check_stateful(state or {}, "load_state_dict")
         return steady(lambda: checkpoint_at(path), opened)
 
     for _ in range(TURNS):
-        with closing(team.agree(found)) as files:
+        with closing(team.agree(open_files)) as files:
             try:
                 plan = _checked(files, model, optimizer, state or {}, team, strict, only)
             except CheckpointError:

@@ -130,7 +130,7 @@ class SaveJob:
         try:
             agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
             begun = made[0] if made else self.target.begun(self.name)
-            agree(lambda: self._write_own(begun, host))
+            agree(lambda: self._write_own(begun, host) if self.plan.parts else None)  # no file where it has none
             # From the rename on it is a checkpoint.
             agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
         except BaseException:
@@ -141,14 +141,13 @@ class SaveJob:
         agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
     def _write_own(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's parts of all tensors; no file where it has none."""
-        if self.plan.parts:
-            if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
-                raise CheckpointError(
-                    f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
-                    "that all of them share."
-                )
-            write(begun, file_name(self.team.index), self.plan, host)
+        """Write this rank's parts of all tensors."""
+        if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
+            raise CheckpointError(
+                f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
+                "that all of them share."
+            )
+        write(begun, file_name(self.team.index), self.plan, host)
 
 
 def _layout(found: Contents, own: Mapping[str, Tensor], team: Team) -> FileLayout:

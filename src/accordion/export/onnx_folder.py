@@ -41,9 +41,10 @@ def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
 
     buffers = computed_buffers(model)
     graph = _traced(model, buffers)
+    by_name = {source.name: source for source in found.sources}
     for name, value in list(graph.graph.initializers.items()):
         own = name.removeprefix(INSIDE)
-        source = found.of(own)
+        source = by_name.get(found.ties.get(own, own))
         if source is not None:
             value.const_value = onnx_ir.LazyTensor(
                 lambda source=source, name=name: onnx_ir.tensor(
