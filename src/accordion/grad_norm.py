@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,46 +28,27 @@ def total_norm(parts: Sequence[NormPart], norm_type: float, device: torch.device
     `device`: where ranks communicate and the norm will be; the tensors may lie on the host, offloaded.
     One number is reduced for each part that is cut; the norm of DTensors instead gathers or reduces each one apart.
     """
-    zero = torch.zeros((), dtype=torch.float32, device=device)
     is_max = math.isinf(norm_type)
-    found: dict[tuple[int, ...], tuple[Sequence[Communicator], Tensor]] = {}
+    powers = []
     for part in parts:
-        key = tuple(id(communicator.group) for communicator in part.communicators)
-        norms = _norms(part.tensors, norm_type, device) if part.tensors else [zero.view(1)]
-        mine = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-        mine = mine.to(torch.float32) if is_max else mine.to(torch.float32).pow(norm_type)
-        held = found.get(key, (part.communicators, zero))[1]
-        found[key] = part.communicators, torch.maximum(held, mine) if is_max else held + mine
-    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    powers = torch.stack([reduced(value.clone(), communicators, op) for communicators, value in found.values()])
-    return powers.max() if is_max else powers.sum().pow(1.0 / norm_type)
+        norms = []
+        # Norms of one device come here together. Those of float64 by themselves: torch computes them in nothing less.
+        for same in _grouped((t for t in part.tensors if t.numel()), lambda t: (t.device, t.dtype is torch.float64)):
+            wide = torch.promote_types(same[0].dtype, torch.float32)
+            each = torch.stack(_torch.foreach_norm(same, norm_type, dtype=wide))
+            norms.append(each.to(device=device, dtype=torch.float32))
+        norm = torch.linalg.vector_norm(torch.cat(norms or [torch.zeros(1, device=device)]), norm_type)
+        power = norm if is_max else norm.pow(norm_type)
+        powers.append(reduced(power, part.communicators, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM))
+    total = torch.stack(powers)
+    return total.max() if is_max else total.sum().pow(1.0 / norm_type)
 
 
-def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
-    """One or more 1-D tensors on `device`: the norms of the tensors on each of theirs, brought there together."""
-    filled = [t for t in tensors if t.numel()]
-    if not filled:
-        return [torch.zeros(1, dtype=torch.float32, device=device)]
-    norms = [
-        torch.stack(_torch.foreach_norm(same, norm_type, dtype=torch.promote_types(same[0].dtype, torch.float32)))
-        for same in _alike(filled)
-    ]
-    return [n.to(device=device, dtype=torch.float32) for n in norms]
-
-
-def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """By device, and those of float64 by themselves, whose norms torch computes in nothing less."""
-    kinds = [
-        [t for t in same if (t.dtype is torch.float64) is wide]
-        for same in _by_device(tensors)
-        for wide in (False, True)
-    ]
-    return [same for same in kinds if same]
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    devices = dict.fromkeys(t.device for t in tensors)
-    return [[t for t in tensors if t.device == device] for device in devices]
+def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list[list[Tensor]]:
+    groups: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(key(tensor), []).append(tensor)
+    return list(groups.values())
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -77,5 +58,5 @@ def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
 
 def multiply(tensors: Sequence[Tensor], scale: Tensor) -> None:
     """All in place, on whichever device each of them lies; `scale`: 0-d."""
-    for same in _by_device(tensors):
+    for same in _grouped(tensors, lambda tensor: tensor.device):
         _torch.foreach_mul_(same, scale.to(same[0].device))

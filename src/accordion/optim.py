@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -195,12 +195,14 @@ class StepHooks:
     """
 
     def __init__(self) -> None:
-        self._watches: list[weakref.ref[StepListener]] = []
+        self._watches: list[weakref.ref[Any]] = []
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Check an optimizer of sharded parameters that `wrap_optimizer` was not given, and wrap it if it is an LBFGS."""
-        if isinstance(optimizer, Wrapped) or not _steps_shards(optimizer):
+        if isinstance(optimizer, Wrapped):
+            return None
+        if not any(OURS in vars(p) for group in optimizer.param_groups for p in group["params"]):
             return None
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
@@ -220,17 +222,10 @@ class StepHooks:
             if watch is not None:
                 watch.stepped(optimizer)
 
-    def add(self, watch: StepListener) -> None:
-        """Call `watch.stepped` after each step, as long as `watch` lives."""
+    def add(self, watch: Any) -> None:
+        """Call `watch.stepped(optimizer)` after each step of an optimizer of any model, as long as `watch` lives."""
         # A new list: a step on another thread may be walking through the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
-
-
-class StepListener(Protocol):
-    """The callbacks of `StepHooks`."""
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, of any model."""
 
 
 def step_hooks() -> StepHooks:
@@ -250,10 +245,6 @@ def mark_sharded(engine: Engine) -> None:
         for param in unit.params:
             vars(param.sharded)[OURS] = True
     step_hooks()
-
-
-def _steps_shards(optimizer: Optimizer) -> bool:
-    return any(OURS in vars(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
@@ -426,8 +417,8 @@ def clip_norm_of(
             scaled.append(_torch.local_of(param.sharded.grad))
             part.tensors += scaled[-1:] if counts else []
     others = [p.grad for p in wanted.values() if p.grad is not None]
-    found = [*parts.values(), NormPart([], others)]
-    norm = total_norm(found, float(norm_type), engines[0].context.device)
+    parts.setdefault((), NormPart([])).tensors += others
+    norm = total_norm([*parts.values()], float(norm_type), engines[0].context.device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "

@@ -37,10 +37,12 @@ def mark_rows(optimizer: Optimizer) -> None:
     """Mark the states of sharded parameters as those of this rank's rows: all but numbers, and tables that several share."""
     states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
     count = Counter(id(value) for state in states for value in state.values())
-    for p, mark in _marks(optimizer):
-        for value in optimizer.state[p].values() if mark is not None and p in optimizer.state else ():
-            if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:
-                setattr(value, MARK, mark)
+    for p in _params(optimizer):
+        if isinstance(p, DTensor) and p in optimizer.state:
+            mark = _mark(p)
+            for value in optimizer.state[p].values():
+                if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:
+                    setattr(value, MARK, mark)
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -49,7 +51,8 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     States without a mark are taken: helpers of torch and others cut them for the rank that asks.
     """
     if dist.is_initialized():
-        _refuse_on_all(_other_rows(optimizer, state_dict), _params(optimizer), "the optimizer's states")
+        marks = _marks_of_others(optimizer, state_dict)
+        _refuse_on_all(next(marks, None), _params(optimizer), "the optimizer's states")
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
@@ -59,12 +62,6 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
     """
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         vars(mesh)[MADE] = os.getpid(), id(mesh)
-
-
-def _is_from_file(tensor: DTensor) -> bool:
-    mesh = tensor.device_mesh
-    here = os.getpid(), id(mesh)
-    return tuple(vars(mesh).get(MADE, here)) != here
 
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
@@ -77,7 +74,12 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
         what: names the given tensors in the message.
     """
     sharded = [(given, own) for given, own in pairs if isinstance(given, DTensor) and isinstance(own, DTensor)]
-    from_file = [(given, own) for given, own in sharded if _is_from_file(given)]
+    here = os.getpid()
+    from_file = []
+    for given, own in sharded:
+        mesh = given.device_mesh
+        if vars(mesh).get(MADE, (here, id(mesh))) != (here, id(mesh)):
+            from_file.append((given, own))
     if from_file:
         marks = (_mark(given) for given, own in from_file if _is_elsewhere(given, own))
         _refuse_on_all(next(marks, None), (own for _, own in from_file), what)
@@ -131,12 +133,6 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _marks(optimizer: Optimizer) -> Iterator[tuple[Tensor, Mark | None]]:
-    """Each parameter and the mark of its rows on this rank, None where it is not sharded."""
-    for p in _params(optimizer):
-        yield p, _mark(p) if isinstance(p, DTensor) else None
-
-
 def _mark(p: DTensor) -> Mark:
     mesh = p.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
@@ -147,19 +143,20 @@ def _mark(p: DTensor) -> Mark:
     return rank, mesh.size(), tuple(_torch.local_of(p).shape), cut
 
 
-def _other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mark | None:
-    """The first mark in `state_dict` that is of other rows than the parameter's here."""
+def _marks_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[Mark]:
+    """The marks in `state_dict` that are of other rows than the parameter's here."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]
     except (KeyError, TypeError):
-        return None  # `load_state_dict` says what is wrong
-    for index, (p, mark) in zip(indices, _marks(optimizer), strict=False):
+        return  # `load_state_dict` says what is wrong
+    for index, p in zip(indices, _params(optimizer), strict=False):
         state = states.get(index)
-        for value in state.values() if isinstance(state, Mapping) and mark is not None else ():
-            given = getattr(value, MARK, None) if isinstance(value, Tensor) else None
-            if isinstance(value, DTensor) and isinstance(p, DTensor) and _is_elsewhere(value, p):
-                return _mark(value)
-            if given is not None and mark is not None and given[2:] != mark[2:]:
-                return given  # type: ignore[no-any-return]
-    return None
+        if not isinstance(p, DTensor) or not isinstance(state, Mapping):
+            continue
+        for value in state.values():
+            mark = getattr(value, MARK, None) if isinstance(value, Tensor) else None
+            if isinstance(value, DTensor) and _is_elsewhere(value, p):
+                yield _mark(value)
+            elif mark is not None and mark[2:] != _mark(p)[2:]:
+                yield mark

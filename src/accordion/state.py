@@ -77,7 +77,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
         for param in _all_params(engine):
-            rows = full_of(param, engine)
+            rows = full_of(param)
             shown_as = rows if param.around is None else param.around.seen(rows)
             full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
             vars(full).update(_torch.marks_of(param.sharded))
@@ -113,7 +113,7 @@ def _all_params(engine: Engine) -> Iterator[Param]:
         yield from unit.params
 
 
-def full_of(param: Param, engine: Engine) -> Tensor:
+def full_of(param: Param) -> Tensor:
     """The parameter as it was before it was sharded; under tensor parallelism this rank's part of it. Collective."""
     if param.extension is not None:
         raise UsageError(
@@ -177,7 +177,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
                 continue
             if id(value) not in done:
                 param = params.get(id(value))
-                full = value.detach() if param is None else full_of(param, engine)
+                full = value.detach() if param is None else full_of(param)
                 if param is not None and param.around is not None:
                     full = param.around.whole(full)
                 if rank0_only and not first:
@@ -257,7 +257,8 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
     }
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
-        _agree_on(engine, {key: given for key, given in state.items() if key.startswith(prefix)})
+        settle(engine, "loads full tensors (load_state_dict)")
+        refuse_others({k: given for k, given in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
     for key, sharded in wanted.items():
         given, param = state.get(key), params[id(sharded)]
         if not isinstance(given, Tensor) or given.shape != sharded.shape or is_sharded_alike(given, sharded):
@@ -277,11 +278,6 @@ def is_sharded_alike(given: object, sharded: DTensor) -> bool:
         and given.placements == sharded.placements
         and given.device_mesh == sharded.device_mesh
     )
-
-
-def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
-    settle(engine, "loads full tensors (load_state_dict)")
-    refuse_others(state, monitor_of(engine.context))
 
 
 def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import struct
 import subprocess
 import sys
 import zipfile
@@ -22,7 +21,7 @@ import accordion.checkpoint.convert
 from accordion import cli
 from accordion.checkpoint import load, save
 from accordion.checkpoint.convert import convert, export
-from accordion.checkpoint.inspect import diff, verify
+from accordion.checkpoint.inspect import verify
 from accordion.checkpoint.reading import Files
 from accordion.errors import CheckpointError, UsageError
 from tests.checkpoint.test_one_process import Tied, trained
@@ -36,7 +35,7 @@ def told(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_inspect_verify_diff_and_prune(tmp_path, capsys):
+def test_inspect_verify_and_prune(tmp_path, capsys):
     model = Tied()
     optimizer = trained(model)
     save(tmp_path / "step-1", model, optimizer, extra={"step": 1})
@@ -49,14 +48,6 @@ def test_inspect_verify_diff_and_prune(tmp_path, capsys):
     assert found["aliases"] == {"model/head.weight": "model/embed.weight"}
     assert cli.main(["checkpoint", "inspect", str(tmp_path / "step-1")]) == 0
     assert "model/embed.weight  F32 [5, 3]  1 chunks" in capsys.readouterr().out
-
-    code, found = told(capsys, "diff", tmp_path / "step-1", tmp_path / "step-2")
-    assert code == 1
-    assert list(found["values"]) == ["model/scale"]
-    assert found["values"]["model/scale"]["num_different"] == 1
-    assert found["values"]["model/scale"]["largest"] == pytest.approx(1)
-    assert (found["only_first"], found["kinds"], found["words"]) == ([], {}, ["extra"])
-    assert told(capsys, "diff", tmp_path / "step-1", tmp_path / "step-1")[0] == 0
 
     assert told(capsys, "verify", tmp_path / "step-2") == (
         0,
@@ -258,18 +249,6 @@ def test_broken_sources_are_named(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "c"]
 
 
-def test_diff_names_what_differs(tmp_path):
-    one, other = small(1), small(1)
-    other.append(nn.Linear(2, 2))
-    other[0] = nn.Linear(4, 3).bfloat16()
-    save(tmp_path / "a", one)
-    save(tmp_path / "b", other)
-    found = diff(tmp_path / "a", tmp_path / "b")
-    assert found["only_second"] == ["model/2.weight", "model/2.bias"]
-    assert found["kinds"]["model/0.weight"] == "F32 (3, 4) -> BF16 (3, 4)"
-    assert found["values"] == {}
-
-
 # -- a writer beside the reader
 
 
@@ -299,31 +278,7 @@ def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch)
     assert sorted(os.listdir(tmp_path)) == ["c", "out"]
 
 
-@pytest.mark.parametrize("which", ["a", "b"])
-def test_what_is_replaced_while_it_is_compared_is_read_again(tmp_path, monkeypatch, which):
-    newer = of_rows(5)
-    for name in "ab":
-        save(tmp_path / name, of_rows(3) if name == which else newer)
-    replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / which, newer))
-    found = diff(tmp_path / "a", tmp_path / "b")
-    assert not any(found.values())
-
-
 # -- its output
-
-
-def test_diff_of_a_damaged_checkpoint_names_the_damage(tmp_path):
-    for name in "ab":
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.arange(100.0), requires_grad=False)
-        accordion.save(tmp_path / name, model)
-    file = tmp_path / "b" / "rank-00000.safetensors"
-    whole = file.read_bytes()
-    at = whole.index(struct.pack("<2f", 41.0, 42.0))
-    file.write_bytes(whole[:at] + b"\x01" + whole[at + 1 :])
-    for one, other in ("ab", "ba"):
-        with pytest.raises(CheckpointError, match=r"/b is damaged, so it is not compared: model/weight is damaged"):
-            diff(tmp_path / one, tmp_path / other)
 
 
 def commanded(*words, **how):

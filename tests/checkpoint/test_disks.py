@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.inspect import verify
 from accordion.checkpoint.storage import direct as files
-from accordion.checkpoint.storage import folders
 from accordion.errors import CheckpointError
 
 MIB = 2**20
@@ -102,41 +100,6 @@ def test_a_disk_that_became_read_only(disk):
     run("mount", "-o", "remount,rw", str(disk))
     save(disk / "step-2", filled(2))
     assert latest(disk) == str(disk / "step-2")
-
-
-def test_a_slow_close_holds_up_the_commit_and_not_the_training(tmp_path, monkeypatch):
-    """As NFS, which writes at the close: nothing is committed before, and what it says then is heard."""
-    real, closed, may_close = folders.Local.create, [], threading.Event()
-
-    class Slow:
-        def __init__(self, inner, name):
-            self._inner, self._name = inner, name
-
-        def __enter__(self):
-            return self._inner.__enter__()
-
-        def __exit__(self, *exception):
-            assert may_close.wait(60)
-            assert not (tmp_path / "c").exists()
-            closed.append(self._name)
-            self._inner.__exit__(*exception)
-            if len(closed) > 4 and exception[0] is None:
-                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(folders.Local, "create", lambda self, name, num_bytes: Slow(real(self, name, num_bytes), name))
-    saving = save(tmp_path / "c", filled(1, 8), background=True)
-    assert not saving.is_done
-    may_close.set()
-    saving.wait()
-    assert closed == ["rank-00000.safetensors", "manifest.json"]
-    assert verify(tmp_path / "c") == []
-    (tmp_path / "c").rename(tmp_path / "before")
-    save(tmp_path / "c", filled(2, 8)).wait()
-    (tmp_path / "c").rename(tmp_path / "between")
-    with pytest.raises(CheckpointError, match=os.strerror(errno.EDQUOT)):
-        save(tmp_path / "c", filled(3, 8), background=True).wait()
-    assert not (tmp_path / "c").exists()
-    assert latest(tmp_path) == str(tmp_path / "between")
 
 
 # -- past the system's cache

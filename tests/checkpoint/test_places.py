@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -239,52 +238,6 @@ def test_what_a_killed_save_had_renamed_is_read_and_gets_its_name_again(tmp_path
     assert holds(tmp_path / "last", 2)
 
 
-TWO = """
-import os, sys, signal
-from torch import nn
-import torch
-from accordion.checkpoint import claims, save
-
-seed, path, dies = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-claims.LOCK_TIMEOUT_S = 0.01
-left = [dies]
-def mortal(call):
-    def wrapped(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-    return wrapped
-for what in ("fsync", "rename", "mkdir", "rmdir", "unlink"):
-    setattr(os, what, mortal(getattr(os, what)))
-from accordion.errors import CheckpointError
-for k in range(6):
-    model = nn.Linear(3, 2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(seed + k)
-    try:
-        save(path, model)
-    except CheckpointError as error:
-        assert "no other job may save under this name" in str(error), error
-"""
-
-
-def test_two_jobs_of_one_name_of_which_one_is_killed_leave_a_whole_one(tmp_path):
-    save(tmp_path / "last", filled(0))
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", TWO, str(100 * i), str(tmp_path / "last"), str(number)])
-        for i, number in enumerate((17, 400), 1)
-    ]
-    assert {job.wait(300) for job in jobs} <= {0, -9}
-    model = filled(-1)
-    load(latest(tmp_path), model)
-    assert len({float(value) for param in model.parameters() for value in param.detach().flatten()}) == 1
-    save(tmp_path / "last", filled(7))
-    assert holds(tmp_path / "last", 7)
-    assert names(tmp_path) == ["last"]
-
-
 # -- readers beside writers
 
 
@@ -351,15 +304,3 @@ def test_names_and_paths_that_utf8_does_not_hold_are_told(tmp_path):
     with pytest.raises(AccordionError) as caught:
         load(tmp_path / "odd", filled(1))
     str(caught.value).encode()
-
-
-def test_a_full_disk_is_told_with_its_path(tmp_path, monkeypatch):
-    def full(*words):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    for call in ("pwrite", "fsync"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, full)
-            with pytest.raises(CheckpointError, match=f"No space left on device: '{tmp_path}"):
-                save(tmp_path / "c", filled(1))
-    assert names(tmp_path) == []

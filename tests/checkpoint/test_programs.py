@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 import accordion as acc
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.inspect import diff
 from accordion.config import STRATEGIES
 from tests.support import models
-from tests.support.checks import assert_equal, mesh_of, one_loss
+from tests.support.checkpoints import differing
+from tests.support.checks import assert_equal, full, go_on, mesh_of, one_loss
 
 
 def fresh(mesh, seed=0, dtype=None, **options):
@@ -26,15 +26,8 @@ def fresh(mesh, seed=0, dtype=None, **options):
 
 def trained(mesh, steps=2, **options):
     model, optimizer = fresh(mesh, **options)
-    for step in range(steps):
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(model, optimizer, range(steps))
     return model, optimizer
-
-
-def full(model):
-    return acc.full_state_dict(model, rank0_only=False)
 
 
 def between_micro_batches(mesh, strategy, path):
@@ -83,13 +76,11 @@ def other_units_and_precision(mesh, path):
         assert_equal(full(fine), full(model))
         acc.save(path / f"{len(units)}", fine, its)
         dist.barrier(mesh.get_group())
-        assert diff(path / "blocks", path / f"{len(units)}")["values"] == {}
+        assert differing(path / "blocks", path / f"{len(units)}") == set()
         back, mine = fresh(mesh, seed=8)
         acc.load(path / f"{len(units)}", back, mine)
         for run in ((model, optimizer), (back, mine)):
-            one_loss(run[0], 9).backward()
-            run[1].step()
-            run[1].zero_grad()
+            go_on(*run, [9])
         assert_equal(full(back), full(model))
         acc.load(path / "blocks", model, optimizer)
     half, its = fresh(mesh, seed=7, dtype=torch.bfloat16, precision=acc.Precision(master=None))
@@ -119,10 +110,7 @@ def of_fsdp2(mesh, path):
         fully_shard(block, mesh=mesh)
     fully_shard(theirs, mesh=mesh)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    for step in range(2):
-        one_loss(theirs, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(theirs, optimizer, range(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         weights, state = get_state_dict(theirs, optimizer)
@@ -132,10 +120,8 @@ def of_fsdp2(mesh, path):
     dist.barrier(mesh.get_group())
     model, mine = fresh(mesh, seed=7)
     acc.load(path / "c", model, mine)
-    one_loss(theirs, 3).backward()
-    optimizer.step()
-    one_loss(model, 3).backward()
-    mine.step()
+    go_on(theirs, optimizer, [3])
+    go_on(model, mine, [3])
     ends = full(model)
     for name, tensor in theirs.state_dict().items():
         assert torch.allclose(tensor.full_tensor().cpu(), ends[name].cpu(), atol=1e-6), name

@@ -52,14 +52,6 @@ def test_schedulers_scalers_and_random_states_go_on(tmp_path):
         load(tmp_path / "d", model, state={"scaler": scaler})
 
 
-def test_another_ranks_random_state_is_not_taken():
-    state = RandomState().state_dict()
-    torch.rand(())
-    before = torch.get_rng_state()
-    RandomState().load_state_dict({**state, "rank": 1})
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_what_does_not_fit_is_left_as_it_is_and_told(tmp_path):
     model, other = small(1), small(2, width=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)

@@ -9,19 +9,21 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
-from accordion.checkpoint.inspect import diff, inspect, verify
+from accordion.checkpoint.inspect import inspect, verify
 from accordion.config import STRATEGIES
 from tests.support import models
+from tests.support.checkpoints import differing
 from tests.support.checks import assert_equal, full, go_on, mesh_of, one_loss
 from tests.support.row_states import Factored, InBlocks, Packed
 from tests.support.sample import sampled
 
 KINDS = {"blocks": InBlocks, "packed": Packed, "factored": Factored}
+MAKERS = {**KINDS, "adamw": torch.optim.AdamW}
 
 
 def built(mesh, kind, seed=0, **options):
     model = acc.shard(models.seeded(seed), mesh=mesh, **options)
-    return model, acc.wrap_optimizer(KINDS[kind](model.parameters()), elementwise=True)
+    return model, acc.wrap_optimizer(MAKERS[kind](model.parameters()), elementwise=True)
 
 
 def trained(mesh, kind, steps=3, **options):
@@ -100,12 +102,9 @@ def test_states_of_each_rank_go_on_where_they_are_offloaded(world, tmp_path):
 def uneven(mesh, path):
     """Ranks without rows have states without elements."""
     for kind in KINDS:
-        model = acc.shard(models.seeded(0), mesh=mesh)
-        optimizer = acc.wrap_optimizer(KINDS[kind](model.parameters()), elementwise=True)
-        go_on(model, optimizer, range(2))
+        model, optimizer = trained(mesh, kind, 2)
         acc.save(path / kind, model, optimizer, rank_states=True)
-        other = acc.shard(models.seeded(1), mesh=mesh)
-        its = acc.wrap_optimizer(KINDS[kind](other.parameters()), elementwise=True)
+        other, its = built(mesh, kind, 1)
         acc.load(path / kind, other, its)
         for each in ((model, optimizer), (other, its)):
             go_on(*each, range(2, 4))
@@ -170,9 +169,8 @@ def test_commands_see_them(world, tmp_path, capsys):
     assert {name.split("/")[1] for name in absmax} == {"00000", "00001"}
     assert found["rank_states"]["num_ranks"] == 2
     assert "absmax" in json.dumps(found["rank_states"])
-    apart = diff(tmp_path / "step-1", tmp_path / "step-2")
-    assert any(name in apart["values"] for name in absmax)
-    assert not any(diff(tmp_path / "step-1", tmp_path / "again").values())
+    assert not differing(tmp_path / "step-1", tmp_path / "step-2").isdisjoint(absmax)
+    assert differing(tmp_path / "step-1", tmp_path / "again") == set()
     assert verify(tmp_path / "step-1") == []
     held = found["tensors"][absmax[0]]["num_bytes"]
     assert held
@@ -198,36 +196,26 @@ def damaged(mesh, path):
     assert_equal(full(model), before)
 
 
-class Odd(torch.optim.AdamW):
-    """AdamW that also keeps a value that each rank has for itself."""
-
-
 def odd_values(mesh, path):
     """Floats, ints, 0-d tensors and keys of one rank are compared, not assumed; options and kinds too."""
     rank = dist.get_rank()
     for i, make in enumerate((lambda: 0.5 * rank, lambda: rank, lambda: torch.tensor(0.5 * rank))):
-        model = acc.shard(models.seeded(0), mesh=mesh)
-        optimizer = acc.wrap_optimizer(Odd(model.parameters(), lr=1e-3))
-        go_on(model, optimizer, range(1))
+        model, optimizer = trained(mesh, "adamw", 1)
         optimizer.state[model.head.weight]["own"] = make()
         with pytest.raises(acc.CheckpointError, match=r"'own' of head.weight.*rank_states"):
             acc.save(path / f"{i}", model, optimizer)
         acc.save(path / f"{i}", model, optimizer, rank_states=True)
-        other = acc.shard(models.seeded(1), mesh=mesh)
-        its = acc.wrap_optimizer(Odd(other.parameters(), lr=1e-3))
+        other, its = built(mesh, "adamw", 1)
         acc.load(path / f"{i}", other, its)
         assert its.state[other.head.weight]["own"] == make(), (i, its.state[other.head.weight]["own"])
     for only in (0, 1):
-        model = acc.shard(models.seeded(0), mesh=mesh)
-        optimizer = acc.wrap_optimizer(Odd(model.parameters(), lr=1e-3))
-        go_on(model, optimizer, range(1))
+        model, optimizer = trained(mesh, "adamw", 1)
         if rank == only:
             optimizer.state[model.head.weight]["mine"] = 3
         with pytest.raises(acc.CheckpointError, match=r"'mine' of head.weight.*rank_states"):
             acc.save(path / "key", model, optimizer)
         acc.save(path / "key", model, optimizer, rank_states=True)
-        other = acc.shard(models.seeded(1), mesh=mesh)
-        its = acc.wrap_optimizer(Odd(other.parameters(), lr=1e-3))
+        other, its = built(mesh, "adamw", 1)
         acc.load(path / "key", other, its)
         assert ("mine" in its.state[other.head.weight]) == (rank == only)
         assert "exp_avg" in its.state[other.head.weight]

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from accordion.checkpoint import load
 from accordion.checkpoint.format import MANIFEST
+from accordion.checkpoint.reading import opened
+from accordion.checkpoint.storage.folders import checkpoint_at
 
 
 def small(seed: int = 0, width: int = 3) -> nn.Sequential:
@@ -49,6 +52,26 @@ def holds(path: str | os.PathLike[str], value: float) -> bool:
 
 def names(folder: str | os.PathLike[str]) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+def differing(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> set[str]:
+    """Return the names of tensors that differ between two checkpoints, whatever ranks saved them; not what `state=` kept."""
+    tensors: list[dict[str, Any]] = []
+    for path in (one, other):
+        with closing(opened(checkpoint_at(path))) as files:
+            held = [name for name in files.manifest.tensors if name.split("/")[2:3] not in (["state"], ["sums"])]
+            tensors.append({name: files.whole(name) for name in held})
+    a, b = tensors
+    return {
+        name
+        for name in a.keys() | b.keys()
+        if name not in a or name not in b or a[name].dtype != b[name].dtype or not bitwise_equal(a[name], b[name])
+    }
+
+
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and torch.equal(*bits)
 
 
 def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:

@@ -31,18 +31,13 @@ SAVER = "_accordion_saver"  # attribute of a model
 class Saving:
     """A save that was begun. Owns its thread and what became of it."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], None] | None = None) -> None:
+        """Begin to `write` in a thread; without it the save is over and went well."""
         self._failure: CheckpointError | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="accordion-save")
-
-    @classmethod
-    def done(cls) -> Saving:
-        """One that is over and went well."""
-        return cls(lambda: None)
-
-    def start(self) -> Saving:
-        self._thread.start()
-        return self
+        self._thread: threading.Thread | None = None
+        if write is not None:
+            self._thread = threading.Thread(target=self._run, args=(write,), name="accordion-save")
+            self._thread.start()
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -55,11 +50,11 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to do, be it that it failed."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for its end. Raises `CheckpointError` where it failed, once."""
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -102,7 +97,7 @@ class Saver:
         self._agreement = agree
         if not self._ends_with_program:
             self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
-        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host))).start()
+        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)))
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
             optimizer.register_step_post_hook(self._look)
@@ -132,16 +127,13 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
     """
 
     def call() -> None:
-        found = method()
-        if found is not None:
-            found()
+        end = method()
+        if end is not None:
+            end()
 
-    register = getattr(threading, "_register_atexit", None)
-    if register is None:
-        return False
     try:
-        register(call)
-    except RuntimeError:  # the program is ending already
+        threading._register_atexit(call)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # another Python; the program is ending already
         return False
     return True
 

@@ -26,7 +26,7 @@ def kind_here() -> str:
 
 
 class Running(Protocol):
-    """A checksum of bytes that come in parts."""
+    """A checksum of bytes that come in parts, as hashlib has it."""
 
     def update(self, data: Buffer, /) -> object: ...
 
@@ -45,7 +45,7 @@ class _Crc32:
 
 
 def running(kind: str) -> Callable[[], Running]:
-    """The function that begins a checksum. Raises `CheckpointError` where its package is not installed."""
+    """Return the function that begins a checksum. Raises `CheckpointError` where its package is not installed."""
     if kind == "crc32":
         return _Crc32
     assert kind == "xxh3_64", "parse() knows the kinds"

@@ -88,6 +88,7 @@ def check_free(path: Path) -> None:
 
 
 def _occupied(path: Path) -> str:
+    """Return what is at `path`, as the end of a sentence; empty if a save may take it."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, and a save replaces none"
     try:
@@ -100,8 +101,9 @@ def _occupied(path: Path) -> str:
         return "exists and is no checkpoint but a file"
     if os.path.ismount(path):
         return "is a mount point, which cannot be renamed"
-    if _is_current(path):
-        return "is the current folder, which a save would replace"
+    with suppress(FileNotFoundError):  # if this process has no current folder any more
+        if os.path.samefile(path, os.curdir):
+            return "is the current folder, which a save would replace"
     if held and MANIFEST not in held:
         return f"exists and is no checkpoint, it holds {_listed(held)}"
     if others := foreign_in(path):
@@ -128,13 +130,6 @@ def _is_ours(path: Path, held: list[str]) -> bool:
     return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, held)))
 
 
-def _is_current(path: Path) -> bool:
-    try:
-        return os.path.samefile(path, os.curdir)
-    except FileNotFoundError:  # this process has none any more
-        return False
-
-
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(sorted(names)[:SHOWN]) + more
@@ -147,7 +142,8 @@ class NameLock:
     """Exclusive right to save or remove the checkpoint at a path, until it is released or its process ends."""
 
     def __init__(self, file: Path, handle: int) -> None:
-        self._file, self._handle = file, handle
+        self._file = file
+        self._handle: int | None = handle
 
     @classmethod
     def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
@@ -175,10 +171,12 @@ class NameLock:
                 os.close(handle)
 
     def release(self) -> None:
-        """Remove the lock file, and then unlock it: a job that has opened it meanwhile looks for the file again."""
-        with suppress(OSError):
-            os.unlink(self._file)
-        os.close(self._handle)
+        """Remove the lock file, and then unlock it: a job that has opened it meanwhile looks for the file again. Once."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):
+                os.unlink(self._file)
+            os.close(handle)
 
 
 def is_locked(path: Path) -> bool:

@@ -123,8 +123,7 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: i
 
 def told(error: Exception) -> str:
     """What others hear of a failure: words that can be encoded, whatever names they quote."""
-    text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
-    return told_as(text)
+    return told_as((isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}")
 
 
 def told_as(text: str) -> str:

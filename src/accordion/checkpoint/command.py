@@ -1,4 +1,4 @@
-"""`accordion checkpoint`: inspect, verify, diff, convert and prune, for people and, with `--json`, for programs."""
+"""`accordion checkpoint`: inspect, verify, convert and prune, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.inspect import diff, inspect, verify
+from accordion.checkpoint.inspect import inspect, verify
 from accordion.checkpoint.prune import prune
 from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
 from accordion.errors import CheckpointError
@@ -43,17 +43,17 @@ class PathOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
-    """Options of subcommands that take two paths.
+class ConvertOptions:
+    """Options of `convert`.
 
     Args:
-        first: the path to read
-        second: the checkpoint to compare with, or to write
+        source: the path to read
+        target: the checkpoint to write
         json: print JSON
     """
 
-    first: str = place()
-    second: str = place()
+    source: str = place()
+    target: str = place()
     json: bool = False
 
 
@@ -75,7 +75,7 @@ class PruneOptions:
 
 
 def run(words: list[str]) -> int:
-    """The subcommand in `words`; returns the exit code: 0, or 1 where `verify` found damage or `diff` a difference."""
+    """The subcommand in `words`; returns the exit code: 0, or 1 where `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
         _print(
             f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
@@ -121,25 +121,25 @@ def _plain(value: Any) -> Any:
 
 
 def _inspect(options: PathOptions) -> Answer:
-    found = inspect(options.path)
-    tensors = found["tensors"]
+    about = inspect(options.path)
+    tensors, saved_by, states = about["tensors"], about["saved_by"], about["rank_states"]["states"]
     lines = [
-        f"{found['path']}: {len(tensors)} tensors, {found['num_bytes']:,} bytes in {len(found['files'])} files",
-        f"saved by {found['saved_by'].get('num_ranks')} ranks, torch {found['saved_by'].get('torch')}",
-        f"checksums: {found['checksum']}; optimizer: {'none' if found['optimizer'] is None else 'yes'}",
+        f"{about['path']}: {len(tensors)} tensors, {about['num_bytes']:,} bytes in {len(about['files'])} files",
+        f"saved by {saved_by.get('num_ranks')} ranks, torch {saved_by.get('torch')}",
+        f"checksums: {about['checksum']}; optimizer: {'none' if about['optimizer'] is None else 'yes'}",
     ]
-    places, num_ranks = found["rank_states"]["states"], found["rank_states"]["num_ranks"]
-    if places:
-        keys = ", ".join(sorted({str(key) for _, key in places}))
+    if states:
+        keys = ", ".join(sorted({str(key) for _, key in states}))
         lines.append(
-            f"states of {num_ranks} ranks that load on as many alone: {keys} of {len({p for p, _ in places})} parameters"
+            f"states of {about['rank_states']['num_ranks']} ranks that load on as many alone: {keys} of "
+            f"{len({param for param, _ in states})} parameters"
         )
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
-    return Answer(words=found, lines=[*lines, *(f"  {a} is {b}" for a, b in found["aliases"].items())])
+    return Answer(words=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 
 
-def _there(folder: Folder, what: str) -> None:
-    """Raises `CheckpointError` where there is no such folder: a name mistyped, and nothing that was found out."""
+def _check_there(folder: Folder, what: str) -> None:
+    """Raise `CheckpointError` where there is no such folder: a name mistyped, and nothing that was found out."""
     try:
         folder.sizes()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,43 +147,26 @@ def _there(folder: Folder, what: str) -> None:
 
 
 def _verify(options: PathOptions) -> Answer:
-    _there(checkpoint_at(options.path), "no checkpoint")
+    _check_there(checkpoint_at(options.path), "no checkpoint")
     faults = verify(options.path)
-    lines = faults or [f"{options.path} is as it was written, every byte"]
-    return Answer(
-        words={"path": options.path, "good": not faults, "faults": faults}, lines=lines, code=int(bool(faults))
-    )
+    words = {"path": options.path, "good": not faults, "faults": faults}
+    return Answer(words=words, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
-def _diff(options: PairOptions) -> Answer:
-    found = diff(options.first, options.second)
-    lines = [f"only in {options.first}: {name}" for name in found["only_first"]]
-    lines += [f"only in {options.second}: {name}" for name in found["only_second"]]
-    lines += [f"{name}: {what}" for name, what in found["kinds"].items()]
-    lines += [
-        f"{name}: {v['num_different']:,} of {v['num_elements']:,} elements differ, by {v['largest']:.3g} at most"
-        for name, v in found["values"].items()
-    ]
-    lines += [f"other {word}" for word in found["words"]]
-    return Answer(words=found, lines=lines or ["they are equal"], code=int(bool(lines)))
-
-
-def _convert(options: PairOptions) -> Answer:
-    found = convert(options.first, options.second)
-    has_optimizer = found.optimizer is not None
-    words = {"path": options.second, "from": found.kind, "tensors": len(found.shapes), "left_out": list(found.left)}
-    lines = [
-        f"{options.second}: {len(found.shapes)} tensors from {found.kind}{', with its optimizer' if has_optimizer else ''}"
-    ]
-    return Answer(
-        words={**words, "optimizer": has_optimizer}, lines=lines + [f"left out: {name}" for name in found.left]
-    )
+def _convert(options: ConvertOptions) -> Answer:
+    source = convert(options.source, options.target)
+    num_tensors, has_optimizer = len(source.shapes), source.optimizer is not None
+    words = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
+    optimizer = ", with its optimizer" if has_optimizer else ""
+    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}{optimizer}"]
+    lines += [f"left out: {name}" for name in source.left]
+    return Answer(words={**words, "optimizer": has_optimizer}, lines=lines)
 
 
 def _prune(options: PruneOptions) -> Answer:
     gone = prune(options.folder, options.keep, dry=options.dry_run)
     if not gone:
-        _there(folder_at(options.folder), "no folder of checkpoints")
+        _check_there(folder_at(options.folder), "no folder of checkpoints")
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
     return Answer(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)
@@ -192,8 +175,7 @@ def _prune(options: PruneOptions) -> Answer:
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
     "inspect": ("Tell what is in a checkpoint.", PathOptions, _inspect),
     "verify": ("Read every byte and hold it against its checksum.", PathOptions, _verify),
-    "diff": ("Tell how two checkpoints differ.", PairOptions, _diff),
-    "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", PairOptions, _convert),
+    "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", ConvertOptions, _convert),
     "prune": ("Remove old checkpoints, never the last good one.", PruneOptions, _prune),
 }
 SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

@@ -15,7 +15,7 @@ from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, DimCut, box_of
 from accordion.checkpoint.json_values import Json, encode
 from accordion.errors import CheckpointError, UsageError
-from accordion.optim import LocalStep, inner_of
+from accordion.optim import inner_of
 from accordion.state import Only, chosen
 
 OF_RANKS = "rank/"  # begins the names of tensors that a rank keeps for itself
@@ -142,33 +142,22 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
             raise CheckpointError(
                 f"the optimizer has state for {index!r}, which is neither one of its parameters nor a string."
             )
-    _refuse_subclasses(tensors)
-    words = {"kind": kinds(optimizer), "groups": groups, "state": state}
+    for name, tensor in tensors.items():
+        kind = type(local_data(tensor))
+        if kind is not torch.Tensor:  # its elements are elsewhere, in tensors of its own
+            raise CheckpointError(
+                f"{name} is a {kind.__name__}, a kind of tensor that a checkpoint cannot hold; keep what it is made of in the "
+                "optimizer's state as plain tensors, or save without the optimizer."
+            )
+    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+    kinds = list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))  # its own first, without `Optimizer` itself
+    words = {"kind": kinds, "groups": groups, "state": state}
     return words | ({"shared": shared} if shared else {}), tensors
-
-
-def kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimizer's class and of those that it comes from, its own first; without what is mixed in here."""
-    own = [
-        kind for kind in type(optimizer).__mro__ if kind is not LocalStep and issubclass(kind, torch.optim.Optimizer)
-    ]
-    return list(dict.fromkeys(kind.__name__ for kind in own[:-1]))
 
 
 def optimizer_name(words: Json) -> str:
     """How a message calls the optimizer that these words describe."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
-
-
-def _refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
-    """Raise `CheckpointError` for a tensor whose elements are elsewhere, in tensors of its own."""
-    for name, tensor in tensors.items():
-        kind = type(local_data(tensor))
-        if kind is not torch.Tensor:
-            raise CheckpointError(
-                f"{name} is a {kind.__name__}, a kind of tensor that a checkpoint cannot hold; keep what it is made of in the "
-                "optimizer's state as plain tensors, or save without the optimizer."
-            )
 
 
 def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:

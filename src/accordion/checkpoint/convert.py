@@ -8,24 +8,33 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
-from accordion.checkpoint.foreign import Foreign, open_foreign
+from accordion.checkpoint.foreign import DCP_METADATA, Foreign, of_safetensors, of_torch_file, tensors_alone
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.reading import Files, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
-from accordion.checkpoint.untrusted_files import HF_SINGLE, check_quantised, plain_names
+from accordion.checkpoint.untrusted_files import (
+    HF_INDEX,
+    HF_SINGLE,
+    check_quantised,
+    plain_names,
+    read_files,
+    read_folder,
+)
 from accordion.checkpoint.writing import described, layout, write
 from accordion.errors import CheckpointError, UsageError
+from accordion.files import read_text
 
 FORMATS = ("hf", "safetensors", "dcp", "torch")
 FILES = ("safetensors", "torch")  # formats of one file; the others are folders
@@ -40,7 +49,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
     `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
     1.6. Pickles are read without running anything they name. Every tensor that the source promises is there once, or all is
-    refused. Host memory: 100 MiB, and twice the largest part of a tensor in a DCP folder; other files are mapped. A source on
+    refused. Host memory: 100 MiB, and of a DCP folder its largest tensor twice; other files are mapped. A source on
     remote storage is copied to this machine's folder for temporary files first.
     Raises `CheckpointError` for a source that is damaged, holds no tensors of a model, is absurd in its size or names
     anything but tensors, `UsageError` for one of no known format.
@@ -59,33 +68,59 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
 
 def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    found, folder = open_foreign(source), folder_at(target)
+    found, folder = _opened(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
         for i, all_parts in enumerate(found.files):
             if parts := [part for part in all_parts if part.box.numel]:
                 write(begun, file_name(i), layout(parts, i))
-        folder.commit(begun, dump(described(_form(found), begun)))
+        form = Manifest(
+            checksum=kind_here(),
+            piece_bytes=PIECE_BYTES,
+            files={},
+            tensors={
+                name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
+                for name, (dtype, shape) in found.shapes.items()
+            },
+            aliases={},
+            optimizer=found.optimizer,
+            extra=found.extra,
+            saved_by={"torch": torch.__version__, "converted_from": found.kind, "num_ranks": len(found.files)},
+        )
+        folder.commit(begun, dump(described(form, begun)))
     except BaseException:
         begun.discard()
         raise
     return found
 
 
-def _form(found: Foreign) -> Manifest:
-    return Manifest(
-        checksum=kind_here(),
-        piece_bytes=PIECE_BYTES,
-        files={},
-        tensors={
-            name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
-            for name, (dtype, shape) in found.shapes.items()
-        },
-        aliases={},
-        optimizer=found.optimizer,
-        extra=found.extra,
-        saved_by={"torch": torch.__version__, "converted_from": found.kind, "num_ranks": len(found.files)},
-    )
+def _opened(path: Path) -> Foreign:
+    """Return the description of a source.
+
+    Raises `UsageError` for one of no known format, `CheckpointError` for one that is damaged or not safe to read.
+    """
+    if (path / DCP_METADATA).is_file():
+        from accordion.checkpoint.dcp import open_dcp  # half a second of imports
+
+        with tensors_alone(f"{path / DCP_METADATA}"):
+            source = open_dcp(path)
+    elif (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
+        source = of_safetensors(read_folder(path))
+    elif path.is_file() and path.suffix == ".safetensors":
+        source = of_safetensors(read_files(path.parent, [path.name]))
+    elif path.is_file():
+        source = of_torch_file(path)
+    else:
+        raise UsageError(
+            f"{path} is no folder of safetensors ({HF_SINGLE} or {HF_INDEX}), no torch DCP folder ({DCP_METADATA}) and no file."
+        )
+    if not source.shapes:
+        raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
+    config: Any = {}
+    with suppress(OSError, ValueError):
+        config = json.loads(read_text(path / "config.json"))
+    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.shapes)
+    return source
 
 
 def export(
@@ -127,9 +162,19 @@ def _export(
 ) -> list[str]:
     with draft_of(at) as begun, closing(opened(folder)) as files:
         check_model(files)
-        writers = {"safetensors": _to_safetensors, "dcp": _to_dcp, "torch": _to_torch}
-        if kind != "hf":
-            made = writers[kind](files, begun, dtype)
+        if kind == "safetensors":  # ties are in the header, as `safetensors.torch.save_model` writes them
+            write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
+            made = [HF_SINGLE]
+        elif kind == "torch":
+            torch.save(_with_aliases(files, dtype), begun / "model.pt")
+            made = ["model.pt"]
+        elif kind == "dcp":
+            from torch.distributed.checkpoint.state_dict_saver import save
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+                save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
+            made = sorted(Local(begun).sizes())
         else:
             sources = sources_of(files, dtype)
             if like is not None:
@@ -165,12 +210,6 @@ def ties_of(files: Files) -> dict[str, str]:
     return {a.removeprefix(MODEL): b.removeprefix(MODEL) for a, b in aliases if a.startswith(MODEL)}
 
 
-def _to_safetensors(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Ties are said in the header, as `safetensors.torch.save_model` says them."""
-    write_safetensors(folder / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
-    return [HF_SINGLE]
-
-
 def _configuration(
     files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
 ) -> list[str]:
@@ -183,11 +222,10 @@ def _configuration(
         check_quantised(config, f"like {str(like)!r}")
         write_config(folder, config, dtype)
         return made
-    extra = files.manifest.extra
-    configuration = extra.get("model_config") if isinstance(extra, dict) else None
+    extra = files.manifest.extra if isinstance(files.manifest.extra, dict) else {}
+    configuration, generation = extra.get("model_config"), extra.get("generation_config")
     if not isinstance(configuration, dict):
         return []
-    generation = extra.get("generation_config") if isinstance(extra, dict) else None
     return write_config(folder, configuration, dtype, generation if isinstance(generation, dict) else None)
 
 
@@ -212,20 +250,6 @@ def write_config(
     if generation is not None:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
     return [CONFIG] if generation is None else [CONFIG, GENERATION]
-
-
-def _to_torch(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    torch.save(_with_aliases(files, dtype), folder / "model.pt")
-    return ["model.pt"]
-
-
-def _to_dcp(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
-        save({"model": _with_aliases(files, dtype)}, checkpoint_id=folder, no_dist=True)
-    return sorted(Local(folder).sizes())
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -29,9 +29,8 @@ LONGEST_QUOTE = 1000  # letters of a message: what a forged manifest has for nam
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
 TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 MOST_DIMS = 64  # torch has no more
-MOST_ELEMENTS = (
-    2**59
-)  # so that their bytes are a number that torch takes, also of a tensor that has none because one dim is 0
+MOST_ELEMENTS = 2**59  # so that torch takes the number of their bytes, also if one dim is 0
+REST = ("checksum", "piece_bytes", "saved_by", "aliases", "extra", "optimizer")  # keys that hold plain values
 TAIL_BYTES = len(b',"crc32":"01234567"}\n')
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -158,28 +157,27 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[s
 
 def dump(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`: JSON on one line whose last value is the crc32 of all bytes before its comma."""
-    files = {
-        name: {"bytes": file.num_bytes, "header_bytes": file.header_bytes, "header_sum": file.header_sum}
-        for name, file in manifest.files.items()
+    chunks = {
+        name: [
+            {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums}
+            for c in entry.chunks
+        ]
+        for name, entry in manifest.tensors.items()
     }
-    rest = {key: getattr(manifest, key) for key in ("checksum", "piece_bytes", "saved_by", "aliases")}
     words = {
         "schema": SCHEMA,
-        **rest,
-        "extra": manifest.extra,
-        "optimizer": manifest.optimizer,
-        "files": files,
-        "tensors": {name: _words(entry) for name, entry in manifest.tensors.items()},
+        **{key: getattr(manifest, key) for key in REST},
+        "files": {
+            name: {"bytes": file.num_bytes, "header_bytes": file.header_bytes, "header_sum": file.header_sum}
+            for name, file in manifest.files.items()
+        },
+        "tensors": {
+            name: {"dtype": e.dtype, "shape": e.shape, "placements": e.placements, "chunks": chunks[name]}
+            for name, e in manifest.tensors.items()
+        },
     }
     body = json.dumps(words, allow_nan=False, separators=(",", ":")).removesuffix("}").encode()
     return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
-
-
-def _words(entry: TensorEntry) -> Json:
-    chunks = [
-        {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums} for c in entry.chunks
-    ]
-    return {"dtype": entry.dtype, "shape": entry.shape, "placements": entry.placements, "chunks": chunks}
 
 
 def parse(text: bytes) -> Manifest:
@@ -209,7 +207,23 @@ def _parsed(text: bytes) -> Manifest:
     tail = TAIL.fullmatch(text[-TAIL_BYTES:])
     if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
         raise CheckpointError("it is damaged: its own checksum does not fit.")
-    return _manifest(words)
+    kind, piece_bytes = words["checksum"], words["piece_bytes"]
+    if kind not in DIGITS:
+        raise CheckpointError(f"its checksums are {str(kind)[:100]!r} and this version knows {', '.join(DIGITS)}.")
+    if not 1 <= _size(piece_bytes) <= LONGEST_PIECE:
+        raise CheckpointError(f"piece_bytes is {piece_bytes}; it must be between 1 and {LONGEST_PIECE}.")
+    files = {name: _file(name, value) for name, value in words["files"].items()}
+    tensors = {name: _entry(name, value) for name, value in words["tensors"].items()}
+    lost = [name for name, target in words["aliases"].items() if target not in tensors]
+    if lost:
+        raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
+    twice = [name for name in words["aliases"] if name in tensors]
+    if twice:
+        raise CheckpointError(f"these names stand for other tensors and have data too: {', '.join(twice)}.")
+    _check_values(words["optimizer"], words["extra"], words["saved_by"])
+    manifest = Manifest(files=files, tensors=tensors, **{key: words[key] for key in REST})
+    _check_bytes(manifest)
+    return manifest
 
 
 def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -220,85 +234,58 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found
 
 
-def _manifest(words: Json) -> Manifest:
-    kind, piece_bytes = words["checksum"], words["piece_bytes"]
-    if kind not in DIGITS:
-        raise CheckpointError(f"its checksums are {str(kind)[:100]!r} and this version knows {', '.join(DIGITS)}.")
-    if not 1 <= _size(piece_bytes) <= LONGEST_PIECE:
-        raise CheckpointError(f"piece_bytes is {piece_bytes}; it must be between 1 and {LONGEST_PIECE}.")
-    files = {name: _file(name, value, kind) for name, value in words["files"].items()}
-    tensors = {name: _entry(name, value) for name, value in words["tensors"].items()}
-    aliases = dict(words["aliases"])
-    lost = [name for name, target in aliases.items() if target not in tensors]
-    if lost:
-        raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
-    twice = [name for name in aliases if name in tensors]
-    if twice:
-        raise CheckpointError(f"these names stand for other tensors and have data too: {', '.join(twice)}.")
-    rest = {key: words[key] for key in ("optimizer", "extra", "saved_by")}
-    _check_words(**rest)
-    found = Manifest(checksum=kind, piece_bytes=piece_bytes, files=files, tensors=tensors, aliases=aliases, **rest)
-    _check_bytes(found)
-    return found
-
-
-def _check_words(optimizer: Json, extra: Json, saved_by: Json) -> None:
+def _check_values(optimizer: Json, extra: Json, saved_by: Json) -> None:
     """Raise `CheckpointError` where the values beside the tensors are not what their readers take for granted."""
     level, depth = [optimizer, extra, saved_by], 0
-    while level := [item for value in level for item in _within(value)]:
+    while level := [
+        item
+        for value in level
+        if isinstance(value, dict | list)
+        for item in (value.values() if isinstance(value, dict) else value)
+    ]:
         depth += 1
         if depth > DEEPEST:
             raise CheckpointError(f"it has values that are nested more than {DEEPEST} deep.")
     if not isinstance(saved_by, dict):
         raise CheckpointError("it does not say by whom it was saved.")
-    groups = [] if optimizer is None else optimizer["groups"]
+    if optimizer is None:
+        return
+    groups, states = optimizer["groups"], (optimizer["state"], optimizer.get("shared", {}))
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
-    states = [] if optimizer is None else [optimizer["state"], optimizer.get("shared", {})]
     if not (described and all(isinstance(state, dict) for state in states)):
         raise CheckpointError("its optimizer is not described by groups and state.")
-    kind, of_rows = ([] if optimizer is None else optimizer.get(key, []) for key in ("kind", "of_rows"))
-    pairs = all(
-        len(place) == 2 and _is_text(place[0]) and (place[1] is None or _is_text(place[1])) for place in of_rows
-    )
-    if not (pairs and all(map(_is_text, kind))):
+    pairs = [(param, "" if key is None else key) for param, key in optimizer.get("of_rows", [])]
+    if not all(map(_is_text, [*optimizer.get("kind", []), *(text for pair in pairs for text in pair)])):
         raise CheckpointError("its optimizer's kind and what it keeps of rows are not described by names.")
-
-
-def _within(value: Json) -> Iterable[Json]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _is_text(value: Json) -> bool:
     return isinstance(value, str)
 
 
-def _file(name: str, words: Json, kind: str) -> File:
+def _file(name: str, words: Json) -> File:
     if not _is_plain(name):
         raise CheckpointError(f"it lists {name!r}, which is not the plain name of a safetensors file.")
-    _check_sums(name, [words["header_sum"]], kind)
     return File(
         num_bytes=_size(words["bytes"]), header_bytes=_size(words["header_bytes"]), header_sum=words["header_sum"]
     )
 
 
-def _check_sums(name: str, sums: Sequence[str], kind: str) -> None:
-    digits = DIGITS[kind]
-    for text in sums:
-        if not isinstance(text, str) or len(text) != digits:
-            raise CheckpointError(f"the checksums of {name} are not of the kind {kind}.")
-
-
 def _check_bytes(manifest: Manifest) -> None:
     """Raise `CheckpointError` unless the chunks of each file lie one after the other from its header to its end."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    sums = {name: [file.header_sum] for name, file in manifest.files.items()}
     for name, entry, chunk in manifest.chunks():
         if chunk.file not in spans:
             raise CheckpointError(f"a chunk of {name} lies in {chunk.file!r}, which is none of its files.")
         length = entry.num_bytes(chunk.box)
         if len(chunk.sums) != -(-length // manifest.piece_bytes):
             raise CheckpointError(f"a chunk of {name} has {length} bytes and {len(chunk.sums)} checksums.")
-        _check_sums(name, chunk.sums, manifest.checksum)
         spans[chunk.file].append((chunk.at, chunk.at + length, name))
+        sums.setdefault(name, []).extend(chunk.sums)
+    for name, texts in sums.items():
+        if not all(isinstance(text, str) and len(text) == DIGITS[manifest.checksum] for text in texts):
+            raise CheckpointError(f"the checksums of {name} are not of the kind {manifest.checksum}.")
     for file_name, file in manifest.files.items():
         at = file.header_bytes
         for start, end, name in sorted(spans[file_name]):
@@ -315,49 +302,45 @@ def _entry(name: str, words: Json) -> TensorEntry:
         raise CheckpointError(f"{name} has the unknown dtype {str(dtype)[:100]!r}.")
     if math.prod(shape if all(shape) else [max(1, rows) for rows in shape]) > MOST_ELEMENTS:
         raise CheckpointError(f"{name} of shape {str(shape)[:100]} is absurd.")
-    chunks = tuple([_chunk(name, shape, chunk) for chunk in words["chunks"]])
-    held, numel = sum([chunk.box.numel for chunk in chunks]), math.prod(shape)
-    if held != numel:
-        raise CheckpointError(f"{name} has {numel} elements and its chunks have {held}.")
-    if len(chunks) > 1 and not _apart([chunk.box for chunk in chunks]):
-        raise CheckpointError(f"chunks of {name} overlap, or are no grid.")
+    chunks = tuple([_chunk(name, chunk) for chunk in words["chunks"]])
+    if not make_up([chunk.box for chunk in chunks], shape):
+        raise CheckpointError(
+            f"the chunks of {name} do not make up its shape {shape}: one is missing, or some overlap."
+        )
     return TensorEntry(
         dtype=dtype, shape=shape, placements=None if placements is None else tuple(map(str, placements)), chunks=chunks
     )
 
 
-def _apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two of `boxes` share an element: every cell of the grid that their edges make belongs to one of them.
+def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Return if `boxes`, none of them empty, are parts of a tensor of `shape` that make up all of it and do not overlap.
 
-    What ranks write is a grid already, of as many cells as boxes; one of many more is refused, so that the work is bounded.
+    What ranks write is a grid, of as many cells as boxes. A grid of many more is refused, so that the work is bounded.
     """
-    edges = [sorted({n for box in boxes for n in (box.offset[d], box.offset[d] + box.shape[d])}) for d in _dims(boxes)]
+    ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
+    inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)
+    if not inside or sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    if len(boxes) < 2:
+        return True
+    edges = [sorted({*(box.offset[d] for box in boxes), *(end[d] for _, end in ends)}) for d in range(len(shape))]
     index = [{edge: i for i, edge in enumerate(line)} for line in edges]
     taken: set[tuple[int, ...]] = set()
     room = 4 * len(boxes) + 64
-    for box in boxes:
-        spans = [range(index[d][box.offset[d]], index[d][box.offset[d] + box.shape[d]]) for d in _dims(boxes)]
+    for box, end in ends:
+        spans = [range(line[a], line[b]) for line, a, b in zip(index, box.offset, end, strict=True)]
         room -= math.prod(map(len, spans))
-        if room < 0:
-            return False
-        cells = set(product(*spans))
+        cells = set(product(*spans)) if room >= 0 else taken
         if not taken.isdisjoint(cells):
             return False
         taken |= cells
     return True
 
 
-def _dims(boxes: Sequence[Box]) -> range:
-    return range(len(boxes[0].shape))
-
-
-def _chunk(name: str, shape: tuple[int, ...], words: Json) -> TensorChunk:
+def _chunk(name: str, words: Json) -> TensorChunk:
     file, box = words["file"], Box(_sizes(words["offset"]), _sizes(words["shape"]))
     if not _is_plain(file):
         raise CheckpointError(f"a chunk of {name} names {file!r}, which is not the plain name of a safetensors file.")
-    for start, size, rows in zip(box.offset, box.shape, shape, strict=True):
-        if start + size > rows:
-            raise CheckpointError(f"a chunk of {name} at {box.offset} of size {box.shape} leaves its shape {shape}.")
     if not box.numel:
         raise CheckpointError(f"a chunk of {name} is empty.")
     return TensorChunk(file, box, _size(words["at"]), tuple(words["sums"]))

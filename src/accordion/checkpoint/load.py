@@ -77,8 +77,13 @@ def load(
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
+
+    def open_files() -> Files:
+        check_stateful(state or {}, "load_state_dict")
+        return steady(lambda: checkpoint_at(path), opened)
+
     for _ in range(TURNS):
-        with closing(team.agree(lambda: _opened(path, state or {}))) as files:
+        with closing(team.agree(open_files)) as files:
             try:
                 plan = _checked(files, model, optimizer, state or {}, team, strict, only)
             except CheckpointError:
@@ -87,16 +92,11 @@ def load(
                 if any(team.gathered(int(now != (str(files.folder), files.mark)))):
                     continue
                 raise
-            _fill(files, plan, optimizer, state or {}, team)
+            plan.fill(files, optimizer, state or {}, team)
             if plan.left and team.leads:
                 warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
             return plan.extra
     raise CheckpointError(f"{path} was {REPLACED}")
-
-
-def _opened(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
-    check_stateful(state, "load_state_dict")
-    return steady(lambda: checkpoint_at(path), opened)
 
 
 def _checked(
@@ -109,7 +109,12 @@ def _checked(
     only: Only,
 ) -> _Plan:
     """Return what this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank."""
-    _check_same(files, team)
+    if len(set(team.gathered(files.digest))) > 1:
+        here = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
+        said = joined(team.shared(here), team.index, here)
+        raise CheckpointError(
+            f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
+        )
     wanted = team.agree(lambda: contents(model, optimizer, only))
     same_kind_on_all(wanted, team)
     own = own_states(files, wanted, team)
@@ -121,38 +126,6 @@ def _checked(
         more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
         raise CheckpointError(f"{error}{more}") from error
     return plan
-
-
-def _check_same(files: Files, team: Team) -> None:
-    """Raise `CheckpointError` on every rank where ranks hold manifests of other checkpoints, however they spell the path."""
-    if len(set(team.gathered(files.digest))) > 1:
-        own = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        said = joined(team.shared(own), team.index, own)
-        raise CheckpointError(
-            f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
-        )
-
-
-def _fill(
-    files: Files,
-    plan: _Plan,
-    optimizer: torch.optim.Optimizer | None,
-    state: Mapping[str, Stateful],
-    team: Team,
-) -> None:
-    """Do what `load` says; no rank begins a part of it before all have ended the one before."""
-    words = team.agree(lambda: _of_this_rank(files, plan, state))
-    # Who refuses what he is given refuses it before any tensor changes; the weights are last.
-    if optimizer is not None:
-        team.agree(lambda: _try(optimizer, plan.optimizer))
-    for key, thing in state.items():
-        team.agree(partial(_give, key, thing, words))
-    with torch.no_grad():
-        team.agree(lambda: files.fill_all(plan.of_optimizer))
-    if optimizer is not None:
-        team.agree(lambda: _restore(optimizer, plan.optimizer))
-    with torch.no_grad():
-        team.agree(lambda: files.fill_all(plan.of_model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,32 +145,44 @@ class _Plan:
     own_state: str | None
     left: list[str]
 
+    def fill(
+        self, files: Files, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Stateful], team: Team
+    ) -> None:
+        """Do it; no rank begins a part of it before all have ended the one before."""
+        words = team.agree(lambda: _of_this_rank(files, self, state))
+        # Who refuses what he is given refuses it before any tensor changes; the weights are last.
+        if optimizer is not None:
+            team.agree(lambda: _take(optimizer, self.optimizer, only_try=True))
+        for key, thing in state.items():
+            team.agree(partial(_give, key, thing, words))
+        with torch.no_grad():
+            team.agree(lambda: files.fill_all(self.of_optimizer))
+        if optimizer is not None:
+            team.agree(lambda: _take(optimizer, self.optimizer, only_try=False))
+        with torch.no_grad():
+            team.agree(lambda: files.fill_all(self.of_model))
 
-def _try(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Let the optimizer take a state whose tensors are not filled yet, to see whether it does; it has its own again then."""
+
+def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
+    """Give the optimizer its state. Where it does not take it, it has its own groups and states again.
+
+    `only_try`: it has its own again in any case, as the tensors of the state are not filled yet.
+    """
     given: object = optimizer
     before = dict(vars(optimizer))
     try:
-        if isinstance(given, LocalStep):
+        if only_try and isinstance(given, LocalStep):
             super(LocalStep, given).load_state_dict(state)  # type: ignore[misc]
         else:
             optimizer.load_state_dict(state)
-    except Exception as error:
-        raise _not_taken(
-            f"{type(optimizer).__name__} does not take the optimizer's state that was saved", error
-        ) from error
-    finally:
+    except BaseException as error:
         vars(optimizer).update(before)
-
-
-def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give the optimizer its state. Where it does not take it, it has its own groups and states again."""
-    before = dict(vars(optimizer))
-    try:
-        optimizer.load_state_dict(state)
-    except BaseException:
+        if not only_try or not isinstance(error, Exception):
+            raise
+        what = f"{type(optimizer).__name__} does not take the optimizer's state that was saved"
+        raise _not_taken(what, error) from error
+    if only_try:
         vars(optimizer).update(before)
-        raise
 
 
 def _give(key: str, thing: Stateful, words: Mapping[str, Any]) -> None:
@@ -239,7 +224,7 @@ def _plan(
                 of_model += _reads(source, entry, tensor)
         for name, tensor in tensors.items():
             of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
-        extra = decode(manifest.extra, _no_tensor)
+        extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # it can hold no tensor
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
     return _Plan(
@@ -247,12 +232,12 @@ def _plan(
         of_optimizer=of_optimizer,
         optimizer=state,
         extra=extra,
-        own_state=_state_source(manifest, team) if has_state else None,
+        own_state=_own_state(manifest, team) if has_state else None,
         left=unlike,
     )
 
 
-def _state_source(manifest: Manifest, team: Team) -> str:
+def _own_state(manifest: Manifest, team: Team) -> str:
     """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
     saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
@@ -292,10 +277,6 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
             f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(found) or 'none'}."
         )
     return found
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise CheckpointError(f"extra refers to the tensor {name}; it can hold none.")
 
 
 def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:

@@ -95,7 +95,7 @@ def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
 
 def _facts(contents: Contents) -> dict[str, str]:
     """Return short descriptions of everything that must be the same on all ranks, and of all states."""
-    facts = {name: str(_placement(tensor)) for name, tensor in contents.of_model().items()}
+    facts = {name: _placement(tensor) for name, tensor in contents.of_model().items()}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
         return facts
@@ -119,8 +119,8 @@ def _states(words: Json) -> Iterator[tuple[Place, Json]]:
             yield from (((param, key), value) for key, value in entry.items())
 
 
-def _placement(tensor: Tensor) -> tuple[Any, ...]:
-    return str(tensor.dtype), tuple(tensor.shape), placement_words(tensor)
+def _placement(tensor: Tensor) -> str:
+    return str((str(tensor.dtype), tuple(tensor.shape), placement_words(tensor)))
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
@@ -128,7 +128,7 @@ def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]
-        text += str(_placement(tensor))
+        text += _placement(tensor)
         if not isinstance(tensor, DTensor):
             single = tensor.numel() == 1
             text += str(tensor.tolist()) if single else _digest(bytes_of(tensor.detach().cpu().contiguous()))
@@ -239,12 +239,8 @@ class OwnStates:
         """Return the state of a parameter as the manifest has it, with this rank's own values in it."""
         if entry == {OWN: True}:
             return self.states.get((param, None), {})
-        own = {key for key, value in entry.items() if value == {OWN: True}}
-        return {
-            key: self.states[param, key] if key in own else value
-            for key, value in entry.items()
-            if key not in own or (param, key) in self.states
-        }
+        values = {key: self.states.get((param, key), value) for key, value in entry.items()}
+        return {key: value for key, value in values.items() if value != {OWN: True}}
 
     def tensor(self, manifest: Manifest, name: str, param: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the state to fill with the tensor `name`, `present` if that fits, and this rank's elements of it."""
@@ -301,13 +297,14 @@ def _words(files: Files, name: str) -> dict[str, Any]:
     files.check(name.__eq__)
     try:
         words = json.loads(bytes(files.whole(name).tolist()))
-        return _checked(words, files.manifest, name.removesuffix("optimizer"))
+        _check_words(words, files.manifest, name.removesuffix("optimizer"))
+        return dict(words)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"{files.folder} is damaged: {name}: {type(error).__name__}: {error}.") from error
 
 
-def _checked(words: Json, manifest: Manifest, prefix: str) -> dict[str, Any]:
-    """Return `words` if all that their readers take for granted is so."""
+def _check_words(words: Json, manifest: Manifest, prefix: str) -> None:
+    """Raise an error unless all that the readers of `words` take for granted is so."""
     rows, states, sharded, empty = (words[key] for key in ("rows", "states", "sharded", "empty"))
     if not isinstance(rows, dict) or not all(isinstance(name, str) for name in sharded):
         raise ValueError("rows is no object or sharded no list of names")
@@ -322,4 +319,3 @@ def _checked(words: Json, manifest: Manifest, prefix: str) -> dict[str, Any]:
     lost = [name for name in _refers_to(states) if name not in own]
     if lost:
         raise ValueError(f"it refers to {lost[0]!r}, which is none of this rank's tensors")
-    return dict(words)

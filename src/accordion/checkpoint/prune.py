@@ -67,30 +67,24 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
     absent.
     """
-    at, listed, result = folder_at(folder), None, Newest(path=None, passed_over=())
+    at, listed, wrong = folder_at(folder), None, list[str]()
     for _ in range(TURNS):
-        candidates = _by_age(at)
-        result = _newest_of(candidates, at)
+        candidates, wrong = _by_age(at), []
+        for one in reversed(candidates):
+            try:
+                why = _fault(one)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {at}; "
+                    "try again, or pass the path of the one to take."
+                ) from error
+            if why is None:
+                return Newest(path=str(one), passed_over=tuple(wrong))
+            wrong += [why] if why else []
         names = list(map(str, candidates))
-        if result.path is not None or names == listed:
+        if names == listed:
             break
         listed = names  # else a job may have saved there, and removed what was the newest when it was listed
-    return result
-
-
-def _newest_of(candidates: list[Folder], parent: Folder) -> Newest:
-    wrong: list[str] = []
-    for one in reversed(candidates):
-        try:
-            why = _fault(one)
-        except OSError as error:
-            raise CheckpointError(
-                f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {parent}; "
-                "try again, or pass the path of the one to take."
-            ) from error
-        if why is None:
-            return Newest(path=str(one), passed_over=tuple(wrong))
-        wrong += [why] if why else []
     return Newest(path=None, passed_over=tuple(wrong))
 
 
@@ -120,16 +114,14 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
         raise CheckpointError(f"{folder} is a file, and no folder of checkpoints.") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
-    return sorted(map(folder.inside, names), key=_age)
 
+    def age(one: Folder) -> tuple[int, int, str]:
+        number, written_at = NUMBER.search(str(one)), NEVER
+        with suppress(OSError):
+            written_at = readable(one).written_at(MANIFEST)
+        return int(number[1]) if number else -1, written_at, str(one)
 
-def _age(folder: Folder) -> tuple[int, int, str]:
-    number = NUMBER.search(str(folder))
-    try:
-        written_at = readable(folder).written_at(MANIFEST)
-    except OSError:
-        written_at = NEVER
-    return int(number[1]) if number else -1, written_at, str(folder)
+    return sorted(map(folder.inside, names), key=age)
 
 
 def _fault(folder: Folder) -> str | None:
@@ -195,16 +187,19 @@ def prune_before(saved: Folder, keep: int) -> None:
     The `keep` newest of them stay, and so do `saved` and all that are newer. Raises `CheckpointError` where one that is to go
     cannot be removed; a later call tries again, and says no more of it.
     """
-    at, own = _split(saved)
-    stem = NUMBER.sub("", own)
-    good = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
-    names = [str(one) for one, _ in good]
-    older = good[: names.index(str(saved)) if str(saved) in names else 0]
-    for name, path in claims.leftovers(at.path) if isinstance(at, Local) else []:
-        if NUMBER.sub("", name) == stem:
-            claims.remove_quietly(path)
-    for one, mark in older[: max(0, len(good) - keep)]:
-        _remove(str(one), partial(one.remove, mark))
+    try:
+        at, own = _split(saved)
+        stem = NUMBER.sub("", own)
+        good = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
+        names = [str(one) for one, _ in good]
+        older = good[: names.index(str(saved)) if str(saved) in names else 0]
+        for name, path in claims.leftovers(at.path) if isinstance(at, Local) else []:
+            if NUMBER.sub("", name) == stem:
+                claims.remove_quietly(path)
+        for one, mark in older[: max(0, len(good) - keep)]:
+            _remove(str(one), partial(one.remove, mark))
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{saved} is written, but not all older ones are removed: {error}") from error
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:

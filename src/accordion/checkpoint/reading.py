@@ -24,10 +24,9 @@ T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # of reading what is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-LARGEST_MANIFEST = 2**30
-SMALL_MANIFEST = 2**26  # of any checkpoint; beyond it a manifest is no larger than the tensors that it describes
 LONGEST_NAME = 300  # letters of a tensor's that a message names
 SHOWN = 3  # tensors of a file that a message names
+_CONVERT = "`accordion checkpoint convert` makes one"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -41,11 +40,10 @@ def opened(folder: Folder) -> Files:
     try:
         return look_into(folder)
     except (FileNotFoundError, NotADirectoryError):
+        why = "there is no such folder."
         if isinstance(folder, Local) and folder.path.is_file():
-            raise CheckpointError(
-                f"{folder} is no checkpoint: it is a file, and a checkpoint is a folder; {_CONVERT} of a file of torch.save."
-            ) from None
-        raise CheckpointError(f"{folder} is no checkpoint: there is no such folder.") from None
+            why = f"it is a file, and a checkpoint is a folder; {_CONVERT} of a file of torch.save."
+        raise CheckpointError(f"{folder} is no checkpoint: {why}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
@@ -54,35 +52,22 @@ def look_into(folder: Folder) -> Files:
     """`opened`, which leaves an `OSError` as it is."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{_instead(sizes)}.")
-    limit = min(LARGEST_MANIFEST, SMALL_MANIFEST + sum(sizes.values()) - sizes[MANIFEST])
-    if sizes[MANIFEST] > limit:
-        raise CheckpointError(
-            f"{folder}/{MANIFEST} cannot be used: {sizes[MANIFEST]} bytes are absurd beside its files."
-        )
+        instead = ""
+        if DCP_METADATA in sizes:
+            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {_CONVERT} of it"
+        elif any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in sizes):
+            instead = f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{instead}.")
     text = folder.read(MANIFEST)
     try:
         manifest = parse(text)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}/{MANIFEST} cannot be used: {error}") from error
+    digest = int.from_bytes(sha256(text).digest()[:8], "little", signed=True)
     try:
-        return Files(
-            folder, manifest, mark=mark, digest=int.from_bytes(sha256(text).digest()[:8], "little", signed=True)
-        )
+        return Files(folder, manifest, mark=mark, digest=digest)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be checked: {error}") from error
-
-
-_CONVERT = "`accordion checkpoint convert` makes one"
-
-
-def _instead(names: Iterable[str]) -> str:
-    """What a folder without manifest is, where its files tell."""
-    if DCP_METADATA in names:
-        return f", but the {DCP_METADATA} of torch.distributed.checkpoint; {_CONVERT} of it"
-    if any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in names):
-        return f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
-    return ""
 
 
 def steady(
@@ -183,25 +168,18 @@ class Files:
     def check_sizes(self) -> None:
         """Raise `CheckpointError` where a file is not there or not of its size. Nothing larger than a file is ever read."""
         held = self.folder.sizes()
-        wrong = [
-            f"{name} has {held[name]} bytes and {file.num_bytes} in the manifest{self._lost(name, held[name])}"
-            if name in held
-            else f"{name}: No such file{self._lost(name, 0)}"
-            for name, file in self.manifest.files.items()
-            if held.get(name) != file.num_bytes
-        ]
+        wrong = []
+        for file, about in self.manifest.files.items():
+            size = held.get(file, 0)
+            if file not in held or size != about.num_bytes:
+                there = f" has {size} bytes and {about.num_bytes} in the manifest"
+                wrong.append(f"{file}{there if file in held else ': No such file'}")
+                chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
+                lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
+                more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+                wrong[-1] += f"; it lacks {', '.join(lost[:SHOWN])}{more}" if lost else ""
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
-
-    def _lost(self, file: str, num_bytes: int) -> str:
-        """Which tensors a file that is too short lacks."""
-        lost = [
-            name
-            for name, entry, chunk in self.manifest.chunks()
-            if chunk.file == file and chunk.at + entry.num_bytes(chunk.box) > num_bytes
-        ]
-        more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-        return f"; it lacks {', '.join(lost[:SHOWN])}{more}" if lost else ""
 
     def opened(self, file: str) -> Reader:
         """Raises `CheckpointError` where it cannot be read, or its header is not what the manifest says."""
@@ -231,9 +209,8 @@ class Files:
         """Return a tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
         entry = self.manifest.tensors[name]
         into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-        for chunk in entry.chunks:
-            index = chunk.box.within(Box((0,) * len(entry.shape), entry.shape))
-            self.fill(Read(name, entry, chunk, chunk.box, into[index]))
+        all_of_it = Box((0,) * len(entry.shape), entry.shape)
+        self.fill_all(Read(name, entry, c, c.box, into[c.box.within(all_of_it)]) for c in entry.chunks)
         return into
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
@@ -274,14 +251,9 @@ class Files:
         """Fill what `faults` has not filled already."""
         for read in reads:
             if read.at_once() is None:
-                self.fill(read)
-
-    def fill(self, read: Read) -> None:
-        """Copy what `read` names."""
-        assert read.into is not None
-        chunk = read.chunk
-        index = read.box.within(chunk.box)
-        fill_part(read.into, self.opened(chunk.file), chunk.at, DTYPES[read.entry.dtype], chunk.box.shape, index)
+                assert read.into is not None
+                reader, chunk, dtype = self.opened(read.chunk.file), read.chunk, DTYPES[read.entry.dtype]
+                fill_part(read.into, reader, chunk.at, dtype, chunk.box.shape, read.box.within(chunk.box))
 
 
 def faults_in(folder: Folder) -> list[str]:

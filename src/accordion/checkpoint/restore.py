@@ -23,32 +23,29 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
     wanted = found.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
-    saved = [name for name in manifest.tensors if name.startswith("model/")] if wanted else []
     used = set(sources.values())
-    pairs = [
-        (name, manifest.tensors[source], wanted[name]) for name, source in sources.items() if source in manifest.tensors
-    ]
-    shapes = ((name, entry.shape, tuple(tensor.shape)) for name, entry, tensor in pairs)
-    kinds = (
-        (name, entry.dtype, CODES.get(tensor.dtype, str(tensor.dtype)))
-        for name, entry, tensor in pairs
-        if not holds(tensor.dtype, DTYPES[entry.dtype])
-    )
-    both = "{} is {} in the checkpoint and {} in the model".format
+    missing = [name for name, source in sources.items() if source not in manifest.tensors]
+    surplus = [name for name in manifest.tensors if name.startswith("model/") and name not in used] if wanted else []
+    # A tie that the model has and the checkpoint has not is worth a word.
+    ties = {name: f"{name} (the model ties it to {source})" for name, source in found.aliases.items()}
+    shapes, kinds = [], []
+    for name, source in sources.items():
+        if (entry := manifest.tensors.get(source)) is None:
+            continue
+        tensor, both = wanted[name], f"{name} is {{}} in the checkpoint and {{}} in the model".format
+        if entry.shape != tuple(tensor.shape):
+            shapes.append(both(entry.shape, tuple(tensor.shape)))
+        if not holds(tensor.dtype, DTYPES[entry.dtype]):
+            kinds.append(both(entry.dtype, CODES.get(tensor.dtype, tensor.dtype)))
     unlike = [
-        *_listed("missing in the checkpoint", (n for n, source in sources.items() if source not in manifest.tensors)),
-        *_listed("in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)),
-        *_listed("of another shape", (both(*line) for line in shapes if line[1] != line[2])),
-        *_listed("of another kind", (both(*line) for line in kinds)),
+        *_listed("missing in the checkpoint", missing),
+        *_listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
+        *_listed("of another shape", shapes),
+        *_listed("of another kind", kinds),
     ]
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
     return unlike + ([own.why] if own is not None and own.why is not None else [])
-
-
-def _named(name: str, found: Contents) -> str:
-    """A name of the checkpoint alone; a tie that the model has and the checkpoint has not is worth a word."""
-    return f"{name} (the model ties it to {found.aliases[name]})" if name in found.aliases else name
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:

@@ -90,7 +90,13 @@ def save(
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
-    target = team.agree(lambda: _target(path, state or {}, keep))
+
+    def checked() -> Folder:
+        check_keep(keep)
+        check_stateful(state or {}, "state_dict")
+        return folder_at(path)
+
+    target = team.agree(checked)
     found, own = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     own |= team.agree(lambda: _state_tensors(state or {}, team))
@@ -98,7 +104,7 @@ def save(
     job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
         job.run(team.agree)
-        return Saving.done()
+        return Saving()
     return saver.start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
 
 
@@ -124,7 +130,7 @@ class SaveJob:
         try:
             agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
             begun = made[0] if made else self.target.begun(self.name)
-            agree(lambda: self._write_own(begun, host))
+            agree(lambda: self._write_own(begun, host) if self.plan.parts else None)  # no file where it has none
             # From the rename on it is a checkpoint.
             agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
         except BaseException:
@@ -132,48 +138,28 @@ class SaveJob:
                 with suppress(Exception):  # the first failure is what counts
                     one.discard()
             raise
-        agree(lambda: self._prune() if leads else None)
+        agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
     def _write_own(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's parts of all tensors; no file where it has none."""
-        if self.plan.parts:
-            if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
-                raise CheckpointError(
-                    f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
-                    "that all of them share."
-                )
-            write(begun, file_name(self.team.index), self.plan, host)
-
-    def _prune(self) -> None:
-        if self.keep:
-            try:
-                prune_before(self.target, self.keep)
-            except (CheckpointError, OSError) as error:
-                raise CheckpointError(
-                    f"{self.target} is written, but not all older ones are removed: {error}"
-                ) from error
-
-
-def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: int) -> Folder:
-    check_keep(keep)
-    check_stateful(state, "state_dict")
-    return folder_at(path)
+        """Write this rank's parts of all tensors."""
+        if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
+            raise CheckpointError(
+                f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
+                "that all of them share."
+            )
+        write(begun, file_name(self.team.index), self.plan, host)
 
 
 def _layout(found: Contents, own: Mapping[str, Tensor], team: Team) -> FileLayout:
     """Lay out this rank's file. `own`: tensors that this rank keeps for itself."""
-    of_rank = [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in own.items() if t.numel()]
-    return layout([*_own_parts(found.tensors, team), *of_rank], team.index)
-
-
-def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[WritePart]:
     parts = []
-    for name, tensor in tensors.items():
+    for name, tensor in found.tensors.items():
         box = own_box(name, tensor)
         mine = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
         if mine and box.numel:
             parts.append(WritePart(name, box, local_data(tensor)))
-    return parts
+    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in own.items() if t.numel()]
+    return layout(parts, team.index)
 
 
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:

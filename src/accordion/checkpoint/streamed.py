@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from accordion.checkpoint.format import DTYPES, code_of, header
+from accordion.checkpoint.format import code_of, header
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import UsageError
@@ -109,10 +109,3 @@ def draft_of(at: Path) -> Iterator[Path]:
         yield begun
     finally:
         shutil.rmtree(begun, ignore_errors=True)
-
-
-def dtype_coded(code: str) -> torch.dtype:
-    """The dtype of a safetensors code. Raises `UsageError` for one without floating-point numbers."""
-    if not DTYPES[code].is_floating_point:
-        raise UsageError(f"dtype {code} is no floating-point dtype; take F32, BF16 or F16.")
-    return DTYPES[code]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accordion.checkpoint.contents import without_wrappers
@@ -25,8 +26,6 @@ from accordion.files import NOT_REGULAR, open_regular
 SHOWN = 8  # tensors that a message names
 LENGTH_BYTES = 8  # before the header of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
-FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
-DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
 
 
@@ -96,11 +95,6 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return plain_of
 
 
-def most_words(data_bytes: int) -> int:
-    """How many bytes of JSON may describe so many bytes of tensors, that memory stays near that of the tensors."""
-    return FREE_WORDS + data_bytes // DATA_PER_WORD
-
-
 # -- safetensors
 
 
@@ -109,55 +103,29 @@ def read_header(path: Path) -> list[StoredTensor]:
 
     Raises `CheckpointError` where the header says anything else, a key twice, or what no file of its size can hold.
     """
-    with opened(path) as file:
-        num_bytes = size_of(file)
+    with opened(path) as file, named(f"{path} is no safetensors file"):
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(f"{error}.") from None
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        room = num_bytes - LENGTH_BYTES
-        if num_bytes < LENGTH_BYTES or length > room:
-            raise CheckpointError(f"{path} is no safetensors file: its header is longer than the file.")
-        if length > most_words(room - length):
-            raise CheckpointError(
-                f"{path} has a header of {length} bytes, which is absurd beside {room - length} of data."
-            )
-        head = file.read(length)
-    with named(f"{path} is no safetensors file"):
-        stored = stored_in(head, LENGTH_BYTES + length, num_bytes)
-        check_names(held.name for held in stored)
-    return stored
+        return stored_in(file.read(length), LENGTH_BYTES + length)
 
 
-def stored_in(head: bytes, start: int, end: int) -> list[StoredTensor]:
-    """Return the tensors that the header `head` describes, in the order of their bytes, which fill [start, end)."""
-    if not head.startswith(b"{"):
-        raise CheckpointError("its header is no JSON object.")
+def stored_in(head: bytes, start: int) -> list[StoredTensor]:
+    """Return the tensors that the header `head` describes, in the order of their bytes, which begin at `start`."""
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
-    about = words.pop("__metadata__", {})
-    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
-        raise CheckpointError("its __metadata__ is no object of strings.")
-    found = [_one(name, said, start, end) for name, said in words.items()]
-    at = start
-    found.sort(key=lambda held: (held.at, held.end))
-    for held in found:
-        if held.at != at:
-            what = "overlaps the tensor before it" if held.at < at else f"leaves a gap after byte {at}"
-            raise CheckpointError(f"{held.name[:100]} in bytes {held.at} to {held.end} {what}.")
-        at = held.end
-    if at != end:
-        raise CheckpointError(f"its tensors end at byte {at} and the file has {end}.")
-    return found
-
-
-def _one(name: str, said: Any, start: int, end: int) -> StoredTensor:
-    """What the header says of one tensor, its bytes counted from the file's first on."""
-    dtype, shape, (at, to) = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{name[:100]} has the dtype {str(dtype)[:20]!r}, which cannot be read.")
-    fits = isinstance(shape, list) and len(shape) <= MOST_DIMS
-    fits = fits and all(type(number) is int and number >= 0 for number in (at, to, *shape))
-    fits = fits and at <= to <= end - start and math.prod(max(1, rows) for rows in shape) <= MOST_ELEMENTS
-    if not fits or to - at != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointError(f"{name[:100]} cannot be {dtype} of shape {str(shape)[:100]} in bytes {at} to {to}.")
-    return StoredTensor(name, dtype, tuple(shape), start + at, start + to)
+    words.pop("__metadata__", None)
+    tensors = []
+    for name, about in words.items():
+        dtype, shape, (at, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name[:100]} has the dtype {dtype!r}, which cannot be read.")
+        if len(shape) > MOST_DIMS or math.prod(max(1, rows) for rows in shape) > MOST_ELEMENTS:
+            raise CheckpointError(f"{name[:100]} cannot be {dtype} of shape {str(shape)[:100]}.")
+        tensors.append(StoredTensor(name, dtype, shape, start + at, start + end))
+    return sorted(tensors, key=lambda tensor: (tensor.at, tensor.end))
 
 
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
@@ -166,17 +134,25 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     Raises `CheckpointError` unless there is a single file or an index, each tensor that the index promises is in its file, and
     no tensor is in two files.
     """
-    single = (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir()
-    if not single and not (folder / HF_INDEX).exists():
+    if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
+        return read_files(folder, [HF_SINGLE])
+    if not (folder / HF_INDEX).exists():
         raise CheckpointError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}; other formats are not read.")
-    promised = {} if single else read_index(folder)
-    return read_files(folder, [HF_SINGLE] if single else sorted(set(promised.values())), promised)
+    promised = read_index(folder)
+    tensors = read_files(folder, sorted(set(promised.values())), promised)
+    lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors]
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise CheckpointError(
+            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost[:SHOWN])}{more}."
+        )
+    return tensors
 
 
 def read_files(
     folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return `read_folder`'s answer for the files `names`. `promised`: the name of the file of each tensor in the index."""
+    """Return each tensor of the files `names` and its file. `promised`: the file of each tensor by the index, which decides."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
         for stored in read_header(folder / name):
@@ -187,28 +163,14 @@ def read_files(
                     f"{stored.name} lies in {tensors[stored.name][0].name} and in {name} of {folder}."
                 )
             tensors[stored.name] = folder / name, stored
-    lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors]
-    if lost:
-        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-        raise CheckpointError(
-            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost[:SHOWN])}{more}."
-        )
     return tensors
 
 
 def read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor as the index of a folder of safetensors says: the plain names of files in it."""
     path = folder / HF_INDEX
-    with opened(path) as file:
-        num_bytes, data_bytes = (
-            size_of(file),
-            sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()),
-        )
-        if num_bytes > most_words(data_bytes - num_bytes):
-            raise CheckpointError(f"{path} has {num_bytes} bytes, which is absurd beside the folder's other files.")
-        text = file.read(num_bytes)
-    with named(f"{path} is no index of safetensors"):
-        places = json.loads(text.decode(), object_pairs_hook=without_twins)["weight_map"]
+    with opened(path) as file, named(f"{path} is no index of safetensors"):
+        places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
         bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
         check_names(places)
     if bad:

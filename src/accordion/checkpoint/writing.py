@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,6 @@ from accordion.checkpoint.checksums import (
     PIECE_BYTES,
     SUMMED_BYTES,
     Buffer,
-    Running,
     kind_here,
     pieces,
     running,
@@ -34,7 +33,7 @@ from accordion.checkpoint.format import (
     parse,
     split_entry_name,
 )
-from accordion.checkpoint.storage.folders import Folder, Reader, Writer
+from accordion.checkpoint.storage.folders import Folder, Reader
 from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
 from accordion.errors import CheckpointError
 from accordion.offload.arena import Arena
@@ -106,31 +105,24 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
     sums: dict[str, list[str]] = {}
     with folder.create(name, len(plan.head) + plan.num_bytes + plan.sums_bytes) as file:
         file.write(memoryview(plan.head))
-        for part, data in _parts_of(plan, host):
-            cut = pieces(0, len(data), PIECE_BYTES)
-            sums[_entry_name(part)] = [_write_summed(file, data[a:b], begin()) for a, b in cut]
+        at = 0
+        for part in plan.parts:
+            if host is None:
+                data = bytes_of((part.read() if part.read else part.data).cpu().contiguous())
+            else:
+                data = host[at : at + part.num_bytes]
+                at += part.num_bytes
+            sums[_entry_name(part)] = own = []
+            for start, end in pieces(0, len(data), PIECE_BYTES):
+                total = begin()
+                # In the processor's cache still when it is written: that sums it in a quarter of the time.
+                for a, b in pieces(start, end, SUMMED_BYTES):
+                    total.update(data[a:b])
+                    file.write(data[a:b])
+                own.append(total.hexdigest())
         text = _as_json(sums)
         assert len(text) == plan.sums_bytes, "layout() knows how long checksums are"
         file.write(memoryview(text))
-
-
-def _write_summed(file: Writer, piece: memoryview, total: Running) -> str:
-    """So little at once that it is in the processor's cache still when it is written: that sums it in a quarter of the time."""
-    for a, b in pieces(0, len(piece), SUMMED_BYTES):
-        total.update(piece[a:b])
-        file.write(piece[a:b])
-    return total.hexdigest()
-
-
-def _parts_of(plan: FileLayout, host: memoryview | None) -> Iterator[tuple[WritePart, memoryview]]:
-    at = 0
-    for part in plan.parts:
-        if host is None:
-            data = part.read() if part.read else part.data
-            yield part, bytes_of(data.cpu().contiguous())
-        else:
-            yield part, host[at : at + part.num_bytes]
-            at += part.num_bytes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -190,7 +182,7 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         with closing(folder.open(file_name)) as reader:
             head = _read(reader, 0, LENGTH_BYTES)
             head = _read(reader, 0, LENGTH_BYTES + int.from_bytes(head, "little"))
-            *stored, last = stored_in(head[LENGTH_BYTES:], len(head), reader.num_bytes)  # `layout` puts the sums last
+            *stored, last = stored_in(head[LENGTH_BYTES:], len(head))  # `layout` puts the sums last
             text = _read(reader, last.at, last.end)
         files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
         own_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +59,15 @@ def merged(
             f"SOURCE {stored.adapter!r} changes {', '.join(lost[:3])}, which its base does not have; merge it with PEFT."
         )
     untied = [replace(by_name[kept], name=name) for name, kept in ties.items() if name not in left]
-    return [_merged(source, layers.get(source.name), given, real) for source in (*sources, *untied)], left
-
-
-def _merged(source: TensorSource, layer: Any, given: dict[str, Tensor], real: dict[str, Tensor]) -> TensorSource:
-    own = given.get(source.name, real.get(source.name))  # a copy of a layer that was trained beside the adapter
-    if own is not None:
-        return replace(source, read=lambda: own)
-    return source if layer is None else replace(source, read=lambda: _merge(layer, source.read))
+    result = []
+    for source in (*sources, *untied):
+        own = given.get(source.name, real.get(source.name))  # a copy of a layer that was trained beside the adapter
+        if own is not None:
+            source = replace(source, read=own.clone)
+        elif source.name in layers:
+            source = replace(source, read=partial(_merge, layers[source.name], source.read))
+        result.append(source)
+    return result, left
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:

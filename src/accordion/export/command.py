@@ -14,8 +14,8 @@ import torch
 
 from accordion import options as flags
 from accordion.checkpoint import convert
-from accordion.checkpoint.format import CODES
-from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_coded, write_safetensors, write_shards
+from accordion.checkpoint.format import CODES, DTYPES
+from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.errors import AccordionError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.stored import (
@@ -92,7 +92,9 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def export(options: ExportOptions, cache: Path) -> Exported:
     """Do what `options` say. Raises `UsageError` before anything is written, `CheckpointError` for a source that is damaged."""
-    dtype = None if options.dtype is None else dtype_coded(options.dtype)
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
     for key in ("source", "target"):
         if not getattr(options, key).strip() or "\0" in getattr(options, key):
             raise UsageError(f"{key.upper()} is empty; give a path.")

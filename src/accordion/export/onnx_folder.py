@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.checkpoint.streamed import TensorSource
 from accordion.errors import UsageError
 from accordion.export.tensors import NamedTensors
 from accordion.models.language import brief
@@ -42,12 +41,15 @@ def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
 
     buffers = computed_buffers(model)
     graph = _traced(model, buffers)
+    by_name = {source.name: source for source in found.sources}
     for name, value in list(graph.graph.initializers.items()):
         own = name.removeprefix(INSIDE)
-        source = found.of(own)
+        source = by_name.get(found.ties.get(own, own))
         if source is not None:
             value.const_value = onnx_ir.LazyTensor(
-                lambda source=source, name=name: onnx_ir.tensor(_whole(source), name=name),
+                lambda source=source, name=name: onnx_ir.tensor(
+                    source.read().to(source.dtype).contiguous().numpy(), name=name
+                ),
                 dtype=value.dtype,
                 shape=value.shape,
                 name=name,
@@ -59,10 +61,6 @@ def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
     data = f"{path.name}.data"
     onnx_ir.save(graph, path, external_data=data, max_workers=1, max_in_flight_bytes=1)
     return [path.name, data]
-
-
-def _whole(source: TensorSource) -> Any:
-    return source.read().to(source.dtype).contiguous().numpy()
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:

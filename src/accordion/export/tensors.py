@@ -32,11 +32,6 @@ class NamedTensors:
     ties: Mapping[str, str]
     untied: bool = False
 
-    def of(self, name: str) -> TensorSource | None:
-        """By any of its names."""
-        wanted = self.ties.get(name, name)
-        return next((source for source in self.sources if source.name == wanted), None)
-
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -79,9 +78,13 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
     config.json describes a checkpoint that does not say itself of what it is, or the base of an adapter.
     """
     kind, path = located(source)
-    if kind == "adapter":
-        return _of_adapter(Path(path), cache, like)
-    return _of_folder(Path(path)) if kind == "folder" else _of_checkpoint(path, cache, like)
+    if kind == "checkpoint":
+        return _of_checkpoint(path, cache, like)
+    if kind == "folder":
+        return _of_folder(Path(path))
+    described = _described(Path(path), "SOURCE", ADAPTER)
+    base = find_model(_base_folder(path, "an adapter", like or described.get("base_model_name_or_path")), cache)
+    return replace(base, tokenizer=path if has_tokenizer(Path(path)) else base.tokenizer, adapter=path)
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
@@ -132,29 +135,23 @@ def _checkpoints_of_run(path: Path) -> Path:
 
 def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
     extra = extra_of(path)
-    if isinstance(extra.get("adapter"), dict):
-        return _of_trained_adapter(path, extra, cache, like)
+    if isinstance(lora := extra.get("adapter"), dict):  # what a run trained beside a base, which it names
+        named = _base_folder(path, "a checkpoint of an adapter", like or lora.get("base"))
+        base = _of_folder(Path(named))
+        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
+        generation = extra.get("generation_config", base.generation)
+        ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
+        words = {**base.config, "eos_token_id": ends or None}
+        return replace(base, config=words, tokenizer=tokenizer, adapter=path, lora=lora, generation=generation)
     config = extra.get("model_config") if like is None else _described(Path(like), "like")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError(
             f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
             f"extra); export it with --like a folder that has the {CONFIG} of that model."
         )
-    found = _tokenizer_of_checkpoint(Path(path), extra, cache, like)
+    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, like)
     generation = extra.get("generation_config") if like is None else generation_config(Path(like))
-    return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found, generation=generation)
-
-
-def _of_trained_adapter(path: str, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> StoredModel:
-    """A checkpoint that holds what a run trained beside a base, and says which that is."""
-    said = extra["adapter"]
-    named = _base_folder(path, "a checkpoint of an adapter", like or said.get("base"))
-    base = _of_folder(Path(named))
-    found = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
-    generation = extra.get("generation_config", base.generation)
-    ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
-    config = {**base.config, "eos_token_id": ends or None}
-    return replace(base, config=config, tokenizer=found, adapter=path, lora=said, generation=generation)
+    return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=tokenizer, generation=generation)
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
@@ -167,12 +164,6 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
         return None if found is None else str(found)
     kept = cache / "tokenizers" / extra["tokenizer"]
     return str(kept) if (kept / TOKENIZER).is_file() else None
-
-
-def _of_adapter(path: Path, cache: Path | None, like: str | None) -> StoredModel:
-    described = _described(path, "SOURCE", ADAPTER)
-    base = find_model(_base_folder(str(path), "an adapter", like or described.get("base_model_name_or_path")), cache)
-    return replace(base, tokenizer=str(path) if has_tokenizer(path) else base.tokenizer, adapter=str(path))
 
 
 def _base_folder(source: str, kind: str, named: object) -> str:
@@ -370,7 +361,7 @@ def dtype_of(stored: StoredModel) -> torch.dtype:
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
             if name.startswith("model/"):
-                sizes[DTYPES[entry.dtype]] += math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+                sizes[DTYPES[entry.dtype]] += sum(entry.num_bytes(chunk.box) for chunk in entry.chunks)
     else:
         try:
             for _, tensor in read_folder(Path(stored.path)).values():

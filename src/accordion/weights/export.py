@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,27 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """One tensor after another, tied ones once; a failure to write is told to all at the end of each."""
+    """One tensor after another, tied ones once, over the pages of files, which the system writes out if it needs the memory.
+
+    A failure to write is told to all at the end of each.
+    """
+
+    def in_file(value: Any, index: int) -> Any:
+        if scratch is None or not isinstance(value, Tensor) or not value.numel():
+            return value
+        storage = torch.UntypedStorage.from_file(str(scratch / str(index)), True, value.nbytes)
+        tensor = torch.empty(0, dtype=value.dtype, device="cpu").set_(storage, 0, value.shape)  # type: ignore[call-overload]
+        return tensor.copy_(value)
+
     result: dict[str, Any] = {}
     done: dict[int, Any] = {}
     for i, (name, value) in enumerate(values.items()):
         if id(value) not in done:
             full = full_values(engine, {name: value}, rank0_only=True, cpu=True).get(name)
-            done[id(value)] = team.agree(lambda i=i, full=full: _in_file(full, scratch, i))  # type: ignore[misc]
+            done[id(value)] = team.agree(partial(in_file, full, i))
         if scratch is not None:
             result[name] = done[id(value)]
     return result
-
-
-def _in_file(value: Any, scratch: Path | None, index: int) -> Any:
-    """`value` itself, or the same tensor over the pages of a file, which the system writes out when it needs the memory."""
-    if scratch is None or not isinstance(value, Tensor) or not value.numel():
-        return value
-    storage = torch.UntypedStorage.from_file(str(scratch / str(index)), True, value.nbytes)
-    in_file = torch.empty(0, dtype=value.dtype, device="cpu").set_(storage, 0, value.shape)  # type: ignore[call-overload]
-    return in_file.copy_(value)
 
 
 # -- PEFT

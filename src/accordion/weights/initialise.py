@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +45,16 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     _agree_on_generators(engine, "before")
     with materialised_buffers(model, engine) as buffers:
         with init_mode(model, drafts=_retied(model) if init is None else ()) as fulls:
+
+            def call(module: nn.Module) -> None:
+                assert init is not None
+                init(module)
+                fulls.settle(module)
+
             if init is None:
                 _reset(model, Resets.of(model))
             else:
-                model.apply(partial(_call, init, fulls))
+                model.apply(call)
         buffers.note(fulls)
         left = blank(fulls.unwritten(), engine.context) if init is None else []
         left += buffers.compute_left()
@@ -59,11 +64,6 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
                 "`reset_parameters` of their modules, or pass an `init` that does."
             )
     _agree_on_generators(engine, "after")
-
-
-def _call(init: Callable[[nn.Module], object], fulls: Fulls, module: nn.Module) -> None:
-    init(module)
-    fulls.settle(module)
 
 
 # -- buffers
@@ -90,7 +90,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
-        self._made: list[Buffer] = []
+        self.made: list[Buffer] = []
         self._computed: set[int] = set()  # ids of the storages
         real: dict[int, Tensor] = {}
         for prefix, module in model.named_modules():
@@ -98,18 +98,18 @@ class Buffers:
                 if meta is not None and meta.is_meta:
                     made = real.setdefault(id(meta), torch.empty_like(meta, device=engine.context.device))
                     name = f"{prefix}.{key}".lstrip(".")
-                    self._made.append(Buffer(name, module, key, meta, made, made.untyped_storage()))
+                    self.made.append(Buffer(name, module, key, meta, made, made.untyped_storage()))
                     module._buffers[key] = made
 
     def note(self, fulls: Fulls) -> None:
         """Remember which buffers were written or replaced while `fulls` was active."""
-        for b in self._made:
+        for b in self.made:
             if id(b.storage) in fulls.written or b.now is not b.real:
                 self._computed.add(id(b.storage))
 
     def left(self, but: Iterable[int] = ()) -> dict[str, nn.Module]:
         """Name and owner of those that have no value yet. `but`: ids of meta tensors that do not count."""
-        return {b.name: b.module for b in self._made if id(b.storage) not in self._computed and id(b.meta) not in but}
+        return {b.name: b.module for b in self.made if id(b.storage) not in self._computed and id(b.meta) not in but}
 
     def compute_left(self, but: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
         """Run the modules' own code for buffers without a value, and for some parameters, by id; names of what it leaves.
@@ -125,7 +125,8 @@ class Buffers:
             init_mode(self._model, only=params) as fulls,
         ):
             torch.manual_seed(seed)
-            fulls.mark_initialised()
+            for full in fulls.all:  # transformers' init functions pass over those that are not kept
+                full.tensor._is_hf_initialized = not full.kept  # type: ignore[attr-defined]
             for top in _outermost_of_transformers(self._model):
                 inside = set(top.modules())
                 if params or inside & set(owners):
@@ -143,13 +144,9 @@ class Buffers:
     def cast(self) -> None:
         """As `shard` does for buffers that are not on the meta device."""
         dtype = self._engine.precision.buffers
-        for b in self._made:
+        for b in self.made:
             if dtype is not None and b.now is not None and b.now.is_floating_point():
                 b.module._buffers[b.key] = b.now.to(dtype)
-
-    def undo(self) -> None:
-        for b in self._made:
-            b.module._buffers[b.key] = b.meta
 
 
 @contextmanager
@@ -160,7 +157,8 @@ def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
         try:
             yield buffers
         except BaseException:
-            buffers.undo()
+            for b in buffers.made:
+                b.module._buffers[b.key] = b.meta
             raise
         buffers.cast()
 

@@ -55,7 +55,15 @@ class Rows:
         return self
 
     def transpose(self, dim0: int, dim1: int) -> Rows:
-        return _transpose(self, dim0, dim1)
+        def swapped(values: Iterable[int]) -> list[int]:
+            new = list(values)
+            new[dim0], new[dim1] = new[dim1], new[dim0]
+            return new
+
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            self.fill(into.transpose(dim0, dim1), tuple(swapped(at)))
+
+        return Rows(torch.Size(swapped(self.shape)), self.dtype, fill)
 
     def __getitem__(self, index: Any) -> Any:
         return _deferred(torch.Tensor.__getitem__, (self, index), {})
@@ -149,28 +157,12 @@ def _split(tensor: Rows, sizes: int | list[int], dim: int = 0) -> tuple[Rows, ..
     return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
 
 
-def _chunk(tensor: Rows, chunks: int, dim: int = 0) -> tuple[Rows, ...]:
-    return _split(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim)
-
-
-def _transpose(tensor: Rows, dim0: int, dim1: int) -> Rows:
-    def swapped(values: Iterable[int]) -> list[int]:
-        new = list(values)
-        new[dim0], new[dim1] = new[dim1], new[dim0]
-        return new
-
-    def fill(into: Tensor, at: tuple[int, ...]) -> None:
-        tensor.fill(into.transpose(dim0, dim1), tuple(swapped(at)))
-
-    return Rows(torch.Size(swapped(tensor.shape)), tensor.dtype, fill)
-
-
 LAZY: Mapping[Any, Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _cat,
     torch.split: _split,
-    torch.chunk: _chunk,
-    torch.transpose: _transpose,
+    torch.chunk: lambda tensor, chunks, dim=0: _split(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim),
+    torch.transpose: Rows.transpose,
 }
 
 

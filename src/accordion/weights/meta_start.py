@@ -44,7 +44,8 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises `CheckpointError` as `load` does, `UsageError` where a buffer has no such code.
     """
     engine = sharded_engine(model, "load")
-    saved = held_by(model)
+    with torch.no_grad():
+        saved = {id(value) for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)}
     with materialised_buffers(model, engine) as buffers:
         left = Team.of(model.parameters()).agree(lambda: buffers.compute_left(but=saved))
         if left:
@@ -53,10 +54,3 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 "compute them in the `reset_parameters` of their modules."
             )
         load(path, model)
-
-
-def held_by(model: nn.Module) -> set[int]:
-    """Ids of the tensors in a model's state dict."""
-    with torch.no_grad():
-        values = model.state_dict(keep_vars=True).values()
-    return {id(value) for value in values if isinstance(value, Tensor)}

@@ -64,10 +64,9 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
         source = team.agree(lambda: local_folder(folder))
         patterns = list(ignore)
         found, own = team.agree(lambda: _fitting(model, engine, source, patterns))
-        never_filled = set(_unfilled(model, engine, patterns))
-        left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
-        seed = int(team.shared(str(torch.initial_seed()))[0])
         filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        left_out = _unfilled(model, engine, patterns) - filled
+        seed = int(team.shared(str(torch.initial_seed()))[0])
         with materialised_buffers(model, engine) as buffers:
             check_adapters(model, left_out)
             left = team.agree(lambda: buffers.compute_left(but=filled, params=own | left_out, seed=seed))
@@ -78,18 +77,27 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
                     f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
                     "meta device."
                 )
-            team.agree(lambda: _read(model, engine, found))
+
+            def read() -> None:
+                wanted = names_of(model)
+                for name, f in found.items():
+                    rows, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])
+                    assert rows.shape == into.shape, f"{name}: this rank holds {into.shape} and reads {rows.shape}"
+                    if into.numel():
+                        rows.fill(into, (0,) * into.dim())
+
+            team.agree(read)
             if left_out:
                 follow_loaded(model, left_out)
 
 
-def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
+def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
     """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
     added = added_by_adapters(model)
     ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
     params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
     empty = set(blank(params, engine.context))
-    return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
+    return {id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored}
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -147,11 +155,13 @@ def _fitting(
 ) -> tuple[dict[str, FoundTensor], set[int]]:
     """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
     matched = match(model, folder, rows_of_folder(folder), ignore)
-    unlike = _listed(
-        "tied in the model but not equal in the folder", _untied(model, engine, matched.found, matched.ties)
-    )
-    if unlike:
-        raise _misfit(model, folder, unlike)
+    wanted, unequal = names_of(model), []
+    for first, second in matched.ties:
+        a, b = (_own(matched.found[name].rows, wanted[first], engine) for name in (first, second))
+        if not equal_rows(a, b):
+            unequal.append(f"{first} and {second}")
+    if unequal:
+        raise _misfit(model, folder, _listed("tied in the model but not equal in the folder", unequal))
     return {name: matched.found[name] for name in matched.first.values()}, matched.own
 
 
@@ -162,22 +172,22 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
     """
     wanted = names_of(model)
     named, extra, wrong = _named(model, held, wanted)
-    by_tensor = {
-        id(wanted[name]): f for name, f in named.items()
-    }  # a copied layer may be tied to one that the folder has
+    # A copied layer may be tied to one that the folder has.
+    by_tensor = {id(wanted[name]): f for name, f in named.items()}
     copies = {copy: by_tensor.get(id(wanted[original])) for copy, original in copies_of_layers(model).items()}
     named |= {copy: f for copy, f in copies.items() if f is not None and copy not in named}
     added = added_by_adapters(model)
     found = {name: f for name, f in named.items() if not _matches(name, ignore)}
     first: dict[int, str] = {}  # of the tied names that are in the folder
-    ties = [(known, name) for name in found if (known := first.setdefault(id(wanted[name]), name)) != name]
+    ties = [(one, name) for name in found if (one := first.setdefault(id(wanted[name]), name)) != name]
     absent = {name: t for name, t in wanted.items() if not (id(t) in first or id(t) in added or _matches(name, ignore))}
     own = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
+    missing = [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in own]
+    known = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
+    surplus = [key for key in extra if not (_matches(key, ignore) or _searched(key, known))]
     unlike = [
-        *_listed(
-            "missing in the folder", [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in own]
-        ),
-        *_listed("in the folder but not in the model", _surplus(model, held, extra, ignore)),
+        *_listed("missing in the folder", missing),
+        *_listed("in the folder but not in the model", [f"{key} {tuple(held[key].shape)}" for key in surplus]),
         *_listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
     ]
     if unlike:
@@ -187,11 +197,6 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
 
 def _misfit(model: nn.Module, folder: Path, unlike: list[str]) -> CheckpointError:
     return CheckpointError(f"{folder} does not fit {type(model).__name__}: {'; '.join(unlike)}.")
-
-
-def _surplus(model: nn.Module, held: Mapping[str, Rows], extra: list[str], ignore: list[str]) -> list[str]:
-    patterns = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
-    return [f"{k} {tuple(held[k].shape)}" for k in extra if not (_matches(k, ignore) or _searched(k, patterns))]
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
@@ -237,18 +242,6 @@ def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> 
         if f.rows.shape != tensor.shape or not holds(tensor.dtype, f.rows.dtype):
             stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
             result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
-    return result
-
-
-def _untied(
-    model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor], ties: Iterable[tuple[str, str]]
-) -> list[str]:
-    """Names of one tensor of the model under which the folder holds different values, in this rank's rows."""
-    result = []
-    for first, second in ties:
-        a, b = (_own(found[name].rows, names_of(model)[first], engine) for name in (first, second))
-        if not equal_rows(a, b):
-            result.append(f"{first} and {second}")
     return result
 
 
@@ -347,12 +340,3 @@ def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     """What this rank holds of a tensor of the model."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]
-
-
-def _read(model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor]) -> None:
-    wanted = names_of(model)
-    for name, f in found.items():
-        own, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])
-        assert own.shape == into.shape, f"{name}: this rank holds {tuple(into.shape)} and reads {tuple(own.shape)}"
-        if into.numel():
-            own.fill(into, (0,) * into.dim())

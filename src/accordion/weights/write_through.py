@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 from accordion.engine.communicator import reduced
-from accordion.engine.context import ShardingContext
 from accordion.engine.params import Param, own_part
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
@@ -51,14 +51,7 @@ class Full:
         self.tensor = nn.Parameter(self.data, requires_grad=param.sharded.requires_grad)
         self.storage.resize_(0)
 
-    def reset(self) -> None:
-        """Let `tensor` be over `storage` again, without a value."""
-        self.storage.resize_(self.num_bytes)
-        self.tensor.data = self.data
-        self.storage.resize_(0)
-        self.filled = False
-
-    def take(self, value: Tensor, context: ShardingContext) -> None:
+    def take(self, value: Tensor) -> None:
         """Write this rank's rows of `value` to the shard."""
         if self.kept:
             _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
@@ -67,10 +60,10 @@ class Full:
 class Fulls(_torch.DispatchMode):
     """Owns the full tensors that stand in the registry; gives memory to those that the running operator touches."""
 
-    def __init__(self, context: ShardingContext) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._context = context
-        self._fulls: list[Full] = []
+        self._device = device
+        self.all: list[Full] = []
         self._by_storage: dict[int, Full] = {}
         self._places: dict[int, list[tuple[nn.Module, str, Full]]] = {}
         self._open: list[Full] = []
@@ -78,8 +71,8 @@ class Fulls(_torch.DispatchMode):
 
     def stand_in(self, param: Param, places: Iterable[tuple[nn.Module, str]], kept: bool) -> None:
         """Register a full tensor in place of the shard of `param` at these places."""
-        full = Full(param, self._context.device, kept)
-        self._fulls.append(full)
+        full = Full(param, self._device, kept)
+        self.all.append(full)
         self._by_storage[id(full.storage)] = full
         for module, attr in places:
             self._places.setdefault(id(module), []).append((module, attr, full))
@@ -92,25 +85,22 @@ class Fulls(_torch.DispatchMode):
         used = [self._by_storage[id(s)] for s in given if id(s) in self._by_storage]
         if used:
             self.close(used)
-            self._prepare(func, next(_plain_tensors((args, kwargs))), used)
-        return func(*args, **(kwargs or {}))
-
-    def _prepare(self, func: Any, first: Tensor, used: list[Full]) -> None:
         for full in dict.fromkeys(used):
             if full not in self._open:
                 full.storage.resize_(full.num_bytes)
                 self._open.append(full)
             if full.filled or func in VIEWS:
                 continue
-            if func not in OVERWRITES or len(used) > 1 or first.untyped_storage() is not full.storage:
-                gather_into(full.data, full.param, self._context)
+            if func not in OVERWRITES or len(used) > 1 or given[0] is not full.storage:
+                gather_into(full.data, full.param)
             full.filled = True
+        return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
         """Cut what stands open into rows and let its memory go, except where numpy shares it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
-                full.take(full.data, self._context)
+                full.take(full.data)
             if full.storage.resizable():
                 full.storage.resize_(0)
                 full.filled = False
@@ -123,40 +113,35 @@ class Fulls(_torch.DispatchMode):
             storage = None if given is None else given.untyped_storage()
             if given is full.tensor and storage is full.storage:
                 continue
+            tied = sum(full is other for _, _, other in self.places()) > 1
             fits = given is not None and given.shape == full.data.shape and id(storage) not in self._by_storage
-            if given is None or not fits or (given is not full.tensor and self._is_tied(full)):
+            if given is None or not fits or (given is not full.tensor and tied):
                 raise UsageError(
                     f"init put {'nothing' if given is None else f'another parameter of shape {tuple(given.shape)}'} in place "
                     f"of {full.param.name!r} of shape {tuple(full.data.shape)}; fill it in place, and tie or drop before shard()."
                 )
-            full.take(given.detach(), self._context)
+            full.take(given.detach())
             self.written.add(id(full.storage))
-            full.reset()
+            full.storage.resize_(full.num_bytes)
+            full.tensor.data = full.data  # over its storage again, without a value
+            full.storage.resize_(0)
+            full.filled = False
             module._parameters[attr] = full.tensor
             if full in self._open:
                 self._open.remove(full)
 
-    def settle_all(self) -> None:
-        for places in list(self._places.values()):
-            self.settle(places[0][0])
-
-    def _is_tied(self, full: Full) -> bool:
-        return sum(full is f for places in self._places.values() for _, _, f in places) > 1
+    def places(self) -> list[tuple[nn.Module, str, Full]]:
+        """Return where each full tensor is registered: module and attribute."""
+        return [place for places in self._places.values() for place in places]
 
     def restore(self) -> None:
         """Register the shards again."""
-        for places in self._places.values():
-            for module, attr, full in places:
-                module._parameters[attr] = full.param.sharded
-
-    def mark_initialised(self) -> None:
-        """Let transformers' init functions pass over every parameter that is not kept."""
-        for full in self._fulls:
-            full.tensor._is_hf_initialized = not full.kept  # type: ignore[attr-defined]
+        for module, attr, full in self.places():
+            module._parameters[attr] = full.param.sharded
 
     def unwritten(self) -> list[Param]:
         """The parameters that no operator wrote."""
-        kept = [full for full in self._fulls if full.kept]
+        kept = [full for full in self.all if full.kept]
         return [full.param for full in kept if id(full.storage) not in self.written]
 
 
@@ -175,7 +160,7 @@ def init_mode(
         raise UsageError("init_mode does not work inside full_params or another init_mode; leave that first.")
     engine.recover()
     drafted = {(id(module), attr) for module, attr in drafts}
-    fulls = Fulls(engine.context)
+    fulls = Fulls(engine.context.device)
     with torch.inference_mode(False), torch.no_grad():
         for param in (p for unit in engine.units for p in unit.params):
             places = [(module, attr) for ref, attr in param.places if (module := ref()) is not None]
@@ -188,14 +173,15 @@ def init_mode(
         try:
             with fulls:
                 yield fulls
-                fulls.settle_all()
+                for module, _, _ in fulls.places():
+                    fulls.settle(module)
             fulls.close()
         finally:
             engine.suspended = False
             fulls.restore()
 
 
-def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
+def gather_into(full: Tensor, param: Param) -> None:
     """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
     full.zero_()
     own_part(full, param).copy_(_torch.local_of(param.sharded))
@@ -207,11 +193,6 @@ def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     """Tensors with a storage in the arguments of an operator."""
-    if isinstance(tree, Tensor):
-        if not isinstance(tree, DTensor) and tree.layout is torch.strided:
-            yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _plain_tensors(item)
-    elif isinstance(tree, dict):
-        yield from _plain_tensors(list(tree.values()))
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
+            yield leaf

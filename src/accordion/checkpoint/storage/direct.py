@@ -66,7 +66,12 @@ class LocalWriter:
         """Raises `OSError` where this, or what was given before, cannot be written."""
         while data:
             if self._buffer is None:
-                self._buffer, self._held = self._free_buffer(), 0
+                self._held = 0
+                if len(self._out) < IN_FLIGHT:
+                    self._buffer = aligned_buffer(self._buffer_bytes)
+                else:
+                    written, self._buffer = self._out.popleft()
+                    written.result()
             step = data[: self._buffer_bytes - self._held]
             self._buffer.numpy()[self._held : self._held + len(step)] = step  # other threads run meanwhile
             self._held, data = self._held + len(step), data[len(step) :]
@@ -80,13 +85,6 @@ class LocalWriter:
         while self._out:
             self._out.popleft()[0].result()
         os.ftruncate(self._handle, num_bytes)
-
-    def _free_buffer(self) -> Tensor:
-        if len(self._out) < IN_FLIGHT:
-            return aligned_buffer(self._buffer_bytes)
-        written, buffer = self._out.popleft()
-        written.result()
-        return buffer
 
     def _hand_over(self) -> None:
         if self._buffer is not None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
@@ -20,12 +20,6 @@ NUM_TRIES = 3  # to find the folder of a name, which none has between the two re
 SAVING = "saving.json"  # in a folder of remote storage while a job saves there: which job, and which save
 BLOCK_BYTES = 4 * 2**20  # that are fetched at once
 STALE_S = 900.0  # without which a job of another machine is taken for dead
-
-
-class Writer(Protocol):
-    """A file that is being written."""
-
-    def write(self, data: memoryview, /) -> object: ...
 
 
 Folder: TypeAlias = "Local | Remote"
@@ -58,11 +52,12 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
 
 def readable(folder: Folder) -> Folder:
     """Return `folder`, or, during or after a killed replacement of its checkpoint, the folder that has the older one."""
-    tries = NUM_TRIES if isinstance(folder, Local) else 0
-    while isinstance(folder, Local) and tries and not os.path.lexists(folder.path):
-        if (old := folder.replaced()) is not None:
-            return old
-        tries -= 1
+    if isinstance(folder, Local):
+        for _ in range(NUM_TRIES):
+            if os.path.lexists(folder.path):
+                break
+            if (old := folder.replaced()) is not None:
+                return old
     return folder
 
 
@@ -91,17 +86,15 @@ class Local:
 
     def folders(self) -> list[str]:
         """Return the names of the folders in it but hidden ones, and of checkpoints that are being replaced."""
+        names: dict[str, None] = {}
         with suppress(FileNotFoundError):
-            # Twice, because a folder that is renamed meanwhile may be missing in one listing.
-            return list(dict.fromkeys([*self._folders(), *self._folders()]))
-        return []
-
-    def _folders(self) -> Iterator[str]:
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                name = claims.replaced(entry.name) or entry.name
-                if name[0] != "." and _is_folder(entry):
-                    yield name
+            for _ in range(2):  # because a folder that is renamed meanwhile may be missing in one listing
+                with os.scandir(self.path) as entries:
+                    for entry in entries:
+                        name = claims.replaced(entry.name) or entry.name
+                        if name[0] != "." and _is_folder(entry):
+                            names[name] = None
+        return list(names)
 
     def inside(self, name: str) -> Local:
         return Local(self.path / name)
@@ -162,23 +155,21 @@ class Local:
         return Local(claims.hidden(self.path, f"{save}.tmp"))
 
     @contextmanager
-    def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
-        """Context manager for writing a file of `num_bytes`; at its end the file is on the disk."""
+    def create(self, name: str, num_bytes: int) -> Iterator[Any]:
+        """Context manager for a file of `num_bytes` with `write(memoryview)`; at its end the file is on the disk."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, made by rank 0, is not seen here; checkpoints need storage that all ranks share, and no other "
                 "job that saves under this name."
             )
-        try:
-            with created(self.path / name, num_bytes) as file:
-                yield file
-        except OSError as error:
-            raise _with_path(error, self.path / name) from None
+        with _with_path(self.path / name), created(self.path / name, num_bytes) as file:
+            yield file
 
     def commit(self, begun: Folder, manifest: bytes) -> None:
         """Write the manifest into what `begin` returned on this rank, and make that the checkpoint of this name."""
         assert isinstance(begun, Local)
-        _write(begun, manifest)
+        with begun.create(MANIFEST, len(manifest)) as file:
+            file.write(memoryview(manifest))
         now = time.time_ns()
         with suppress(OSError):  # a time of its own: file systems write the last tick's, which two saves may share
             os.utime(begun.path / MANIFEST, ns=(now, now))
@@ -199,12 +190,8 @@ class Local:
             ) from error
         _sync(self.path.parent)
         claims.remove_quietly(old)
-        begun._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if begun._lock is not None:
+            begun._lock.release()
 
     def discard(self) -> None:
         """Remove what `begin` returned. Raises `OSError`."""
@@ -212,7 +199,8 @@ class Local:
             if self.path.exists():
                 claims.remove(self.path)
         finally:
-            self._release()
+            if self._lock is not None:
+                self._lock.release()
 
     def remove(self, mark: object) -> None:
         """Remove this checkpoint, unless a job saves under its name or has done so since `mark`. Raises `OSError`."""
@@ -294,8 +282,13 @@ class Remote:
             raise CheckpointError(f"{self} is a checkpoint, and remote storage replaces none; pass another path.")
         if any(not name.endswith(".safetensors") for name in held if name != SAVING):
             raise CheckpointError(f"{self} exists and is no checkpoint; pass another path or remove it.")
-        if SAVING in held:
-            self._refuse_if_saving()
+        if SAVING in held and time.time() - self.written_at(SAVING) / 1e9 <= STALE_S:
+            host, pid = (self._owner().get(key) for key in ("host", "pid"))
+            if type(pid) is int and (host != os.uname().nodename or (pid != os.getpid() and _is_alive(pid))):
+                raise CheckpointError(
+                    f"{self} is being saved by process {pid} on {host}; no other job may save under this name. If that job has "
+                    f"ended, remove {self.inside(SAVING)}, or wait until it is {STALE_S / 60:.0f} minutes old."
+                )
         self._storage.makedirs(self._path, exist_ok=True)
         owner = {"save": save, "host": os.uname().nodename, "pid": os.getpid()}
         self._storage.pipe_file(self._at(SAVING), json.dumps(owner).encode())
@@ -303,18 +296,6 @@ class Remote:
             self._storage.rm_file(self._at(name))  # of a save that was killed
         self._save = save
         return self
-
-    def _refuse_if_saving(self) -> None:
-        """Raise `CheckpointError` if the job that began a save here may be alive."""
-        owner = self._owner()
-        host, pid = owner.get("host"), owner.get("pid")
-        if type(pid) is not int or time.time() - self.written_at(SAVING) / 1e9 > STALE_S:
-            return
-        if host != os.uname().nodename or (pid != os.getpid() and _is_alive(pid)):
-            raise CheckpointError(
-                f"{self} is being saved by process {pid} on {host}; no other job may save under this name. If that job has "
-                f"ended, remove {self.inside(SAVING)}, or wait until it is {STALE_S / 60:.0f} minutes old."
-            )
 
     def _owner(self) -> dict[str, Any]:
         """The words of the job that saves here, empty if there is none."""
@@ -342,7 +323,7 @@ class Remote:
         return [str(self)] if source.is_file() else [str(self.inside(path.name)) for path in sorted(source.iterdir())]
 
     @contextmanager
-    def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
+    def create(self, name: str, num_bytes: int) -> Iterator[Any]:
         with self._storage.open(self._at(name), "wb") as file:
             yield file
 
@@ -351,7 +332,7 @@ class Remote:
             raise CheckpointError(
                 f"{self} was saved by another job at the same time; no other job may save under this name."
             )
-        _write(self, manifest)
+        self._storage.pipe_file(self._at(MANIFEST), manifest)
         with suppress(FileNotFoundError):
             self._storage.rm_file(self._at(SAVING))
 
@@ -399,11 +380,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return error.errno != errno.ELOOP
 
 
-def _write(folder: Folder, manifest: bytes) -> None:
-    with folder.create(MANIFEST, len(manifest)) as file:
-        file.write(memoryview(manifest))
-
-
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -427,14 +403,18 @@ def _sync(folder: Path) -> None:
     """Wait until the names in `folder` are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError as error:
-        raise _with_path(error, folder) from None
+        with _with_path(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _with_path(error: OSError, path: Path) -> OSError:
-    """A full disk does not say which one it is."""
-    named = error.filename is not None or error.errno is None
-    return error if named else OSError(error.errno, error.strerror, str(path))
+@contextmanager
+def _with_path(path: Path) -> Iterator[None]:
+    """Context manager that puts `path` into an `OSError` without a name: a full disk does not tell which one it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
