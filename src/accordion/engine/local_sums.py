@@ -54,7 +54,9 @@ class LocalSums:
             param = self._params[i].sharded
             shown, is_ours = param.grad, param.grad is None
             if shown is None:
-                shown = param.grad = _zeros(self._params[i])
+                like = self._params[i].grad_like
+                zeros = torch.zeros_like(_torch.local_of(param), dtype=like.dtype)
+                shown = param.grad = _torch.as_dtensor(zeros, like)
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -105,17 +107,8 @@ class LocalSums:
         if grad is None:
             return None
         if grad is held.grad and grad._version != held.version:
-            if held.is_ours or not _any_nonzero(grad):
+            local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+            if held.is_ours or not local.count_nonzero():
                 return None
             held.version = grad._version
         return held
-
-
-def _zeros(param: Param) -> DTensor:
-    like = param.grad_like
-    return _torch.as_dtensor(torch.zeros_like(_torch.local_of(param.sharded), dtype=like.dtype), like)
-
-
-def _any_nonzero(grad: Tensor) -> bool:
-    local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
-    return bool(local.count_nonzero())

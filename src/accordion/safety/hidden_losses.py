@@ -7,7 +7,6 @@ call begins when autograd reads a full parameter that it has saved.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -47,8 +46,8 @@ class HiddenLosses(Observer):
         self._begins_at_reads: dict[int, bool] = {}  # by unit, once a backward has come
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._packs: list[Callable[[Tensor], Any]] = []  # of calls under way
-        # By unit: each module, where its own attributes begin, and how many it has as long as none can hold a loss.
-        self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
+        # By unit: attributes of each module, where its own begin, and how many there are as long as none can hold a loss.
+        self._inside: dict[int, list[tuple[dict[str, Any], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Let a backward begin this call when it reads a full parameter, if nothing else has begun it."""
@@ -113,17 +112,14 @@ class HiddenLosses(Observer):
         if inside is None:
             root = unit.module()
             inside = (
-                [(weakref.ref(m), _first_own(m), _num_plain(m)) for m in _modules_inside(root)]
-                if root is not None
-                else []
+                [(m.__dict__, _first_own(m), _num_plain(m)) for m in _modules_inside(root)] if root is not None else []
             )
             self._inside[unit.index] = inside
         found: list[Tensor] = []
-        for ref, start, num_plain in inside:
-            module = ref()
-            if module is None or len(module.__dict__) == num_plain:
+        for attributes, start, num_plain in inside:
+            if len(attributes) == num_plain:
                 continue
-            for value in islice(module.__dict__.values(), start, None):
+            for value in islice(attributes.values(), start, None):
                 kind = type(value)
                 if kind in _PLAIN:
                     continue
