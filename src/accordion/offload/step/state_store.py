@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.streams import SideStream
 from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel, show
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
+from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 
@@ -118,7 +119,10 @@ class States:
                 base += numel * dtype.itemsize
             block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
-                shown = {k: _shown(block, k, start, w.own) for k in keys}
+                shown = {}
+                for key, dtype in keys.items():
+                    flat = store.mapped(bases[key] + start * dtype.itemsize, w.own.numel(), dtype)
+                    shown[key] = flat.as_strided(w.own.shape, w.own.stride())
                 self._places[id(w.param)] = (w.param, StatePlace(block, start, shown), w)
 
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
@@ -135,8 +139,9 @@ class States:
     def _size_buffers(self) -> None:
         pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
         # A chunk that is stepped on the host takes its turn by a buffer, also if nothing of it is in a file.
-        largest = max(block.chunk_bytes() or (0 if is_on_device else ALIGN_BYTES) for block, is_on_device in pairs)
-        over = max((block.device_bytes() for block, is_on_device in pairs if is_on_device), default=0)
+        least = {True: 0, False: ALIGN_BYTES}
+        largest = max(block.buffer_bytes(on_device=False) or least[is_on_device] for block, is_on_device in pairs)
+        over = max((block.buffer_bytes(on_device=True) for block, is_on_device in pairs if is_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
                 self._pinned = self._make_arena(NUM_BUFFERS * largest, self._device)
@@ -156,7 +161,7 @@ class States:
                 value = state[p].get(key)
                 if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
                     place.shown[key].copy_(local_of(value))
-                    show(state[p], {key: place.shown[key]}, p)
+                    write_back(state[p], {key: place.shown[key]}, p, local_of(p))
                     self.is_exposed = True
 
     def flush(self) -> None:
@@ -167,16 +172,15 @@ class States:
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
         """What is streamed of `entries`: all but those without a row on this rank, and those that are stepped as they lie."""
-        found = []
+        steps = []
         for entry in entries:
             if id(entry.param) in self._places:
                 _, place, w = self._places[id(entry.param)]
                 if w.shard_buffer is not None:
-                    w.shard_buffer[0].grads.settle(w.shard_buffer[1])
-                found.append(
-                    ParamStep(entry, place, frozenset(k for k in place.shown if k in entry.state), w.shard_buffer)
-                )
-        return found
+                    w.shard_buffer[0].grads.slots[w.shard_buffer[1]].settle()
+                present = frozenset(place.shown).intersection(entry.state)
+                steps.append(ParamStep(entry, place, present, w.shard_buffer))
+        return steps
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
         """Let a chunk that is stepped on the host pass."""
@@ -193,22 +197,15 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
     """Of what is stepped with states of these: the smallest itemsize, and bytes an element, of what is on disk and of all."""
     smallest, on_disk, in_all = [], [], []
     for w in members:
-        rests: list[tuple[torch.dtype, bool]] = [(w.own.dtype, False)] * 2
-        if w.shard_buffer is not None:
-            shard_buffer, i = w.shard_buffer
-            row = shard_buffer.row(i)
-            rests = [
-                (w.own.dtype, shard_buffer.own_range(i) is not None),
-                (w.own.dtype, shard_buffer.grads.is_on_disk(i)),
-            ]
-            rests += [] if row is None else [(row.dtype, isinstance(row, FileRange))]
-        smallest.append(min(dtype.itemsize for dtype, _ in rests))
-        on_disk.append(sum(dtype.itemsize for dtype, is_on_disk in rests if is_on_disk))
-        in_all.append(sum(dtype.itemsize for dtype, _ in rests))
+        num_bytes, (shard_buffer, i) = w.own.dtype.itemsize, w.shard_buffer or (None, 0)
+        row = None if shard_buffer is None else shard_buffer.row(i)
+        rests = [num_bytes, num_bytes] + ([] if row is None else [row.dtype.itemsize])
+        is_in_file = [
+            shard_buffer is not None and shard_buffer.own_range(i) is not None,
+            shard_buffer is not None and shard_buffer.grads.slots[i].file_range is not None,
+            isinstance(row, FileRange),
+        ]
+        smallest.append(min(rests))
+        on_disk.append(sum(compress(rests, is_in_file)))
+        in_all.append(sum(rests))
     return min(smallest), max(on_disk), max(in_all)
-
-
-def _shown(block: StateBlock, key: str, start: int, own: Tensor) -> Tensor:
-    dtype = block.keys[key]
-    flat = block.store.mapped(block.starts[key] + start * dtype.itemsize, own.numel(), dtype)
-    return flat.as_strided(own.shape, own.stride())
