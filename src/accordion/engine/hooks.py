@@ -146,12 +146,7 @@ class Hooks:
             if not unit.leases:  # else it stands, and is not gathered
                 for returns in engine.observers.unit_returns:
                     returns(unit, None)
-        engine.depth += 1
-        try:
-            call, fulls = self._begin(differentiable, by_read)
-        except BaseException:
-            engine.depth -= 1  # torch runs `after` now, and it finds no call
-            raise
+        call, fulls = self._begin(differentiable, by_read)  # if it raises, torch runs `after`, which finds no call
         self._calls.append((call, fulls))
         unit.module_params.show(fulls)
         for watch in engine.observers.unit_is_full:
@@ -190,6 +185,7 @@ class Hooks:
         unit.module_params.check_registry()
         unit.keep_until_stale = False
         version = engine.acquire(unit)
+        engine.depth += 1
         try:
             call = Call(engine, unit, by_read, is_dummy)
             outside = call.root != IN_BACKWARD
@@ -209,6 +205,7 @@ class Hooks:
             return call, unit.module_params.around(fulls)
         except BaseException:
             unit.release()
+            engine.depth -= 1
             raise
 
     def _input(self, nodes: list[Any], done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
@@ -319,15 +316,9 @@ class Hooks:
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
         """Begin a call that other ranks make and this one does not: it gathers, and reduces, with them."""
-        engine = self.engine
         with torch.set_grad_enabled(differentiable):
-            engine.depth += 1
-            try:
-                call, fulls = self._begin(differentiable, by_read, is_dummy=True)
-            except BaseException:
-                engine.depth -= 1
-                raise
-        for watch in engine.observers.unit_is_full:
+            call, fulls = self._begin(differentiable, by_read, is_dummy=True)
+        for watch in self.engine.observers.unit_is_full:
             watch(call, fulls)
         return call, fulls
 

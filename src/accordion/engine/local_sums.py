@@ -65,20 +65,18 @@ class LocalSums:
         A parameter that was frozen since the forward keeps its sum, because its gradient will be dropped. `grads`: None to take
         all sums alone.
         """
-        if grads is None:
-            self.pending.difference_update(indices)
-            return [self._with_sum(i, None) for i in indices]
-        takes = [self._params[i].sharded.requires_grad for i in indices]
-        self.pending.difference_update([i for i, yes in zip(indices, takes, strict=True) if yes])
-        return [self._with_sum(i, g, yes) for i, g, yes in zip(indices, grads, takes, strict=True)]
-
-    def _with_sum(self, i: int, grad: Tensor | None, takes: bool = True) -> Tensor | None:
-        local_sum = self._held(i) if takes else None
-        if takes:
-            self._forget(i)
-        if local_sum is None:
-            return grad if grad is None else grad.to(self._dtypes[i])
-        return local_sum.total if grad is None else local_sum.total + grad
+        result: list[Tensor | None] = []
+        for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
+            local_sum = None
+            if grads is None or self._params[i].sharded.requires_grad:
+                local_sum = self._held(i)
+                self._forget(i)
+                self.pending.discard(i)
+            if local_sum is not None:
+                result.append(local_sum.total if grad is None else local_sum.total + grad)
+            else:
+                result.append(None if grad is None else grad.to(self._dtypes[i]))
+        return result
 
     def any_held(self) -> bool:
         """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""

@@ -124,7 +124,7 @@ class UnitStep:
                 shard_buffer.write_rows()  # of all parameters; chunks write theirs afterwards
         if self._states is not None:
             step = partial(step_chunk, self._optimizer_copy)
-            self._passing = [self._states.start(chunk, step) for chunk in chunks_of(self._todos)]
+            self._passing = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
         self.entries = ()
 
     def finish(self) -> None:

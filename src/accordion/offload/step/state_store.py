@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -52,7 +51,7 @@ class States:
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
-        self._passage = HostPipeline(pool(), [])
+        self.host_pipeline = HostPipeline(pool(), [])  # for chunks that are stepped on the host
         self.host_bytes = 0  # of the states that were laid out there
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
@@ -148,7 +147,7 @@ class States:
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
-            self._passage = HostPipeline(self._pool(), self._buffers)
+            self.host_pipeline = HostPipeline(self._pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -182,13 +181,9 @@ class States:
                 steps.append(ParamStep(entry, place, present, w.shard_buffer))
         return steps
 
-    def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Let a chunk that is stepped on the host pass."""
-        return self._passage.start(chunk, step)
-
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
         """A stream of chunks that are stepped on the device, once none passes on the host, which has the same buffers."""
-        self._passage.rest()
+        self.host_pipeline.rest()
         stream = Stream(chunks, self._pool(), self._buffers)
         return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
 
