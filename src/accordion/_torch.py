@@ -170,19 +170,14 @@ def has_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-def need_autograd(leaves: Sequence[Tensor]) -> list[bool]:
-    """Return for each leaf if its gradient is autograd's to take: to run hooks, or to drop it because the leaf is frozen."""
-    with plain_attributes():
-        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
-
-
 _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
-def grads_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each."""
+def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
+    """Return each leaf's gradient, and whether a new one is autograd's to take: to run hooks, or to drop it for a frozen leaf."""
     with plain_attributes():
-        return list(map(_grad, leaves))
+        hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
+        return list(map(_grad, leaves)), hooked
 
 
 def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
@@ -457,23 +452,11 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from inner_tensors(getattr(tensor.data, name))
 
 
-def companion_of(group: Any) -> Any | None:
-    """What `keep_companion` was given for a group; None where nothing was, or where the job's groups were made anew."""
-    return next(
-        iter(torch.distributed.distributed_c10d._world.tags_to_pg.get(f"accordion/{group.group_name}", ())), None
-    )
-
-
-def keep_companion(group: Any, companion: Any) -> None:
-    """Remember a second group over the same ranks, as long as the job has groups: `destroy_process_group` forgets it.
-
-    Kept among torch's own tags of groups, which no public name reaches (2.11 to 2.13): a group of C++ takes no attributes.
-    """
-    torch.distributed.distributed_c10d._world.tags_to_pg[f"accordion/{group.group_name}"] = [companion]
-
-
 def keep_with_job(name: str, thing: Any) -> None:
-    """Keep a thing as long as the job has process groups, where `keep_companion` keeps groups."""
+    """Keep a thing as long as the job has process groups: `destroy_process_group` forgets it.
+
+    Kept among torch's own tags of groups, which no public name reaches (2.11 to 2.15): a group of C++ takes no attributes.
+    """
     torch.distributed.distributed_c10d._world.tags_to_pg[name] = [thing]
 
 
@@ -535,13 +518,6 @@ def runtime_version(device_type: str) -> str | None:
     """Of the library that torch was built with for such devices (CUDA's, ROCm's, XPU's); None where torch does not say."""
     known = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
     return known or getattr(torch.version, device_type, None)
-
-
-def collectives_version(device_type: str) -> str | None:
-    """Of the library through which such devices talk (NCCL's); None where their module does not tell."""
-    library = getattr(torch.get_device_module(device_type), "nccl", None)
-    version = None if library is None else library.version()
-    return ".".join(map(str, version)) if isinstance(version, tuple) else version
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:

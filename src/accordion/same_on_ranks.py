@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Strategy
+from accordion.config import STRATEGIES, Offload, Precision, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.context import ShardingContext
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
@@ -121,14 +121,15 @@ COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefet
 
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
     """Return the arguments of `shard` that hold for the whole model, on which ranks must agree."""
-    changed = sharding.as_config()
+    changed, recomputed = sharding.as_config(), sharding.checkpointing
+    asked = "none" if not recomputed.every else "full" if recomputed.every == 1 else f"every:{recomputed.every}"
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
         "sync": str(sync),
         "debug": str(sorted(debug)),
         **{f.name: repr(changed.get(f.name, f.default)) for f in fields(Sharding) if f.name not in COMPARED_APART},
         "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
-        "checkpoint_activations": _asked(sharding.checkpointing),
+        "checkpoint_activations": repr("selective" if recomputed.selective else asked),  # `full` is `every:1`
     }
 
 
@@ -141,13 +142,6 @@ def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads:
         facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in own.items() if v != root.get(key)}
         root = root or own
     return facts
-
-
-def _asked(checkpointing: ActivationCheckpointing) -> str:
-    """As it is written: `full` is `every:1`."""
-    if checkpointing.selective or not checkpointing.every:
-        return repr("selective" if checkpointing.selective else "none")
-    return repr("full" if checkpointing.every == 1 else f"every:{checkpointing.every}")
 
 
 def _settings(precision: Precision, offload: Offload) -> Facts:
@@ -275,14 +269,11 @@ def _same_on_their_ranks(
     reduced(unlike, _communicators(context), dist.ReduceOp.MAX)
     wrong = [o.names[0] for o, is_unlike in zip(owned, unlike.tolist(), strict=True) if is_unlike]
     if wrong:
+        listed = ", ".join(map(repr, wrong[:SHOWN_FACTS])) + _more(len(wrong) - SHOWN_FACTS, "more")
         raise DivergenceError(
-            f"values differ between ranks of a parameter's own mesh: {_listed(wrong)}; seed these ranks alike before "
+            f"values differ between ranks of a parameter's own mesh: {listed}; seed these ranks alike before "
             "building the model, or load the same weights on them."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:SHOWN_FACTS])) + _more(len(names) - SHOWN_FACTS, "more")
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:

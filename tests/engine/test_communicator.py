@@ -96,13 +96,9 @@ def test_a_backend_of_an_accelerator_is_ordered_by_its_streams(backend, monkeypa
     assert not communicator.can_poll
 
 
-@pytest.mark.parametrize("backend", HOST_ORDERED)
-def test_some_backends_are_waited_for_by_the_host(backend) -> None:
-    assert not is_stream_ordered(backend, CUDA)
-
-
-def test_every_backend_of_a_cpu_is_waited_for_by_the_host() -> None:
-    assert not is_stream_ordered("ccl", CPU)
+@pytest.mark.parametrize(("backend", "device"), [*((backend, CUDA) for backend in HOST_ORDERED), ("ccl", CPU)])
+def test_some_backends_and_every_one_of_a_cpu_are_waited_for_by_the_host(backend, device) -> None:
+    assert not is_stream_ordered(backend, device)
 
 
 @pytest.mark.parametrize(("backend", "limit"), [("nccl", PACK_LIMIT_BYTES), ("nccl2", LARGE_PACK_LIMIT_BYTES)])

@@ -15,17 +15,13 @@ from tests.support.sample import sampled
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support import reference  # noqa: E402
 from tests.support.families import FAMILIES  # noqa: E402
-from tests.support.family_inputs import loss_of  # noqa: E402
 from tests.support.family_table import (  # noqa: E402
     RANKS,
     WORKING,
-    FamilyScenario,
     Found,
     compare,
     render,
-    seed_of,
 )
 
 BF16 = torch.bfloat16
@@ -68,12 +64,6 @@ def test_bfloat16_over_float32_masters(world, name):
     assert_equal_within(world.run(RANKS, compare, name, compute=BF16), FAMILIES[name].bf16_tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in WORKING if FAMILIES[name].bf16 == "no"])
-def test_some_do_not_compute_in_bfloat16_at_all(name):
-    with pytest.raises(RuntimeError, match="BFloat16"):
-        reference.unsharded(FamilyScenario(name=name, compute=BF16), 1)
-
-
 @pytest.mark.parametrize("num_ranks", sampled([3, 4], lambda num_ranks: num_ranks == 3))
 @pytest.mark.parametrize(
     "name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {MIXTRAL, T5}.__contains__)
@@ -95,27 +85,6 @@ def test_checkpointing_of_transformers(world, name, use_reentrant):
 )
 def test_checkpointing_of_units(world, name):
     assert_equal_within(world.run(RANKS, compare, name, checkpoint_activations="full"))
-
-
-# -- what the tests above are about is there
-
-
-def gradients(name: str, rank: int) -> dict[str, torch.Tensor | None]:
-    model = FAMILIES[name].build()
-    loss_of(model, FAMILIES[name].batch(0, rank), seed_of(0, rank)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def test_mixtral_has_experts_that_only_some_ranks_use():
-    key = "model.layers.0.mlp.experts.down_proj"
-    used = [{expert for expert, grad in enumerate(gradients(MIXTRAL, rank)[key]) if grad.any()} for rank in range(4)]
-    assert len(set(map(frozenset, used))) > 1
-
-
-def test_some_parameters_have_a_gradient_on_some_ranks_only():
-    """Each expert of Switch Transformers is a module of its own."""
-    first, second = ({n for n, g in gradients(SWITCH, rank).items() if g is None} for rank in (0, 1))
-    assert first ^ second
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,6 @@ def test_every_row_has_one_owner(shape: tuple[int, ...], num_ranks: int) -> None
     assert math.prod(c.local_shape(0)) == c.rows_of(0) * c.row_numel
 
 
-def test_rows_follow_torch_chunk() -> None:
-    for rows, num_ranks in [(10, 4), (5, 4), (3, 8), (1537, 3), (33, 2)]:
-        c = Cut((rows, 2), 0, num_ranks)
-        chunk = -(-rows // num_ranks)
-        assert [c.rows_of(r) for r in range(num_ranks)] == [
-            max(0, min(chunk, rows - r * chunk)) for r in range(num_ranks)
-        ]
-
-
 def test_fused_experts_are_not_padded_eightfold() -> None:
     """Eight experts on 64 ranks: one row a rank would be eight times the parameter."""
     assert cut((8, 28672, 4096), 8, 2).dim == 0

@@ -13,9 +13,6 @@ import torch
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.engine import layout
-from tests.devices import device
-from tests.inside import units_of
 from tests.support import models
 from tests.support.checks import mesh_of
 from tests.support.meters import Allocations
@@ -24,7 +21,6 @@ from tests.support.sample import sampled
 NUM_BLOCKS, WIDTH, HIDDEN = 4, 128, 2048
 UNIT_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)  # of a gathered block
 SMALL_BYTES = 320 * 1024  # activations of two tokens, the root, packed messages
-NUM_UNEVEN = len(list(models.uneven().parameters()))
 
 
 def heavy() -> models.Tiny:
@@ -133,58 +129,6 @@ def test_a_rank_holds_its_share_and_nothing_else(measure, strategy):
         assert found["end 3"] == found["end 2"], "a step leaves something behind"
         assert found["inferred"] == found["end 3"], "inference leaves something behind"
         assert found["gone"] < 0.01 * total, "something keeps the model alive"
-
-
-def held_after_shard(mesh, strategy: acc.Strategy, num_ranks: int) -> tuple[int, int, int]:
-    """Bytes live, bytes that `layout` computes, bytes of the rows themselves."""
-    with Allocations() as memory:
-        model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
-        settle()
-        memory.mark("sharded")
-        wanted = rows = 0
-        for unit in units_of(model):
-            cuts = [layout.cut(param.cut.shape, num_ranks, 4) for param in unit.params]
-            wanted += 4 * layout.message(cuts, 4).shard_numel
-        for p in models.uneven().parameters():
-            rows += 4 * (-(-p.shape[0] // num_ranks) * p[0].numel() if p.dim() else 1)
-    return memory.live("sharded"), wanted, rows
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_rank_holds_exactly_what_layout_computes(world, num_ranks):
-    for held, wanted, rows in world.run(num_ranks, held_after_shard, acc.FULL_SHARD, num_ranks):
-        beside = 64 + 4 * 16 + 256  # the engine's scalars, what each unit says of itself, the place of a 0-d parameter
-        assert wanted <= held <= wanted + beside
-        # one rank computes with the shards themselves, so each starts at a multiple of 256 bytes; else the 0-d one does
-        assert rows <= wanted <= rows + 256 * (NUM_UNEVEN if num_ranks == 1 else 1)
-
-
-def main_job_bytes(mesh, preset: str) -> tuple[int, int, int]:
-    """Bytes live after a step with gradients kept; of parameters, gradients and two states unsharded; without padding."""
-    transformers = pytest.importorskip("transformers")
-    from accordion.models.llama import TRAINED, llama_config
-
-    config = llama_config(TRAINED[preset], positions=2048)
-    with Allocations() as memory:
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-        total = sum(p.nbytes for p in model.parameters())
-        model = acc.shard(model, mesh=mesh)
-        settle()
-        memory.mark("sharded")
-        optimizer = torch.optim.AdamW(model.parameters())
-        tokens = torch.zeros(1, 4, dtype=torch.int64, device=device())
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        settle()
-        memory.mark("stepped")
-    return memory.live("sharded"), memory.live("stepped"), total
-
-
-def test_the_model_of_the_main_job_takes_its_share_of_all_states(world):
-    for sharded, stepped, total in world.run(2, main_job_bytes, "llama-10m"):
-        assert sharded == pytest.approx(total / 2, rel=0.01)
-        assert stepped == pytest.approx(4 * total / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(

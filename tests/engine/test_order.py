@@ -13,7 +13,7 @@ def forward(order: UnitOrder, units: list[int]) -> None:
 
 
 def ahead(order: UnitOrder, unit: int, budget: int | None = None, phase: Phase = Phase.FORWARD) -> list[int]:
-    return list(order.ahead(phase, unit, lambda _: 10, budget))
+    return list(order.ahead(phase, unit, [10] * 8, budget))
 
 
 def test_nothing_is_guessed_before_the_first_step() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
@@ -195,15 +194,6 @@ def raises(mesh: Any) -> None:
 
 def test_what_it_cannot_be_is_one_sentence(world: Any) -> None:
     world.run(RANKS, raises)
-
-
-def differs(mesh: Any) -> None:
-    with pytest.raises(acc.DivergenceError, match="secondary"):
-        acc.shard(models.plain(), mesh=mesh, secondary=2 if dist.get_rank() else 4)
-
-
-def test_ranks_that_ask_for_other_numbers_are_named_on_all(world: Any) -> None:
-    world.run(RANKS, differs)
 
 
 def after_an_error(mesh: Any) -> None:

@@ -218,7 +218,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
 
     def unit(self: Any, *args: Any, **kwargs: Any) -> None:
         make_unit(self, *args, **kwargs)
-        self._on_device = True
+        self._on_device, self.views_inputs = True, len(self.trained.indices) < len(self.params)
 
     def watch(self: Any, communicators: Any, ranks: Any) -> None:
         make_watch(self, [], ranks)  # nobody to talk to

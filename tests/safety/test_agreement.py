@@ -56,6 +56,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "strategy": ({"strategy": acc.SHARD_OPTIM}, {}, "strategy shard_optim (rank 0: full_shard)"),
     "units": ({"units": set()}, {"units": {models.Block}}, "unit 'blocks.0' not at all (rank 0: Block)"),
     "sync": ({"sync": True}, {}, "sync True (rank 0: False)"),
+    "secondary": ({"secondary": 3}, {}, "secondary 3 (rank 0: None)"),
 }
 
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import accordion as acc
-from accordion.integrations.sharding import ShardArguments
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models, reference
@@ -62,16 +61,6 @@ def placements(mesh, strategy: acc.Strategy) -> None:
 
 def test_parameters_are_dtensors_at_the_placement_of_their_optimizer(world):
     run_all(world, placements)
-
-
-def whole_ones(mesh, strategy: acc.Strategy) -> None:
-    model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
-    assert model.gain.placements == tuple([Replicate()] * mesh.ndim)
-    assert torch.equal(local_of(model.gain), torch.tensor(1.25, device=device()))
-
-
-def test_a_parameter_without_dims_is_kept_whole(world):
-    run_all(world, whole_ones)
 
 
 def default_mesh(mesh) -> None:
@@ -155,6 +144,9 @@ def misuse(mesh) -> None:
     }.items():
         with pytest.raises(acc.UsageError, match=f"^{name} is {given!r}.*; pass"):
             acc.shard(models.plain(), **{"mesh": mesh, name: given})
+    for debug in (True, "ordr", ["order", "ordr"]):
+        with pytest.raises(acc.UsageError, match=r"debug=(True|'ordr') is not known; .*valid: streams, order, finite"):
+            acc.shard(models.plain(), mesh=mesh, debug=debug)
     with pytest.raises(acc.UsageError, match="whole number"):
         acc.min_params("1M")
     with pytest.raises(acc.UsageError, match=r"write clip_grad_norm_\(model, 1.0\)"):
@@ -167,26 +159,6 @@ def misuse(mesh) -> None:
     for context in (acc.no_sync, acc.full_params):
         with pytest.raises(acc.UsageError, match="not sharded"), context(models.plain()):
             pass
-
-
-def by_name(mesh) -> None:
-    for name in ("full_shard", "shard_grad_op", "shard_optim", "no_shard"):
-        for model in (
-            acc.shard(models.plain(), mesh, strategy=name),
-            ShardArguments.of({"strategy": name}).applied(models.plain()),
-        ):
-            assert acc.describe(model).strategy == name
-    with pytest.raises(acc.UsageError, match="strategy 'full_shart' does not exist; did you mean 'full_shard'"):
-        acc.shard(models.plain(), mesh, strategy="full_shart")
-    with pytest.raises(acc.UsageError, match="strategy is 3, of type int; pass a name such as 'full_shard'"):
-        acc.shard(models.plain(), mesh, strategy=3)
-    for debug in (True, "ordr", ["order", "ordr"]):
-        with pytest.raises(acc.UsageError, match=r"debug=(True|'ordr') is not known; .*valid: streams, order, finite"):
-            acc.shard(models.plain(), mesh=mesh, debug=debug)
-
-
-def test_a_strategy_is_taken_by_its_name(world):
-    world.run(4, by_name)
 
 
 def test_misuse_is_said_by_name(world):

@@ -22,16 +22,7 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
 from accordion.errors import UsageError
 
-
-def reduce_node_of(call: Call) -> ReduceNode:
-    """The node that waits for the reduces of a call's parameters, on the stream that computes now; made once."""
-    trained, engine = call.trained, call.engine
-    now = engine.context.reduce_stream.compute()
-    node: ReduceNode | None = trained.reduce_node
-    if node is None or node.stream != now:
-        node = trained.reduce_node = ReduceNode(engine.anchor, now, {})
-        node.token = _torch.apply(AwaitReduce, weakref.ref(node), engine.anchor, *trained.params)
-    return node
+MOST_PUT_OFF = 2  # calls whose gradients may travel on while the backward does
 
 
 @_torch.run_at_once
@@ -55,12 +46,13 @@ class AwaitReduce(torch.autograd.Function):
             engine = call.engine
             accumulates = engine.accumulates()
             waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
-            if waits and not any(_torch.need_autograd(call.trained.params)):
+            if waits and not any(_torch.grads_of(call.trained.params)[1]):
                 for part in parts:
                     part.arrive()
-                engine.delayed_writes.add(partial(hand_over, call, parts, True))
+                engine.delayed_writes.append(partial(hand_over, call, parts, True))
+                engine.write_delayed(MOST_PUT_OFF)
                 continue
-            engine.delayed_writes.write()
+            engine.write_delayed()
             grads = hand_over(call, parts, accumulates)
             if grads is not None:
                 found = grads if found is ctx.nothing else added(found, grads)
@@ -74,12 +66,14 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
     `accumulates`: whether the engine may write them; see `Engine.accumulates`.
     """
     engine = call.engine
-    engine.land_gradients()
+    if engine.arriving:
+        engine.land_gradients()
     for tell in engine.observers.gradients_arrive:
         tell(call.unit)
     params = call.trained.params
-    held = _torch.grads_of(params)
-    listens = _torch.need_autograd(params) if accumulates else [True] * len(params)
+    held, listens = _torch.grads_of(params)
+    if not accumulates:
+        listens = [True] * len(params)
     adding = [False] * len(params)
     if [g for g in held if g is not None]:
         pairs = list(zip(listens, held, strict=True))
@@ -102,9 +96,11 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
                 continue
             if standing is None:
                 param.grad = grad
+            elif engine.arriving:  # it is added once it is there
+                engine.to_add.append((_torch.local_of(standing), _torch.local_of(grad)))
             else:
-                engine.add_to_gradient(_torch.local_of(standing), _torch.local_of(grad))
-    if engine.undecided or (not decide and any(part.lacks_some for part in parts)):
+                _torch.local_of(standing).add_(_torch.local_of(grad))
+    if engine.undecided or (not decide and [part for part in parts if part.absent]):
         counted = [None] * len(params) if decide else [place for part in parts for place in part.counted()]
         for param, standing, grad, place in zip(params, held, grads, counted, strict=True):
             if grad is not None and (place is not None or engine.undecided):
@@ -124,18 +120,17 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
         ctx.call, call.gather = call, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
-        return (call.engine.token(), *[view.detach() for view in call.trained.views])
+        return (call.engine.zero.detach(), *[view.detach() for view in call.trained.views])
 
     @staticmethod
     def backward(ctx: Any, reached: Tensor | None, *grads: Tensor | None) -> Any:
         call: Call = ctx.call
         ours = _torch.are_ours(grads) if call.unit.takes_grads else [False] * len(grads)
         engine, unit, task = call.engine, call.unit, _torch.current_graph_task()
-        call.refuse_double_backward()
         if task not in call.waiting:  # this rank dropped the output: it gathers where the others do, for nothing
             call.begin(unit.views, None)
             call.waiting[task] = 0
-        if call.waiting.get(task) == 0:
+        if call.waiting[task] == 0:
             call.end(task)
         if [g for g in grads if g is not None and g.is_sparse]:
             raise UsageError(

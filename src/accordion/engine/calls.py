@@ -39,21 +39,6 @@ class Call:
     it. Graph nodes hold a call; a call holds nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
     """
 
-    __slots__ = (
-        *(
-            "__weakref__",
-            "engine",
-            "gather",
-            "inputs",
-            "is_dummy",
-            "kept",
-            "needs_full_in_backward",
-            "number",
-            "reached",
-        ),
-        *("root", "shown", "reduce_node", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
-    )
-
     def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
         self.engine, self.unit, self.trained, self.is_dummy = engine, unit, unit.trained, is_dummy
         self.sync = engine.sync
@@ -88,8 +73,31 @@ class Call:
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Hook on the pre-backward node and on outputs: the backward has reached this call."""
-        if not self.has_begun():
-            self._begin(fulls)
+        task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
+        if task in self.waiting:
+            return
+        if not engine.units:
+            raise UsageError(
+                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a "
+                "reference to the model until the backward has run."
+            )
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UsageError(
+                f"unit {unit.name or 'root'!r} was asked for a double backward (create_graph=True), and gradients of a "
+                "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
+            )
+        if self.reduce_node is not None:
+            _torch.set_number(self.reduce_node.token, self.number)
+        self.waiting[task] = 0
+        node = self.gather and self.gather()
+        if node is None or unit.views_inputs or not _torch.will_execute(node):
+            self._watch_inputs(task)
+        engine.join(task, self)
+        for tell in engine.observers.unit_returns:
+            tell(unit, self)
+        if self.needs_full_in_backward:
+            self._take_lease(task, fulls)
+        engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
         """A node of this call is about to read a full parameter, and perhaps nothing else said that a backward comes."""
@@ -98,49 +106,18 @@ class Call:
         if task not in self.shown:  # an embedding's weight that a hook reads too
             self._take_lease(task, fulls)
 
-    def _begin(self, fulls: Sequence[Tensor]) -> None:
-        task, engine = _torch.current_graph_task(), self.engine
-        if not engine.units:
-            raise UsageError(
-                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a "
-                "reference to the model until the backward has run."
-            )
-        self.refuse_double_backward()
-        if self.reduce_node is not None:
-            _torch.set_number(self.reduce_node.token, self.number)
-        self.waiting[task] = 0
-        node = self.gather and self.gather()
-        if node is None or self.unit.views_inputs or not _torch.will_execute(node):
-            self._watch_inputs(task)
-        engine.join(task, self)
-        for tell in engine.observers.unit_returns:
-            tell(self.unit, self)
-        if self.needs_full_in_backward:
-            self._take_lease(task, fulls)
-        engine.gather_ahead(BACKWARD, self.unit)
-
     def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
         unit = self.unit
         version = unit.version() if self.engine.take(self.kept) else self.engine.acquire(unit)
-        self._refuse_newer_weights(version)
-        unit.module_params.show(fulls, registered=False)
-        self.shown[task] = fulls
-
-    def _refuse_newer_weights(self, version: int) -> None:
-        """The backward must see what the forward saw; on one device autograd's version counters say so."""
+        # The backward must see what the forward saw; on one device autograd's version counters say so.
         if self.version not in (None, version):
-            self.unit.release()
+            unit.release()
             raise UsageError(
-                f"the parameters of unit {self.unit.name or 'root'!r} were changed between this forward and its backward, by an "
+                f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an "
                 "optimizer step, a load or a write; run the backward before the step, or the forward again."
             )
-
-    def refuse_double_backward(self) -> None:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise UsageError(
-                f"unit {self.unit.name or 'root'!r} was asked for a double backward (create_graph=True), and gradients of a "
-                "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
-            )
+        unit.module_params.show(fulls, registered=False)
+        self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
         """End the lease when the gradients of the inputs are there, if no Gather says that the last node has run.
@@ -160,13 +137,6 @@ class Call:
 
     # -- it ends
 
-    def input_done(self) -> None:
-        task = _torch.current_graph_task()
-        if task in self.waiting:
-            self.waiting[task] -= 1
-            if self.waiting[task] == 0:
-                self.end(task)
-
     def end(self, task: int) -> None:
         """The backward of this call needs full parameters no longer."""
         fulls = self.shown.pop(task, None)
@@ -178,10 +148,6 @@ class Call:
             self.unit.keep_until_stale = self.unit.unit_policy.keep_on
             self.unit.release()
 
-    def end_all(self) -> None:
-        for task in list(self.shown):
-            self.end(task)
-
     def drop(self) -> None:
         """Forget gradients that nobody will ask for."""
         if self.reduce_node is not None:
@@ -189,6 +155,8 @@ class Call:
 
 
 def _input_done(reference: weakref.ref[Call], _: Any) -> None:
-    call = reference()
-    if call is not None:
-        call.input_done()
+    call, task = reference(), _torch.current_graph_task()
+    if call is not None and task in call.waiting:
+        call.waiting[task] -= 1
+        if call.waiting[task] == 0:
+            call.end(task)

@@ -54,7 +54,7 @@ class Pending(NamedTuple):
 
 
 class Communicator:
-    """One process group; every method returns what to wait for.
+    """One process group; every method returns what to wait for. Without a group: of one rank, which never communicates.
 
     On a stream-ordered backend calls run on the current stream with `asyncOp=False`: the default, True, moves them to a stream
     of the backend's own. Elsewhere (gloo, fake) calls are asynchronous and their works are handed to the caller.
@@ -149,11 +149,6 @@ class Communicator:
         return self._pending()
 
 
-def alone(device: torch.device) -> Communicator:
-    """Return a communicator of one rank, which never communicates."""
-    return Communicator(None, device)
-
-
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
     """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same communicator.
 
@@ -162,13 +157,20 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
     """
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
-    second = _torch.companion_of(communicator.group)
-    if second is None:
-        name = f"accordion/{common_name([communicator])}"
+    return Communicator(group_of_job(communicator, communicator.ranks, device), device)
+
+
+def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
+    """Return another process group of these `ranks` of a communicator, made once in a job. A collective over all of its ranks."""
+    kept = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
+    groups = _torch.kept_with_job(kept)
+    if not groups:
+        name = f"accordion/{common_name([] if communicator.is_fake else [communicator])}/{ranks[0]}"
         timeout, options = _torch.options_of(communicator.group, device)
-        second = _torch.named_group(name, communicator.ranks, device, timeout, options)
-        _torch.keep_companion(communicator.group, second)
-    return Communicator(second, device)
+        bound_to = None if device.type == "cpu" else device
+        groups = [_torch.named_group(name, ranks, bound_to, timeout, options)]
+        _torch.keep_with_job(kept, groups[0])
+    return groups[0]
 
 
 def carried(tensor: Tensor) -> Tensor:
@@ -194,9 +196,8 @@ def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist
 
 def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of each element over all ranks; equal where all ranks hold the same."""
-    return reduced(value.clone(), communicators, dist.ReduceOp.MIN), reduced(
-        value.clone(), communicators, dist.ReduceOp.MAX
-    )
+    low = reduced(value.clone(), communicators, dist.ReduceOp.MIN)
+    return low, reduced(value.clone(), communicators, dist.ReduceOp.MAX)
 
 
 def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) -> None:

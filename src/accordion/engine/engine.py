@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,38 +14,15 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.context import ShardingContext
-from accordion.engine.late_gradients import DelayedWrites, UndecidedGradients
-from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
+from accordion.engine.late_gradients import UndecidedGradients
+from accordion.engine.observer import GATHERED, GRADIENTS, Observers
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
-from accordion.engine.unit import TrainedParams, Unit
+from accordion.engine.unit import LET_GO, TrainedParams, Unit
 
-Args = TypeVarTuple("Args")
-Taken = TypeVar("Taken")
 IN_BACKWARD = -1  # the root call of what is recomputed in a backward
 WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
-
-
-class CallInBackward(Protocol):
-    """A call of a unit that takes part in a backward. `root`: the number of the outermost call that it lies in."""
-
-    unit: Unit
-    root: int
-    shown: dict[int, Sequence[Tensor]]
-
-    @property
-    def reduces(self) -> bool: ...
-    def end(self, task: int) -> None: ...
-    def end_all(self) -> None: ...
-    def drop(self) -> None: ...
-
-
-class CallStack(Protocol):
-    """The calls of one unit whose forwards are under way."""
-
-    def forget(self) -> None: ...
-    def reserve(self, root_call: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +40,8 @@ class Engine:
         self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
         self.observers = Observers()
         self.units: list[Unit] = []
-        self.call_stacks: list[CallStack] = []  # of each unit
+        self._full_bytes: list[int] = []  # of each unit
+        self.hooks: list[Any] = []  # of each unit, its `Hooks`
         self.order = UnitOrder()
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every token
         self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # in place of a token under no_sync
@@ -79,23 +57,24 @@ class Engine:
         # Backwards.
         self.reduces_under_way: list[list[PendingReduce]] = []  # those of one call of a unit together
         self.failed_reduces: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
-        self.delayed_writes = DelayedWrites()
+        # Each writes the gradients of a call that still travel between the nodes of a hybrid, the oldest first.
+        self.delayed_writes: list[Callable[[], object]] = []
         self.undecided = UndecidedGradients()
         self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
-        self._to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
-        self._tasks: dict[int, list[CallInBackward]] = {}
+        self.to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
+        self._tasks: dict[int, list[Any]] = {}  # of each backward task the `Call`s that take part
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
-        self._accumulates: tuple[int, bool] | None = (
-            None  # a backward task, and whether the engine may write gradients in it
-        )
+        # A backward task, and whether the engine may write gradients in it.
+        self._accumulates: tuple[int, bool] | None = None
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
-    def add_unit(self, unit: Unit, calls: CallStack) -> None:
-        """Take a unit, the next one by its index, and what owns the stack of its calls."""
+    def add_unit(self, unit: Unit, hooks: Any) -> None:
+        """Take a unit, the next one by its index, and its hooks."""
         assert unit.index == len(self.units), "units come in the order of their indices"
         self.units.append(unit)
-        self.call_stacks.append(calls)
+        self._full_bytes.append(unit.full_bytes)
+        self.hooks.append(hooks)
 
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
@@ -105,9 +84,8 @@ class Engine:
             call.shown.clear()
             call.drop()
         for unit in self.units:
-            unit.module_params.hide_all()
             unit.dismantle()
-        self.units, self.kept, self.pre_backward_nodes, self.call_stacks = [], [], [], []
+        self.units, self.kept, self.pre_backward_nodes, self.hooks = [], [], [], []
         self.observers.clear()
         self._tasks.clear()
         self.reduces_under_way, self.failed_reduces = [], []
@@ -127,8 +105,13 @@ class Engine:
         self.context.waiter.check()
         self.recover()
         self.order.begin(FORWARD)
-        changed = [unit.refresh() for unit in self.units]
-        if any(changed):
+        changed = False
+        for unit in self.units:  # what the user has changed since the last one
+            unit.module_params.check_data()
+            if unit.full_params is not LET_GO:
+                unit.drop_stale()
+            changed |= unit.see_trained()
+        if changed:
             self.root_call += 1
         for tell in self.observers.forward_begins:
             tell(torch.is_grad_enabled(), self.sync)
@@ -165,24 +148,15 @@ class Engine:
 
     def launch(self, unit: Unit) -> None:
         """Begin to gather a unit, unless its full parameters stand or are on their way."""
-        self._taking(GATHERED, unit.launch)
-
-    def _taking(self, purpose: Purpose, take: Callable[[*Args], Taken], *args: *Args) -> Taken:
-        """`take(*args)`, which allocates memory for `purpose`."""
-        told = self.observers.memory_is_for
-        if not told:
-            return take(*args)
-        for tell in told:
-            tell(purpose)
-        try:
-            return take(*args)
-        finally:
-            for tell in told:
-                tell(None)
+        for tell in self.observers.memory_is_for:
+            tell(GATHERED)
+        unit.launch()
+        for tell in self.observers.memory_is_for:
+            tell(None)
 
     def acquire(self, unit: Unit) -> int:
         """`Unit.acquire`, gathering the unit if nobody has begun to."""
-        if not unit.is_launched:
+        if unit.full_params is LET_GO:
             self.launch(unit)
         return unit.acquire()
 
@@ -211,8 +185,8 @@ class Engine:
 
     def reset(self) -> None:
         """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
-        for calls in self.call_stacks:
-            calls.forget()
+        for hooks in self.hooks:
+            hooks.forget()
         for tell in self.observers.interrupted:
             tell()
         self.recover()
@@ -240,7 +214,8 @@ class Engine:
         self.undecided.forget()
         for calls in self._tasks.values():
             for call in calls:
-                call.end_all()
+                for task in list(call.shown):
+                    call.end(task)
                 call.drop()
         self._tasks.clear()
         self._synced.clear()
@@ -251,7 +226,7 @@ class Engine:
 
     # -- backward
 
-    def join(self, task: int, call: CallInBackward) -> None:
+    def join(self, task: int, call: Any) -> None:
         """`call` takes part in backward `task`."""
         self._follow(task)
         self._tasks[task].append(call)
@@ -284,28 +259,34 @@ class Engine:
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Under no_sync: add this rank's full gradients of the parameters `indices` to their local sums."""
         self.writes_here()
-        self._taking(GRADIENTS, unit.local_sums.add, indices, grads)
+        for tell in self.observers.memory_is_for:
+            tell(GRADIENTS)
+        unit.local_sums.add(indices, grads)
+        for tell in self.observers.memory_is_for:
+            tell(None)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """`Unit.reduce`."""
-        return self._taking(GRADIENTS, unit.reduce, trained, grads, ours)
+        for tell in self.observers.memory_is_for:
+            tell(GRADIENTS)
+        parts = unit.reduce(trained, grads, ours)
+        for tell in self.observers.memory_is_for:
+            tell(None)
+        return parts
 
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
         """`Unit.as_gradients`; the copies to where gradients rest are `arriving` then."""
-        grads, copies = self._taking(GRADIENTS, unit.as_gradients, trained, parts, adding, decide)
+        for tell in self.observers.memory_is_for:
+            tell(GRADIENTS)
+        grads, copies = unit.as_gradients(trained, parts, adding, decide)
+        for tell in self.observers.memory_is_for:
+            tell(None)
         self.arriving += copies
         return grads
-
-    def add_to_gradient(self, held: Tensor, grad: Tensor) -> None:
-        """Add a gradient to what stands in `grad` already, once it is there."""
-        if self.arriving:
-            self._to_add.append((held, grad))
-        else:
-            held.add_(grad)
 
     def land_gradients(self) -> None:
         """Let the host wait for gradients that travel to where they rest."""
@@ -314,9 +295,9 @@ class Engine:
         for transfer in self.arriving:
             transfer.synchronize()
         self.arriving.clear()
-        for held, grad in self._to_add:  # none where nothing arrives
+        for held, grad in self.to_add:  # none where nothing arrives
             held.add_(grad)
-        self._to_add.clear()
+        self.to_add.clear()
 
     def synchronize(self) -> None:
         """Wait until shards, gradients and the optimizer's state are what the last step, backward and copies make of them."""
@@ -342,13 +323,18 @@ class Engine:
         if len(self._wrote_on) > 1:
             self.context.reduce_stream.join(self._wrote_on)
 
+    def write_delayed(self, num_left: int = 0) -> None:
+        """Write the gradients that still travel, but those of the last `num_left` calls."""
+        while len(self.delayed_writes) > num_left:
+            self.delayed_writes.pop(0)()
+
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
         if self.delayed_writes:
             self.writes_here()
-            self.delayed_writes.write()
+            self.write_delayed()
         if self._tasks:
             return
         self.land_gradients()
@@ -389,7 +375,7 @@ class Engine:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             not_ours = [False] * len(trained.indices)
             parts = self.reduce(unit, trained, None, not_ours)
-            decide = any(_torch.need_autograd(trained.params)) or bool(self.observers.gradients_arrive)
+            decide = any(_torch.grads_of(trained.params)[1]) or bool(self.observers.gradients_arrive)
             grads = self.as_gradients(unit, trained, parts, not_ours, decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
@@ -413,11 +399,8 @@ class Engine:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
             following = self.units[index]
-            if not following.is_launched and (phase is FORWARD or following.needs_full_in_backward):
+            if following.full_params is LET_GO and (phase is FORWARD or following.needs_full_in_backward):
                 self.launch(following)
-
-    def _full_bytes(self, index: int) -> int:
-        return self.units[index].full_bytes
 
     def expected(self, unit: Unit) -> Unit | None:
         following = self.order.after(FORWARD, unit.index)
@@ -429,6 +412,3 @@ class Engine:
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)
         return self.order.ends_with(FORWARD, unit.index)
-
-    def token(self) -> Tensor:
-        return self.zero.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, Protocol
 
@@ -47,17 +47,17 @@ class FullMemory(Protocol):
     """Where the full parameters of a group stand, as units use it.
 
     `views`: what the model computes with, a tensor for each parameter. `flat`: counts writes into them by its version.
+    `storage_keys`: of the storages that `close` lets go. `num_bytes`: while it is gathered.
     """
 
     flat: Tensor
     views: list[Tensor]
 
     @property
-    def num_bytes(self) -> int:
-        """While it is gathered."""
+    def storage_keys(self) -> Collection[int]: ...
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is one that `close` lets go."""
+    @property
+    def num_bytes(self) -> int: ...
 
     def close(self) -> None:
         """Let the memory go."""
@@ -84,7 +84,7 @@ class FullBuffer:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
-        self._key, self._num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
+        self.storage_keys, self.num_bytes = (_torch.storage_key(self._storage),), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
@@ -98,20 +98,13 @@ class FullBuffer:
                 rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if cut_dim_first else rows.view(c.shape)
             self.rows.append(rows)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
     def open(self) -> None:
         """Take the memory again; what is in it is not told."""
         if not self._is_open:  # resizing to the same size would allocate anew, and copy
-            self._storage.resize_(self._num_bytes)
+            self._storage.resize_(self.num_bytes)
             self._is_open = True
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        return self._key == _torch.storage_key(storage)
 
     def stay(self, whether: bool) -> None:
         """Keep the storage from here on, whatever is let go, or no longer: for graphs of a device, which know its address."""
@@ -211,21 +204,16 @@ class AxisGather:
         yield self._communicate()
         if self._storage is None:
             return
-        if self._msg.pack_numel:
-            self._unpack()
+        if self._one_kernel and self._msg.pack_numel:
+            torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._outs)
+        elif self._msg.pack_numel:
+            # Where that is a loop over slices, those that are cut already take half of its time, or less.
+            _torch.foreach_copy_(self._outs, self._parts)
         if self._msg.num_flags:
             check(self._tags)
 
     def _communicate(self) -> Pending:
         return self._axis.gather.gather(self._arrive, self._travel)
-
-    def _unpack(self) -> None:
-        """Copy the packed message to where each small parameter stands."""
-        if self._one_kernel:
-            torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._outs)
-        else:
-            # Where that is a loop over slices, those that are cut already take half of its time, or less.
-            _torch.foreach_copy_(self._outs, self._parts)
 
 
 def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

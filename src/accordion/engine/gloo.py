@@ -80,8 +80,10 @@ class SendingReduce(AxisReduce):
         assert isinstance(communicator, GlooCommunicator), "no other sends"
         sends = communicator.send_each(messages)
         yield joined(communicator.exchange(self._sends()[-1:]), communicator.sum(self._whole))._replace(sends=sends)
-        for (row_of_each, _), out in zip(messages, self._direct_out, strict=True):
-            add_rows(row_of_each, out)
+        for ((first, second, *others), _), out in zip(messages, self._direct_out, strict=True):
+            torch.add(first, second, out=out)
+            for row in others:
+                out.add_(row)
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -92,10 +94,3 @@ class SendingReduce(AxisReduce):
             to = list(grad.view(-1).split([c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]))
             messages.append(([*received[:rank], to[rank], *received[rank:]], to))
         return messages
-
-
-def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:
-    """`out` (n,) becomes the sum of all of `rows` (n,), in their order and dtype."""
-    torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        out.add_(row)

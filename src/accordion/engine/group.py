@@ -77,8 +77,10 @@ class Group(ABC):
     shard_buffer: ShardBuffer
     full_buffer: FullMemory | None
     views: list[Tensor]
+    sharded: list[Tensor]  # the sharded parameters, once they are there
     message: Message  # how the shards travel
     _inner: Message  # how those of an inner shard do
+    _inner_shard: InnerShard | None = None
     alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
@@ -143,15 +145,14 @@ class Group(ABC):
         Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
         neither on `shard_buffer.locals`, which are the same memory.
         """
-        return _torch.versions_of([p.sharded for p in self.params])
+        return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
         self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
-
-    def is_stale(self) -> bool:
-        return not self.alias and self.filled != self.version()
+        if self._inner_shard is not None:
+            self._inner_shard.filled = NO_VERSION
 
     @abstractmethod
     def gather(self) -> Transfer | None:
@@ -164,15 +165,15 @@ class Group(ABC):
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
         """How gradients of the parameters `chosen`, which are `sent`, are reduced over each axis that their rows are cut over."""
         key = tuple(chosen), sent
-        if key not in self._plans:
+        plans = self._plans.get(key)
+        if plans is None:
             context, dtype, num_flags = self.context, self.reduce_dtype, len(chosen) + 1
-            self._plans[key] = [
-                ReducePlan(context.shard, [self.message.cuts[i] for i in chosen], num_flags, sent, dtype)
-            ]
+            cuts = [self.message.cuts[i] for i in chosen]
+            plans = self._plans[key] = [ReducePlan(context.shard, cuts, num_flags, sent, dtype)]
             if context.cut_twice:
                 inner = [self._inner.cuts[i] for i in chosen]
-                self._plans[key].append(ReducePlan(context.replicate, inner, num_flags, dtype, dtype))
-        return self._plans[key]
+                plans.append(ReducePlan(context.replicate, inner, num_flags, dtype, dtype))
+        return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
         """(rows, count + 1): one where this rank has a gradient, and the unit's tag. Kept only where few ranks make it small."""
@@ -200,12 +201,13 @@ class CutGroup(Group):
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(context, cuts, dtype)
         rank, late = context.shard.rank, context.gather_stream.late
+        inner_shard, own = None, rank
         if context.cut_twice:
-            over = context.replicate
-            self._inner_shard = InnerShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
-        own = over.rank if context.cut_twice else rank
+            own = context.replicate.rank
+            inner_shard = InnerShard(self.message, self._inner, own, dtype, context.device, poison=late)
+        self._inner_shard = inner_shard
         self.shard_buffer = context.shard_buffers(self.index, self._inner, own, [p.dtype for p in params], dtype)
-        tagged = self._inner_shard if context.cut_twice else self.shard_buffer
+        tagged = inner_shard or self.shard_buffer
         tagged.tag.fill_(self.tag)
         self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
         alone = context.shard.num_ranks == 1 and not context.cut_twice
@@ -215,58 +217,48 @@ class CutGroup(Group):
             full_buffer = self._make_full_buffer(cuts, rank, late)
         self.full_buffer = self._full = full_buffer
         self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
-        if context.cut_twice:
-            self._gatherings.append(
-                self._gather_over(context.replicate, self._inner, self.shard_buffer, self._inner_shard.full_buffer)
-            )
+        if inner_shard is not None:
+            self._gather_over(context.replicate, self._inner, self.shard_buffer, inner_shard.full_buffer)
         if full_buffer is not None:
-            self._gatherings.append(self._gather_over(context.shard, self.message, tagged, full_buffer))
+            self._gather_over(context.shard, self.message, tagged, full_buffer)
             full_buffer.close()
-        self._is_direct = type(self.shard_buffer) is FlatShards and not context.cut_twice
+        self._is_direct = type(self.shard_buffer) is FlatShards and inner_shard is None
 
     def _make_full_buffer(self, cuts: Sequence[Cut], rank: int, poison: bool) -> FullBuffer:
         offsets, numel = full_offsets(cuts, self.dtype.itemsize)
         flat = torch.empty(numel, dtype=self.dtype, device=self.context.device)
         return FullBuffer(cuts, offsets, flat, rank, poison=poison)
 
-    @staticmethod
-    def _gather_over(axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> AxisGather:
+    def _gather_over(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         kind = SendingGather if axis.gather.sends else AxisGather
-        return kind(axis, msg, shard_buffer, full_buffer)
+        self._gatherings.append(kind(axis, msg, shard_buffer, full_buffer))
 
     @property
     def inner_shard_bytes(self) -> int:
-        return self._inner_shard.full_buffer.num_bytes if self.context.cut_twice else 0
-
-    def mark_stale(self) -> None:
-        super().mark_stale()
-        if self.context.cut_twice:
-            self._inner_shard.filled = NO_VERSION
+        return 0 if self._inner_shard is None else self._inner_shard.full_buffer.num_bytes
 
     def gather(self) -> Transfer | None:
         if self._full is None:
             return None
+        side_stream = self.context.gather_stream
         if self._is_direct:  # the common case, without the questions below
             self.filled = self.version()
             self._full.open()
             self._gatherings[0].open()
-            return self.context.gather_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
+            return side_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
         self.shard_buffer.ready()
-        now = self.version()
+        now, inner_shard = self.version(), self._inner_shard
         self._full.open()
         self.filled = now
         todo = self._gatherings
-        if self.context.cut_twice and self._inner_shard.filled == now:
+        if inner_shard is not None and inner_shard.filled == now:
             todo = todo[1:]
-        elif self.context.cut_twice:
-            self._inner_shard.filled = now
-            self._inner_shard.full_buffer.open()
+        elif inner_shard is not None:
+            inner_shard.filled = now
+            inner_shard.full_buffer.open()
         for gathering in todo:
             gathering.open()
         fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
-        side_stream = self.context.gather_stream
-        if fetched is None and len(todo) == 1:
-            return side_stream.start(todo[0].steps(self._check), [], self._gathers)
 
         def steps() -> Steps:
             if fetched is not None:
@@ -290,6 +282,6 @@ class CutGroup(Group):
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
-        if not self.context.waiter.looks(self.context.device):
-            return
-        self.context.waiter.same_everywhere(tags, self._tag, self._gathers)
+        waiter = self.context.waiter
+        if waiter.looks(self.context.device):
+            waiter.same_everywhere(tags, self._tag, self._gathers)

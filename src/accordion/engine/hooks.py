@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
-from accordion.engine.autograd import Gather, OutputNode, reduce_node_of
+from accordion.engine.autograd import AwaitReduce, Gather, OutputNode
 from accordion.engine.calls import Call, transform_error
 from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
-from accordion.engine.unit import Unit
+from accordion.engine.unit import ReduceNode, Unit
 
 ATTACHED = "_accordion"  # the attribute by which a module of a unit names its hooks
 
@@ -89,18 +89,21 @@ class Hooks:
 
     def _token(self, call: Call) -> Tensor:
         """The token for a call's Gather. The number that was reserved for its AwaitReduce is older than the unit before."""
-        if not call.sync:
-            return self.engine.anchor
+        engine, trained = self.engine, call.trained
+        if not call.sync or not trained.indices:
+            return engine.anchor
         reserved, self._reserved = self._reserved, None
-        same = reserved is not None and reserved[0] == self.engine.root_call
-        call.number = reserved[1] if same and reserved is not None else _torch.reserve_number()
-        call.reduce_node = reduce_node_of(call)
-        return call.reduce_node.token
-
-    def _reserve_for_next(self) -> None:
-        following = self.engine.expected(self.unit)
-        if following is not None and following.trained.indices:
-            self.engine.call_stacks[following.index].reserve(self.engine.root_call)
+        if reserved is not None and reserved[0] == engine.root_call:
+            call.number = reserved[1]
+        else:
+            call.number = _torch.reserve_number()
+        now = engine.context.reduce_stream.compute()
+        node: ReduceNode | None = trained.reduce_node
+        if node is None or node.stream != now:  # one for each stream that computes
+            node = trained.reduce_node = ReduceNode(engine.anchor, now, {})
+            node.token = _torch.apply(AwaitReduce, weakref.ref(node), engine.anchor, *trained.params)
+        call.reduce_node = node
+        return node.token
 
     def reserve(self, root_call: int) -> None:
         """Take a number in autograd's order for the AwaitReduce of this unit's next call."""
@@ -126,10 +129,15 @@ class Hooks:
         except BaseException:
             self._calls.append(None)  # torch runs `after` now, which must not take another thread's call for this one
             raise
-        self._stay_last(module)
+        hooks: Any = module._forward_hooks
+        last = self._last_hooks.get(id(module))
+        if last is not None and next(reversed(hooks)) != last:
+            hooks.move_to_end(last)  # those that others have set since see full parameters too
         engine.enter()
         # What a read weight will meet is not known yet: a frozen one may meet an input that needs its gradient.
-        differentiable = torch.is_grad_enabled() and (by_read or self._is_differentiable(args, kwargs))
+        differentiable = torch.is_grad_enabled() and (
+            by_read or bool(unit.trained.indices) or self._passes_gradients(args, kwargs)
+        )
         if not _torch.is_in_backward():
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
@@ -138,24 +146,12 @@ class Hooks:
             if not unit.leases:  # else it stands, and is not gathered
                 for returns in engine.observers.unit_returns:
                     returns(unit, None)
-        engine.depth += 1
-        try:
-            call, fulls = self._begin(differentiable, by_read)
-        except BaseException:
-            engine.depth -= 1  # torch runs `after` now, and it finds no call
-            raise
+        call, fulls = self._begin(differentiable, by_read)  # if it raises, torch runs `after`, which finds no call
         self._calls.append((call, fulls))
         unit.module_params.show(fulls)
         for watch in engine.observers.unit_is_full:
             watch(call, fulls)
         return self._cast_inputs(call, args, kwargs)
-
-    def _stay_last(self, module: nn.Module) -> None:
-        """Hooks that others have set since see full parameters too: `after` comes behind them."""
-        hooks: Any = module._forward_hooks
-        last = self._last_hooks.get(id(module))
-        if last is not None and next(reversed(hooks)) != last:
-            hooks.move_to_end(last)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Arguments in the dtype in which the unit computes, and the nodes of those that need gradients; None: as they are."""
@@ -171,10 +167,13 @@ class Hooks:
         call.inputs = nodes
         return taken
 
-    def _is_differentiable(self, args: Any, kwargs: Any) -> bool:
-        """Whether a backward may come through this call: then all ranks must gather for it, whatever they use."""
-        unit, units = self.unit, self.engine.units
-        if unit.trained.indices or any(units[i].trained.indices for i in unit.reads):
+    def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
+        """Return True if a backward may come through this call of a unit that trains nothing.
+
+        Then all ranks must gather for it, whatever they use.
+        """
+        units = self.engine.units
+        if any(units[i].trained.indices for i in self.unit.reads):
             return True
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
@@ -186,17 +185,19 @@ class Hooks:
         unit.module_params.check_registry()
         unit.keep_until_stale = False
         version = engine.acquire(unit)
+        engine.depth += 1
         try:
-            outside = not _torch.is_in_backward()
             call = Call(engine, unit, by_read, is_dummy)
+            outside = call.root != IN_BACKWARD
             if outside:
                 engine.gather_ahead(FORWARD, unit)
             if not differentiable:
                 return call, unit.module_params.around(unit.views)
             call.version = version
-            token = self._token(call) if unit.trained.indices else engine.anchor
-            if outside:
-                self._reserve_for_next()
+            token = self._token(call)
+            following = engine.expected(unit) if outside else None
+            if following is not None and following.trained.indices:
+                engine.hooks[following.index].reserve(engine.root_call)
             call.reached, *outs = _torch.apply(Gather, call, token)
             fulls = list(unit.views)
             for i, full in zip(call.trained.indices, outs, strict=True):
@@ -204,6 +205,7 @@ class Hooks:
             return call, unit.module_params.around(fulls)
         except BaseException:
             unit.release()
+            engine.depth -= 1
             raise
 
     def _input(self, nodes: list[Any], done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
@@ -250,7 +252,7 @@ class Hooks:
                     out = self._watch_outputs(call, fulls, out, (args, kwargs))
             except BaseException as caught:  # the call ends first
                 error = failed = caught
-        self._end_forward(call, keep=error is None and self._keeps_lease(call))
+        self._end_forward(call, failed=error is not None)
         engine.leave(error)
         if failed is not None:
             raise failed
@@ -294,37 +296,29 @@ class Hooks:
             _torch.on_gradient(node, begin)
             self.engine.pre_backward_nodes.append(node)
 
-    def _end_forward(self, call: Call, *, keep: bool) -> None:
-        """Its lease waits for the backward, or ends too."""
-        if call.reached is not None and keep and call.needs_full_in_backward:
-            call.kept = self.engine.keep(self.unit, call.root)
-        else:
-            self.unit.release()
+    def _end_forward(self, call: Call, *, failed: bool = False) -> None:
+        """Its lease waits for the backward, which needs these full parameters first or has them by the strategy, or ends too."""
+        engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
+        if failed or call.reached is None or not call.needs_full_in_backward:
+            keep = False
+        elif call.root == IN_BACKWARD:
+            # Reentrant checkpointing recomputes calls and walks the last at once: one waits at most.
+            keep = unit.leases == 1
+        elif keep is None:
+            keep = engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(unit)
         call.reached = None
-
-    def _keeps_lease(self, call: Call) -> bool:
-        """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
-        engine, keep = self.engine, self.unit.unit_policy.keep
-        # Reentrant checkpointing recomputes calls and walks the last at once: one waits at most.
-        if call.root == IN_BACKWARD:
-            return self.unit.leases == 1
-        if keep is not None:
-            return keep
-        return engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(self.unit)
+        if keep:
+            call.kept = engine.keep(unit, call.root)
+        else:
+            unit.release()
 
     # -- a call for others, whose output nobody uses
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
         """Begin a call that other ranks make and this one does not: it gathers, and reduces, with them."""
-        engine = self.engine
         with torch.set_grad_enabled(differentiable):
-            engine.depth += 1
-            try:
-                call, fulls = self._begin(differentiable, by_read, is_dummy=True)
-            except BaseException:
-                engine.depth -= 1
-                raise
-        for watch in engine.observers.unit_is_full:
+            call, fulls = self._begin(differentiable, by_read, is_dummy=True)
+        for watch in self.engine.observers.unit_is_full:
             watch(call, fulls)
         return call, fulls
 
@@ -334,7 +328,7 @@ class Hooks:
             watch(call, (), None)
         with torch.enable_grad():
             self._make_pre_backward_node(call, partial(call.begin, fulls))
-        self._end_forward(call, keep=self._keeps_lease(call))
+        self._end_forward(call)
         self.engine.depth -= 1
 
 

@@ -1,35 +1,11 @@
-"""Gradients that the end of a backward settles: those that perhaps no rank has, and those that travel on meanwhile."""
+"""Gradients that the end of a backward settles: those that perhaps no rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-MOST_PUT_OFF = 2  # calls whose gradients may travel on while the backward does
-
-
-class DelayedWrites:
-    """Owns what writes the gradients of calls that still travel between the nodes of a hybrid, the oldest first."""
-
-    def __init__(self) -> None:
-        self._writes: list[Callable[[], object]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._writes)
-
-    def add(self, write: Callable[[], object]) -> None:
-        self._writes.append(write)
-        self.write(MOST_PUT_OFF)
-
-    def write(self, num_left: int = 0) -> None:
-        """All but the last `num_left`."""
-        while len(self._writes) > num_left:
-            self._writes.pop(0)()
-
-    def clear(self) -> None:
-        self._writes.clear()
 
 
 class UndecidedGradients:

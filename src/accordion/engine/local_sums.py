@@ -54,7 +54,9 @@ class LocalSums:
             param = self._params[i].sharded
             shown, is_ours = param.grad, param.grad is None
             if shown is None:
-                shown = param.grad = _zeros(self._params[i])
+                like = self._params[i].grad_like
+                zeros = torch.zeros_like(_torch.local_of(param), dtype=like.dtype)
+                shown = param.grad = _torch.as_dtensor(zeros, like)
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -63,20 +65,18 @@ class LocalSums:
         A parameter that was frozen since the forward keeps its sum, because its gradient will be dropped. `grads`: None to take
         all sums alone.
         """
-        if grads is None:
-            self.pending.difference_update(indices)
-            return [self._with_sum(i, None) for i in indices]
-        takes = [self._params[i].sharded.requires_grad for i in indices]
-        self.pending.difference_update([i for i, yes in zip(indices, takes, strict=True) if yes])
-        return [self._with_sum(i, g, yes) for i, g, yes in zip(indices, grads, takes, strict=True)]
-
-    def _with_sum(self, i: int, grad: Tensor | None, takes: bool = True) -> Tensor | None:
-        local_sum = self._held(i) if takes else None
-        if takes:
-            self._forget(i)
-        if local_sum is None:
-            return grad if grad is None else grad.to(self._dtypes[i])
-        return local_sum.total if grad is None else local_sum.total + grad
+        result: list[Tensor | None] = []
+        for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
+            local_sum = None
+            if grads is None or self._params[i].sharded.requires_grad:
+                local_sum = self._held(i)
+                self._forget(i)
+                self.pending.discard(i)
+            if local_sum is not None:
+                result.append(local_sum.total if grad is None else local_sum.total + grad)
+            else:
+                result.append(None if grad is None else grad.to(self._dtypes[i]))
+        return result
 
     def any_held(self) -> bool:
         """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
@@ -105,17 +105,8 @@ class LocalSums:
         if grad is None:
             return None
         if grad is held.grad and grad._version != held.version:
-            if held.is_ours or not _any_nonzero(grad):
+            local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+            if held.is_ours or not local.count_nonzero():
                 return None
             held.version = grad._version
         return held
-
-
-def _zeros(param: Param) -> DTensor:
-    like = param.grad_like
-    return _torch.as_dtensor(torch.zeros_like(_torch.local_of(param.sharded), dtype=like.dtype), like)
-
-
-def _any_nonzero(grad: Tensor) -> bool:
-    local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
-    return bool(local.count_nonzero())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,27 +19,28 @@ class ModuleParams:
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
         self.has_around = any(p.around is not None or p.extension is not None for p in params)
-        self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
+        places = [(ref(), attr, i) for i, p in enumerate(params) for ref, attr in p.places]
+        # Attributes of modules, not modules: each step would ask a weak reference for a module, and the module for these, 36
+        # times a unit of nine parameters, 30 thousand instructions. A module that is gone has others write into them in vain.
+        self._places = [(module.__dict__, attr, i) for module, attr, i in places if module is not None]
         self._shards = [p.sharded for p in params]
         self._storages = _torch.storages_of(self._shards)
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
-        self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
+        self._rnns = [weakref.ref(module) for module in self.modules() if isinstance(module, nn.RNNBase)]
 
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules that hold one of the parameters, each once."""
-        for ref in {ref for ref, _, _ in self._places}:
-            module = ref()
-            if module is not None:
-                yield module
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold one of the parameters, each once, as far as they are alive."""
+        refs = dict.fromkeys(ref for p in self._params for ref, _ in p.places)
+        return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
         """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
         if self._shown:
             return
-        for ref, attr, i in self._places:
-            module = ref()
-            if module is not None and module.__dict__["_parameters"].get(attr) is not self._shards[i]:
+        shards = self._shards
+        for attributes, attr, i in self._places:
+            if attributes["_parameters"].get(attr) is not shards[i]:
                 raise UsageError(
                     f"parameter {self._params[i].name!r} was replaced after shard(), by functional_call or by assignment, and "
                     "the sharded model would not use it; write into it under full_params(model, write=True)."
@@ -87,6 +89,11 @@ class ModuleParams:
             self._shown.clear()
             self._install()
 
+    def forget(self) -> None:
+        """The model is gone: hold no attributes of its modules."""
+        self.hide_all()
+        self._places = []
+
     def detach(self) -> None:
         """Leave the modules with shards for parameters, in registries of torch's own."""
         self.hide_all()
@@ -100,19 +107,17 @@ class ModuleParams:
         # A module that registers its parameter again, as quantised ones do, may also do so while a backward recomputes it.
         left = self._in_registry or (self._in_dict and not in_dict)
         to_registry = fulls if registered else self._shards if left else None
-        for ref, attr, i in self._places:
-            module = ref()
-            if module is None:
-                continue
-            attributes = module.__dict__
-            if to_registry is not None:
+        if to_registry is not None:
+            for attributes, attr, i in self._places:
                 attributes["_parameters"][attr] = to_registry[i]
-            if in_dict and fulls is not None:
+        if in_dict and fulls is not None:
+            for attributes, attr, i in self._places:
                 attributes[attr] = fulls[i]
-            elif self._in_dict:
+        elif self._in_dict:
+            for attributes, attr, _ in self._places:
                 attributes.pop(attr, None)
         self._in_registry, self._in_dict = registered, in_dict
-        for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
+        for ref in self._rnns:  # they keep their parameters in a list too
             rnn: Any = ref()
             if rnn is not None:
                 now = {**rnn._parameters, **rnn.__dict__}
@@ -123,11 +128,11 @@ class ModuleParams:
 
         torch would swap the sharded parameters for others, out of the graph and out of the engine's sight.
         """
-        for ref, attr, i in self._places:
-            if ref() is not module:
+        for attributes, attr, i in self._places:
+            if attributes is not module.__dict__:
                 continue
             if self._shown:
-                where: Any = module._parameters if self._shown[-1][1] else module.__dict__
+                where: Any = module._parameters if self._shown[-1][1] else attributes
                 where[attr] = function(where[attr])
                 continue
             now = _torch.local_of(self._params[i].sharded)

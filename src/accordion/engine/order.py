@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -62,19 +62,17 @@ class UnitOrder:
     def ends_with(self, phase: Phase, unit: int) -> bool:
         return self._next[phase].get(unit) == END
 
-    def ahead(
-        self, phase: Phase, unit: int, num_bytes: Callable[[int], int], budget_bytes: int | None
-    ) -> Sequence[int]:
+    def ahead(self, phase: Phase, unit: int, num_bytes: Sequence[int], budget_bytes: int | None) -> Sequence[int]:
         """Units to have gathered while `unit` runs: as many as the budget holds, or one where there is no budget.
 
-        `num_bytes`: what a unit takes while it is gathered, whether it stands already or not.
+        `num_bytes`: what each unit takes while it is gathered, whether it stands already or not.
         """
         following = self.after(phase, unit)
         if budget_bytes is None:
             return () if following is None or following == unit else (following,)
         found: list[int] = []
         while following is not None and following != unit and following not in found:
-            budget_bytes -= num_bytes(following)
+            budget_bytes -= num_bytes[following]
             if budget_bytes < 0:
                 break
             found.append(following)

@@ -30,7 +30,8 @@ class PendingReduce:
         ours: Sequence[bool],
     ) -> None:
         self._group, self._chosen, context = group, chosen, group.context
-        self._absent = [k for k, g in enumerate(grads) if g is None]
+        # Positions among `chosen` of the parameters without a gradient of this rank's; others may have one.
+        self.absent = [k for k, g in enumerate(grads) if g is None]
         self._transfer: Transfer | None = None
         self._outer: Transfer | None = None  # in a hybrid the second one, over `replicate`
         self.goes_on = context.shard.num_ranks > 1 and context.replicate.num_ranks > 1
@@ -42,7 +43,7 @@ class PendingReduce:
             self._finish_sums([r for r in self._results if r is not None])
             return
         present: Sequence[Tensor] = grads  # type: ignore[assignment]
-        if self._absent:
+        if self.absent:
             pairs = zip(chosen, grads, strict=True)
             present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
             ours = [mine or g is None for g, mine in zip(grads, ours, strict=True)]
@@ -51,19 +52,22 @@ class PendingReduce:
         if context.reduce_stream.late:
             for r in reductions:
                 r.poison()
-        flags = group.flags(self._absent, len(chosen), context.shard.num_ranks, sent)
+        flags = group.flags(self.absent, len(chosen), context.shard.num_ranks, sent)
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
-        steps = self._first.steps() if self.goes_on else self._steps()
+        steps = self._first.steps() if self.goes_on else self._all_steps()
         self._transfer = context.reduce_stream.start(steps, self._first.held, group.reduces)
         self._results = self._last.results
         if self.goes_on and self._transfer.ended:
             self._go_on()
 
-    def _steps(self) -> Steps:
+    def _all_steps(self) -> Steps:
         """All of it, where one axis has one rank."""
         yield from self._first.steps()
-        yield from self._outer_steps()
+        if self._group.context.replicate.num_ranks > 1 or self._last is not self._first:
+            yield from self._outer_steps()
+        else:
+            self._finish_sums(self._first.buffers, self._first.flag_sums)
 
     def _outer_steps(self) -> Steps:
         """Over `replicate`, whose ranks hold sums of the same rows."""
@@ -71,7 +75,7 @@ class PendingReduce:
         if last is not first:
             last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
             yield from last.steps()
-        elif replicate.num_ranks > 1:
+        else:
             yield replicate.reduce.sum(first.buffers)
         self._finish_sums(last.buffers, last.flag_sums)
 
@@ -118,32 +122,20 @@ class PendingReduce:
             if flag_sums is not None and flags is not None:
                 flag_sums.copy_(flags)
 
-    def _check(self) -> None:
-        """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
-        group, watch = self._group, self._group.context.waiter
-        if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
-            watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, group.reduces)
-
     def finish_at_rest(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""
         rows, group = self.finish(decide), self._group
-        made_by = (
-            (self._outer or self._transfer) if group.sums_are_grads else None
-        )  # else by the compute stream, which casts
+        # If the sums are cast to be gradients, the compute stream does that.
+        made_by = (self._outer or self._transfer) if group.sums_are_grads else None
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
-
-    @property
-    def lacks_some(self) -> bool:
-        """Whether this rank has no gradient of some chosen parameter, and others may have one."""
-        return bool(self._absent)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
         """For each chosen parameter without a gradient of this rank's, the place of the count of ranks that have one."""
-        if not self._absent or self._transfer is None:
+        if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
-        sums, absent = self._last.flag_sums, set(self._absent)
+        sums, absent = self._last.flag_sums, set(self.absent)
         return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
@@ -151,16 +143,19 @@ class PendingReduce:
 
         `decide`: None for what no rank has, for which a rank that lacked a gradient reads the device; else zeros.
         """
+        group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:
             self.arrive()
             if self._outer is not None:
                 self._outer.land()
-            self._check()
-            if self._absent and decide:
+            # Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to.
+            if waiter.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
+                waiter.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, group.reduces)
+            if self.absent and decide:
                 sums = self._last.flag_sums.tolist()
-                nobody = [k for k in self._absent if sums[k] == 0]
+                nobody = [k for k in self.absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
-            if self._group.sums_are_grads:
+            if group.sums_are_grads:
                 return list(self._results)
-        dtypes = [self._group.grad_dtypes[i] for i in self._chosen]
+        dtypes = [group.grad_dtypes[i] for i in self._chosen]
         return [r if r is None or r.dtype is d else r.to(d) for r, d in zip(self._results, dtypes, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -47,12 +47,11 @@ class ReducePlan:
             self.places.append((tuple(rows.shape), rows.stride(), at))
         self.direct = [slice(at, at + prod(shape)) for shape, _, at in (self.places[i] for i in msg.direct)]
         self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
-        self.pack = slice(msg.pack_start, msg.pack_start + msg.row_numel)
-        packs = self.pack.stop > self.pack.start
-        self.sends = self.exchange and axis.reduce.sends and self.wire == dtype and packs
+        self.sends = self.exchange and axis.reduce.sends and self.wire == dtype and msg.row_numel > 0
         self.pieces, self.received_at, self.received_numel = self._in_pieces()
         self.casts = self._casts() if num > 1 and not self.exchange and sent != dtype else []
-        self.cast_numel = max(map(self.numel_of, self.casts), default=0)
+        pieces = [[aligned(num * (stop - start), dtype.itemsize) for _, start, stop in piece] for piece in self.casts]
+        self.cast_numel = max(map(sum, pieces), default=0)
         self.sums_in_place = num == 1 and self.wire == dtype
         self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
@@ -84,26 +83,23 @@ class ReducePlan:
         most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
         return columns(numels, sum(numels) if self.axis.reduce.in_one_piece else aligned(most, itemsize))
 
-    def numel_of(self, piece: Sequence[tuple[int, int, int]]) -> int:
-        """Elements of the buffer that a piece takes."""
-        return sum(aligned(self.axis.num_ranks * (stop - start), self.dtype.itemsize) for _, start, stop in piece)
-
 
 class AxisReduce:
     """One reduce of a group over an axis: full gradients to this rank's rows of their sum, as `plan` says.
 
     All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
-    each tensor, `flag_sums` (num_flags,) the sums of the flags, and `out` is the one buffer behind all of them.
+    each tensor, and `flag_sums` (num_flags,) the sums of the flags; `buffers` are the memory of both.
     """
 
     def __init__(self, plan: ReducePlan, device: torch.device) -> None:
         self._plan, self._axis, self._msg = plan, plan.axis, plan.msg
         num, wire, msg = plan.axis.num_ranks, plan.wire, plan.msg
         self.out = out = torch.empty(msg.shard_numel, dtype=plan.dtype, device=device)
-        self._out_pack = out[plan.pack]
-        self.flag_sums = self._out_pack[msg.pack_numel :]
+        self.buffers = [out]
+        view = out.as_strided  # half of what a slice costs
+        self._out_pack = view((msg.row_numel,), (1,), msg.pack_start)
+        self.flag_sums = view((msg.num_flags,), (1,), msg.pack_start + msg.pack_numel)
         self.results = [out] * (len(plan.taken) + len(plan.others))
-        view = out.as_strided
         for i, (shape, stride, offset) in zip(plan.others, plan.places, strict=True):
             self.results[i] = view(shape, stride, offset)
         self._whole = [out[part] for part in plan.whole]
@@ -138,32 +134,29 @@ class AxisReduce:
         """After `steps`: all but `buffers`."""
         self._pack, self._direct, self._received = self._out_pack, [], []
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """What lies behind `results` and `flag_sums`."""
-        return [self.out, *(self.results[i] for i in self._plan.taken)]
-
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
         """`grads`: one per cut, in its full shape. `flags` (num_ranks, num_flags): row r is what this rank says to rank r.
 
         `ours`: which of them may be written into, because nobody else has them.
         """
-        msg, wire = self._msg, self._plan.wire
-        for i in self._plan.taken:
+        plan, msg, wire = self._plan, self._msg, self._plan.wire
+        for i in plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
-        if self._plan.taken:
-            grads = [grads[i] for i in self._plan.others]
-        self._direct = [grads[i] for i in msg.direct]
-        if self._axis.num_ranks > 1:
-            sent = self._direct if self._plan.casts else [g.to(wire) for g in self._direct]
-            self._direct = [g.contiguous() for g in sent]
+            self.buffers.append(self.results[i])
+        if plan.taken:
+            grads = [grads[i] for i in plan.others]
+        if msg.direct:
+            self._direct = [grads[i] for i in msg.direct]
+            if self._axis.num_ranks > 1:
+                sent = self._direct if plan.casts else [g.to(wire) for g in self._direct]
+                self._direct = [g.contiguous() for g in sent]
         if self._whole:
             _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
-            if self._plan.plain:
-                parts = [grads[i].contiguous() for i in self._plan.packed]
+            if plan.plain:
+                parts = [grads[i].contiguous() for i in plan.packed]
             else:
-                parts = [by_rank(grads[i], msg.cuts[i]) for i in self._plan.packed]
+                parts = [by_rank(grads[i], msg.cuts[i]) for i in plan.packed]
             if flags.numel():
                 parts.append(flags)
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
@@ -183,28 +176,28 @@ class AxisReduce:
                 for received, out in zip(self._received[piece], outs[piece], strict=True):
                     sum_rows(received, out)
         else:
-            for outs, inputs in self._scattered():
-                yield communicator.scatter_sum(outs, inputs)
+            packs = self._pack.numel() > 0
+            packed = [self._out_pack] * packs, [self._pack.view(-1)] * packs
+            if not self._plan.casts:
+                inputs = [g.view(-1) for g in self._direct]
+                yield communicator.scatter_sum([*self._direct_out, *packed[0]], [*inputs, *packed[1]])
+            for columns_of_some in self._plan.casts:
+                outs, inputs = self._cast(columns_of_some)
+                is_last = columns_of_some is self._plan.casts[-1]
+                yield communicator.scatter_sum(outs + packed[0] * is_last, inputs + packed[1] * is_last)
             if self._whole:
                 yield communicator.sum(self._whole)
 
-    def _scattered(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """What is scattered together, as (outs, inputs). What is cast lies where the piece before it lay, and that was read."""
-        num, itemsize = self._axis.num_ranks, self.out.itemsize
-        packs = bool(self._pack.numel())
-        ends = [self._out_pack] * packs, [self._pack.view(-1)] * packs
-        if not self._plan.casts:
-            yield [*self._direct_out, *ends[0]], [*[g.view(-1) for g in self._direct], *ends[1]]
-        for piece in self._plan.casts:
-            outs, inputs, at = list[Tensor](), list[Tensor](), 0
-            for i, start, stop in piece:
-                inputs.append(self._received[0][at : at + num * (stop - start)])
-                outs.append(self._direct_out[i][start:stop])
-                at += aligned(inputs[-1].numel(), itemsize)
-            columns_of = [self._direct[i].view(num, -1)[:, start:stop] for i, start, stop in piece]
-            _torch.foreach_copy_([part.view(num, -1) for part in inputs], columns_of)
-            is_last = piece is self._plan.casts[-1]
-            yield outs + ends[0] * is_last, inputs + ends[1] * is_last
+    def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Cast what is scattered together, as (outs, inputs), to where the piece before it lay: that was read."""
+        num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
+        for i, start, stop in piece:
+            inputs.append(self._received[0][at : at + num * (stop - start)])
+            outs.append(self._direct_out[i][start:stop])
+            at += aligned(inputs[-1].numel(), self.out.itemsize)
+        columns_of = [self._direct[i].view(num, -1)[:, start:stop] for i, start, stop in piece]
+        _torch.foreach_copy_([part.view(num, -1) for part in inputs], columns_of)
+        return outs, inputs
 
     def _sends(self) -> list[tuple[Tensor, Tensor, list[int], list[int]]]:
         sends: list[tuple[Tensor, Tensor, list[int], list[int]]] = []

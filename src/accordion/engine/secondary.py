@@ -85,13 +85,14 @@ class SecondaryGroup(CutGroup):
             except BaseException:
                 self.filled = NO_VERSION  # `landed` follows all the same
                 raise
-        self.filled = now
+        self.filled, part = now, buffer.part
         buffer.open()
-        return self.context.gather_stream.start(self._from_parts(buffer.part), [buffer.part], self._gathers)
 
-    def _from_parts(self, part: Tensor) -> Steps:
-        yield self.over.gather([carried(self._leaving.raw), self._tags], [carried(part), self._tag])
-        self._check(self._tags.view(self.over.num_ranks, -1))
+        def steps() -> Steps:
+            yield self.over.gather([carried(buffer.raw), self._tags], [carried(part), self._tag])
+            self._check(self._tags.view(self.over.num_ranks, -1))
+
+        return self.context.gather_stream.start(steps(), [part], self._gathers)
 
     def landed(self) -> None:
         super().landed()

@@ -116,7 +116,12 @@ class SideStream:
 
     def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
         """Begin copies on this side stream; nothing is waited for. `after`: what makes the source, if only that must end."""
-        return self.start(_copying(copies), held, what, after)
+
+        def steps() -> Steps:
+            copies()
+            yield from ()
+
+        return self.start(steps(), held, what, after)
 
     def start(self, steps: Steps, held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
         """Begin `steps` on this side stream. `held`: every tensor that they read or write. `what`: of this rank, for messages.
@@ -124,11 +129,6 @@ class SideStream:
         `after`: what these steps follow, in place of all that the compute stream has been given by now.
         """
         return self.makes(self, steps, held, what, after)
-
-
-def _copying(copies: Callable[[], None]) -> Steps:
-    copies()
-    yield from ()
 
 
 class Transfer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,13 +42,15 @@ class ReduceNode:
 class TrainedParams:
     """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their node.
 
-    `likes`: DTensors that lie as their sharded gradients do.
+    `likes`: DTensors that lie as their sharded gradients do. `by_group`: each group that has some, where they are among these,
+    and their indices in the group.
     """
 
     indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
     likes: list[Tensor]
+    by_group: list[tuple[Group, slice, tuple[int, ...]]]
     reduce_node: ReduceNode | None = None
 
 
@@ -110,6 +112,7 @@ class Unit:
         # Other units of whose parameters this one's module reads some: inner ones, owners of ties.
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
+        self._sharded = [p.sharded for p in self.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
         self._gathered = [g for g in groups if not g.alias]
@@ -123,22 +126,22 @@ class Unit:
         self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
         for group in groups:
+            group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
                 alike = dtype is param.sharded.dtype
                 param.grad_like = param.sharded if alike else _torch.like_in(param.sharded, dtype)
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
         self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed where they are
         self._on_device = context.device.type != "cpu"
-        self.trained = self._trained_now()
+        self.trained = self.trained_at(_torch.which_train(self._sharded))
+        # Whether gradients of inputs say that a backward of a call has ended, and not its Gather: see `Call`.
+        self.views_inputs = self._on_device and len(self.trained.indices) < len(self.params)
         self.module_params = ModuleParams(self.params)
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         # The memory of each full parameter, as nobody else sees it; an address of fake tensors tells nothing.
         is_told = not self.module_params.has_around and all(_torch.told_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_told else None
-
-    def _trains_now(self) -> tuple[int, ...]:
-        return _torch.which_train([p.sharded for p in self.params])
 
     @property
     def needs_full_in_backward(self) -> bool:
@@ -148,46 +151,37 @@ class Unit:
         module = self.module()
         return module is None or "forward" in module.__dict__
 
-    @property
-    def views_inputs(self) -> bool:
-        """Whether gradients of inputs say that a backward of a call has ended, and not its Gather: see `Call`."""
-        return self._on_device and len(self.trained.indices) < len(self.params)
-
-    def _trained_now(self) -> TrainedParams:
-        indices = self._trains_now()
-        return self.trained_at(indices)
-
     def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
-        params = [self.params[i] for i in indices]
-        return TrainedParams(
-            indices, [p.sharded for p in params], [self.views[i] for i in indices], [p.grad_like for p in params]
-        )
+        params, by_group, start, at = [self.params[i] for i in indices], [], 0, 0
+        for group in self.groups:
+            inside = tuple(i - start for i in indices if start <= i < start + len(group.params))
+            if inside:
+                by_group.append((group, slice(at, at + len(inside)), inside))
+            start, at = start + len(group.params), at + len(inside)
+        views, likes = [self.views[i] for i in indices], [p.grad_like for p in params]
+        return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
         """A full copy older than the shards is filled again at its next use."""
-        if self.is_launched and any(g.is_stale() for g in self.groups):
+        if self.is_launched and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = LET_GO
             if self._aside:  # who writes them anew waits for who read them
                 self.context.gather_stream.join(self._aside)
 
-    def refresh(self) -> bool:
-        """Before a root call: see what the user has changed. True where other parameters are trained than before."""
-        self.module_params.check_data()
-        self.drop_stale()
-        return self.see_trained()
-
     def see_trained(self) -> bool:
-        """Whether other parameters are trained than before; from now on these are."""
-        changed = self._trains_now() != self.trained.indices
-        if changed:
-            self.trained = self._trained_now()
-        return changed
+        """Return True if other parameters are trained than before; from now on these are."""
+        indices = _torch.which_train(self._sharded)
+        if indices == self.trained.indices:
+            return False
+        self.trained = self.trained_at(indices)
+        self.views_inputs = self._on_device and len(indices) < len(self.params)
+        return True
 
     # -- leases
 
     def launch(self) -> None:
-        if self.is_launched:
+        if self.full_params is not LET_GO:
             return
         try:
             for group in self.groups:
@@ -209,12 +203,12 @@ class Unit:
 
     @property
     def is_full(self) -> bool:
-        """Whether the full parameters stand."""
+        """Return True if the full parameters stand."""
         return self.full_params is STANDING
 
     @property
     def is_launched(self) -> bool:
-        """Whether the full parameters stand, or are on their way."""
+        """Return True if the full parameters stand, or are on their way."""
         return self.full_params is not LET_GO
 
     def acquire(self) -> int:
@@ -223,8 +217,12 @@ class Unit:
         Gives the version of the shards that they show.
         """
         if self.full_params is STANDING:
-            if self._on_device:
-                self._join()
+            if self._on_device:  # the compute stream may be one that did not wait for that yet
+                now = self.context.gather_stream.compute()
+                if now != self._opened_on and now not in self._aside:
+                    self._aside.append(now)
+                    for transfer in self._landed:
+                        transfer.lead(now)
             version = self.version()
         else:
             self._land()
@@ -244,16 +242,9 @@ class Unit:
             self._landed, self._transfers = transfers, []
         self.full_params = STANDING
 
-    def _join(self) -> None:
-        """The full parameters stand; the compute stream may be one that did not wait for that yet."""
-        now = self.context.gather_stream.compute()
-        if now != self._opened_on and now not in self._aside:
-            self._aside.append(now)
-            for transfer in self._landed:
-                transfer.lead(now)
-
     def dismantle(self) -> None:
         """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
+        self.module_params.forget()
         for transfer in self._transfers:
             transfer.abandon()
 
@@ -329,23 +320,10 @@ class Unit:
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        return any(full_buffer.holds(storage) for full_buffer in self._full_buffers)
+        key = _torch.storage_key(tensor.untyped_storage())
+        return any(key in full_buffer.storage_keys for full_buffer in self._full_buffers)
 
     # -- gradients
-
-    def _by_group(
-        self, trained: TrainedParams, values: Sequence[Any]
-    ) -> Iterator[tuple[Group, Sequence[int], Sequence[Any]]]:
-        """Split what is given per trained parameter into groups: (group, indices in it, values)."""
-        start = 0
-        pairs = list(zip(trained.indices, values, strict=True))
-        for group in self.groups:
-            stop = start + len(group.params)
-            mine = [(i - start, v) for i, v in pairs if start <= i < stop]
-            start = stop
-            if mine:
-                yield group, [i for i, _ in mine], [v for _, v in mine]
 
     def reduce(
         self, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
@@ -358,14 +336,9 @@ class Unit:
         if added or grads is None:
             grads = self.local_sums.take(trained.indices, grads)
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
-        if len(self.groups) == 1:
-            group = self.groups[0]
-            sent = group.reduce_dtype if added else group.dtype
-            return [PendingReduce(group, trained.indices, grads, sent, ours)]
-        by_group = zip(self._by_group(trained, grads), self._by_group(trained, ours), strict=True)
         return [
-            PendingReduce(group, chosen, given, group.reduce_dtype if added else group.dtype, mine)
-            for (group, chosen, given), (_, _, mine) in by_group
+            PendingReduce(group, inside, grads[at], group.reduce_dtype if added else group.dtype, ours[at])
+            for group, at, inside in trained.by_group
         ]
 
     def as_gradients(
@@ -378,9 +351,8 @@ class Unit:
         """
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
-        by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
-        for mine, part in zip(by_group, parts, strict=True):
-            rows, transfer = part.finish_at_rest(mine, decide)
+        for (_, at, _), part in zip(trained.by_group, parts, strict=True):
+            rows, transfer = part.finish_at_rest(adding[at], decide)
             local += rows
             if transfer is not None:
                 copies.append(transfer)

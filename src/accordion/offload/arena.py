@@ -44,7 +44,7 @@ class Arena:
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"{purpose} needs {num_bytes} bytes of host memory on this rank, which the machine did not give "
-                f"({_first_line(error)}); {instead}."
+                f"({(str(error).splitlines() or [type(error).__name__])[0]}); {instead}."
             ) from error
         start = -whole.data_ptr() % ALIGN_BYTES
         self.memory, self._used = whole[start : start + num_bytes], 0
@@ -52,7 +52,7 @@ class Arena:
             driver = getattr(torch.get_device_module(device), "cudart", None)
             if driver is not None:  # another accelerator's copies are right, and slower
                 settle = partial(torch.get_device_module(device).synchronize, device)
-                pin(self, self.memory, driver(), settle, partial(_launch, device))
+                pin(self, self.memory, driver(), settle, lambda: torch.zeros(1, device=device))
 
     def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
         """A 1-D tensor of zeros in a part that nobody has. Without `zeros` of anything, and not resident before it is used."""
@@ -67,7 +67,7 @@ ArenaMaker = Callable[[int, torch.device], Arena]
 """What takes so many bytes of host memory for what is offloaded from a device; the planner has one of its own."""
 
 
-def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], None]) -> None:
+def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
     """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
 
     `runtime`: the driver, as `torch.cuda.cudart()` gives it. `settle`: waits until no copy is under way any more. `launch`:
@@ -86,10 +86,6 @@ def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None],
     weakref.finalize(owner, _unpin, runtime, memory, settle).atexit = False
 
 
-def _launch(device: torch.device) -> None:
-    torch.zeros(1, device=device)
-
-
 def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:
     """Give memory back once the device has settled; on a thread, as a collective before that may never end."""
 
@@ -100,7 +96,3 @@ def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:
     waits = threading.Thread(target=unregister, name="accordion-unpin", daemon=True)
     waits.start()
     waits.join(SETTLE_S)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

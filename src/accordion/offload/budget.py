@@ -13,12 +13,11 @@ from accordion.config import DEVICE, HOST, Offload, folder_of
 from accordion.engine.layout import Message
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES
-from accordion.offload.host_shards import paged_bytes, shard_buffer_bytes, slots_bytes
+from accordion.offload.host_shards import allocated_bytes, paged_bytes, some_of
 
 NUM_STATES = 2  # of each trained element, as Adam keeps
-NUM_STAGING_BUFFERS = (
-    2  # pieces of host memory through which shards on disk are gathered: one is copied from, the other filled
-)
+# Pieces of host memory through which shards on disk are gathered: one is copied from, the other filled.
+NUM_STAGING_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,13 @@ class Shape:
     gathered: torch.dtype
 
     @cached_property
-    def trained_numel(self) -> int:
-        return sum(c.shard_numel for c, trains in zip(self.msg.cuts, self.trained, strict=True) if trains)
-
-    @cached_property
     def trained_bytes(self) -> int:
-        return self._bytes(only_trained=True)
+        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
+        return sum(c.shard_numel * dtype.itemsize for c, dtype, trains in counted if trains)
 
     @cached_property
     def shard_bytes(self) -> int:
-        return self._bytes(only_trained=False)
+        return sum(c.shard_numel * dtype.itemsize for c, dtype in zip(self.msg.cuts, self.dtypes, strict=True))
 
     @cached_property
     def laid_out_bytes(self) -> int:
@@ -56,20 +52,17 @@ class Shape:
         """One state of each trained element. `streams`: see `Offload.streams`."""
         return self.laid_out_bytes if streams else self.trained_bytes
 
-    @property
-    def kept_bytes(self) -> int:
-        """The rows of an offloaded group that stay on the device where its parameters do."""
-        return self.msg.shard_numel * self.gathered.itemsize
-
     @cached_property
     def shard_buffer_bytes(self) -> int:
         """Shards and the rows that travel in another dtype, in host memory."""
-        return shard_buffer_bytes(self.msg, self.dtypes, self.gathered)
+        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
+        rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
+        return rows + (allocated_bytes(some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else 0)
 
     @cached_property
     def slots_bytes(self) -> int:
         """Gradients, in host memory."""
-        return slots_bytes(self.msg, self.dtypes)
+        return allocated_bytes(some_of(self.msg, range(len(self.msg.cuts))), self.dtypes)
 
     @cached_property
     def landing_bytes(self) -> int:
@@ -87,10 +80,6 @@ class Shape:
         wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
         cuts = [self.msg.cuts[i] for i in wide]
         return self.row_bytes + paged_bytes(replace(self.msg, cuts=tuple(cuts)), [self.dtypes[i] for i in wide])
-
-    def _bytes(self, only_trained: bool) -> int:
-        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(c.shard_numel * dtype.itemsize for c, dtype, trains in counted if trains or not only_trained)
 
 
 Shapes = Sequence[Sequence[Shape]]
@@ -146,17 +135,12 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
     """What a unit holds on the device between uses: shards or the rows kept of them, gradients, states."""
+    held = 0
     if not offload.offloads:
         held = sum(s.shard_bytes + s.trained_bytes for s in shapes)
-    else:
-        held = sum(s.kept_bytes for s in shapes) if offload.params == DEVICE else 0
+    elif offload.params == DEVICE:  # the rows that are gathered stay there
+        held = sum(s.msg.shard_numel * s.gathered.itemsize for s in shapes)
     return held + (num_states * _states(offload, shapes) if offload.optimizer == DEVICE else 0)
-
-
-def host_bytes(offloads: Sequence[Offload], shapes: Shapes) -> int:
-    """What all units hold on the host: the arena and two states of each element whose states rest there."""
-    states = [_states(o, mine) for o, mine in zip(offloads, shapes, strict=True) if o.optimizer == HOST]
-    return host_needs(offloads, shapes).total + NUM_STATES * sum(states)
 
 
 def _states(offload: Offload, shapes: Sequence[Shape]) -> int:
@@ -185,7 +169,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
         return sum(map(device_bytes, result, shapes))
 
     def on_host() -> int:
-        return host_bytes(result, shapes)
+        states = [_states(o, mine) for o, mine in zip(result, shapes, strict=True) if o.optimizer == HOST]
+        return host_needs(result, shapes).total + NUM_STATES * sum(states)
 
     if policy.device_bytes is not None:
         if on_device() > policy.device_bytes:

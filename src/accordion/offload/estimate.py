@@ -68,21 +68,13 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
     by_dtype: dict[torch.dtype, list[tuple[Cut, torch.dtype, bool]]] = {}
     for o in owned:
         p, gathered = o.original, gathered_dtype(o, precision)
-        own = (
-            cut(p.shape, num_ranks, gathered.itemsize),
-            precision.master_dtype(p.dtype, p.requires_grad),
-            p.requires_grad,
-        )
-        by_dtype.setdefault(gathered, []).append(own)
-    return [
-        Shape(
-            message([c for c, _, _ in mine], gathered.itemsize, num_flags=1),
-            [dtype for _, dtype, _ in mine],
-            [trains for _, _, trains in mine],
-            gathered,
-        )
-        for gathered, mine in by_dtype.items()
-    ]
+        own = precision.master_dtype(p.dtype, p.requires_grad)
+        by_dtype.setdefault(gathered, []).append((cut(p.shape, num_ranks, gathered.itemsize), own, p.requires_grad))
+    shapes = []
+    for gathered, mine in by_dtype.items():
+        cuts, dtypes, trained = zip(*mine, strict=True)
+        shapes.append(Shape(message(cuts, gathered.itemsize, num_flags=1), dtypes, trained, gathered))
+    return shapes
 
 
 def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
@@ -90,7 +82,8 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
     pairs = list(zip(offloads, shapes, strict=True))
     resting = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))
-    total = sum(s.trained_numel for offload, mine in pairs for s in mine if offload.streams)
+    streamed = [s for offload, mine in pairs for s in mine if offload.streams]
+    total = sum(c.shard_numel for s in streamed for c, trains in zip(s.msg.cuts, s.trained, strict=True) if trains)
     host_buffer = device_buffer = 0
     for offload, mine in pairs:
         folder = folder_of(offload.optimizer)

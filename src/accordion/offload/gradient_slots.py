@@ -81,13 +81,6 @@ class Gradients:
         """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
         return self.slots[i].file_range if self.slots[i].lies_at(grad) else None
 
-    def is_on_disk(self, i: int) -> bool:
-        return self.slots[i].file_range is not None
-
-    def settle(self, i: int) -> None:
-        """What a caller wrote into the gradient of parameter `i` is on disk."""
-        self.slots[i].settle()
-
 
 class Slot:
     """Owns the memory, or the place on disk, in which one gradient rests, and gives it out while nobody else has it.
@@ -113,6 +106,7 @@ class Slot:
         self.file_range.file.write(self.file_range.offset, landed)
 
     def settle(self) -> None:
+        """What a caller wrote into the gradient is on disk."""
         if self.file_range is not None and self._rest.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._rest.nbytes))
 

@@ -50,14 +50,15 @@ class OffDeviceShards(ShardBuffer):
     def _furnish(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], means: Means) -> None:
         """What does not depend on where the shards are. `locals` are there."""
         if means.grads is None:
-            slots = [Slot(local) for local in FlatShards(_plain(msg), rank, dtypes, means.allocate).locals]
+            plain = some_of(msg, range(len(msg.cuts)))
+            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, means.allocate).locals]
         else:
             file_ranges = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
         self.grads = Gradients(slots, means.landing, self.locals, means.store_stream, means.pool)
         self._shown = NO_VERSION  # version of the shards in the rows that travel
         self._reading: list[Transfer] = []
-        self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
+        self.steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
         self._is_written = False  # the rows that travel are those of a step that has ended
 
     def put(
@@ -71,15 +72,11 @@ class OffDeviceShards(ShardBuffer):
 
     def defer(self, wait: Callable[[], None]) -> None:
         """A step of these shards is under way, which writes the rows that travel; `wait` returns when it has ended."""
-        self._steps.append(wait)
-
-    @property
-    def is_stepping(self) -> bool:
-        return bool(self._steps)
+        self.steps.append(wait)
 
     def ready(self) -> None:
-        while self._steps:
-            self._steps.pop(0)()
+        while self.steps:
+            self.steps.pop(0)()
             self._is_written = True
 
     def settle(self, version: int) -> None:
@@ -139,15 +136,16 @@ class HostShards(OffDeviceShards):
         self._travel = FlatShards(msg, rank, [gathered] * len(dtypes), means.allocate)
         self._wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         own = [dtypes[i] for i in self._wide]
-        masters = FlatShards(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
-        self.locals = list(self._travel.locals)
-        for i, local in zip(self._wide, masters.locals if masters is not None else [], strict=True):
-            self.locals[i] = local
+        self.locals, self.flats = list(self._travel.locals), list(self._travel.flats)
+        if self._wide:
+            masters = FlatShards(some_of(msg, self._wide), rank, own, means.allocate)
+            self.flats += masters.flats
+            for i, local in zip(self._wide, masters.locals, strict=True):
+                self.locals[i] = local
         self._stage = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
         source = self._travel if self._stage is None else self._stage
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.off_device = self._stage is None
-        self.flats = [*self._travel.flats, *(masters.flats if masters is not None else [])]
         self.tag = self._travel.tag
         self._fetch_stream = means.fetch_stream
         self._staged = NO_VERSION  # version of the shards in `_stage`
@@ -175,23 +173,9 @@ class HostShards(OffDeviceShards):
         self._staged = NO_VERSION
 
 
-def shard_buffer_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:
-    """What the shards of a `HostShards` take of an arena."""
-    wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
-    parts = [(msg, [gathered] * len(dtypes))]
-    if wide:
-        parts.append((_some(msg, wide), [dtypes[i] for i in wide]))
-    return _taken(parts)
-
-
-def slots_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """What gradients that rest on the host take of an arena."""
-    return _taken([(_plain(msg), dtypes)])
-
-
-def _taken(parts: Sequence[tuple[Message, Sequence[torch.dtype]]]) -> int:
-    flats = [(part.shard_numel, dtype) for m, ds in parts for dtype, _, part in flats_of(m, ds)]
-    return sum(page_aligned(numel * dtype.itemsize) for numel, dtype in flats)
+def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
+    """Return what `FlatShards` of a message take of an arena."""
+    return sum(page_aligned(part.shard_numel * dtype.itemsize) for dtype, _, part in flats_of(msg, dtypes))
 
 
 def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
@@ -199,10 +183,6 @@ def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
     return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
 
 
-def _plain(msg: Message) -> Message:
-    """The same tensors with nothing behind them."""
-    return _some(msg, range(len(msg.cuts)))
-
-
-def _some(msg: Message, chosen: Sequence[int]) -> Message:
+def some_of(msg: Message, chosen: Sequence[int]) -> Message:
+    """Return the message of some of these tensors, with nothing behind them."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

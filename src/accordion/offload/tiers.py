@@ -93,18 +93,17 @@ class Tiers:
         if optimizer not in self.states:
             side_streams = self._context.fetch_stream, self.store_stream
             self.states[optimizer] = States(
-                self._context.device, self._threads, side_streams, self._checksums, self._make_arena
+                self._context.device, lambda: self.pool, side_streams, self._checksums, self._make_arena
             )
         return self.states[optimizer]
-
-    def _threads(self) -> ThreadPoolExecutor:
-        return self.pool
 
     @cached_property
     def activation_offload(self) -> ActivationOffload:
         """Where inputs of recomputed units wait off the device."""
         side_streams = self._context.fetch_stream, self.store_stream
-        return ActivationOffload(self._context.device, side_streams, self._threads, self._checksums, self._make_arena)
+        return ActivationOffload(
+            self._context.device, side_streams, lambda: self.pool, self._checksums, self._make_arena
+        )
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -143,7 +142,7 @@ class Tiers:
             return
         other = self._units[following]() if following in self._units else None
         for group in other.groups if other is not None else ():
-            if isinstance(group.shard_buffer, DiskShards) and not group.shard_buffer.is_stepping:
+            if isinstance(group.shard_buffer, DiskShards) and not group.shard_buffer.steps:
                 group.shard_buffer.begin_read(group.version())
 
     def _staging_buffer_of(self, unit: int) -> StagingBuffer | None:
@@ -164,7 +163,7 @@ class Tiers:
             device=self._context.device,
             fetch_stream=self._context.fetch_stream,
             store_stream=self.store_stream,
-            pool=self._threads,
+            pool=lambda: self.pool,
         )
         allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
@@ -172,7 +171,12 @@ class Tiers:
         start = self._staged.get(unit, 0)
         self._staged[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
         tiers = weakref.ref(self)
-        ahead = partial(_read_ahead, tiers, unit)
+
+        def ahead() -> None:
+            alive = tiers()
+            if alive is not None:
+                alive.read_ahead(unit)
+
         return DiskShards(
             msg,
             rank,
@@ -187,12 +191,6 @@ class Tiers:
     def _allocator(self, place: str) -> FileAllocator | None:
         folder: Path | None = folder_of(place)
         return None if folder is None else self._shelves[folder]
-
-
-def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
-    alive = tiers()
-    if alive is not None:
-        alive.read_ahead(unit)
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:

@@ -49,7 +49,20 @@ Kept = list[_torch.DispatchMode | None]
 """An entry a product or attention: torch's own mode that gives the kept result, None where it is computed again."""
 
 
-class _Keep(_torch.DispatchMode):
+class _Mode(_torch.DispatchMode):
+    """A mode around a recomputed region; the one of its forward and that of its recomputation share `kept`."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Graphs that the user has compiled run as they are, as under torch's modes."""
+        return True
+
+
+class _Keep(_Mode):
     """The forward of a recomputed region: fills `kept`, and forgets what is written into afterwards.
 
     torch's own modes count every operator and refuse more of one than the forward had, but the units inside gather what is
@@ -58,14 +71,9 @@ class _Keep(_torch.DispatchMode):
     """
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._choose = kept, _Choice()
+        super().__init__(kept)
+        self._choose = _Choice()
         self._at: dict[int, int] = {}  # address of a kept result -> its entry
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Graphs that the user has compiled run as they are, as under torch's modes."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,16 +93,8 @@ class _Keep(_torch.DispatchMode):
         return out
 
 
-class _Give(_torch.DispatchMode):
+class _Give(_Mode):
     """A recomputation: gives what is kept, once; a second backward (retain_graph) computes it."""
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._next = kept, 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> Any:
         self._next = 0

@@ -37,16 +37,10 @@ from accordion.shard.activations import checkpoint_forward
 from accordion.shard.build import UnitSpec, build_engine, groups_over, with_secondary, with_tiers
 from accordion.shard.checks import check_entry_point, check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
-from accordion.shard.own_meshes import check_choice, meshes_or_refusal, told
+from accordion.shard.own_meshes import check_choice, own_meshes, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
-from accordion.shard.topology import (
-    CommunicatorMaker,
-    beside,
-    communicator_over,
-    mesh_for,
-    wire,
-)
+from accordion.shard.topology import CommunicatorMaker, beside, communicator_over, mesh_for, wire
 from accordion.sharding import Sharding
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
@@ -116,7 +110,11 @@ def shard_over(
         chosen = choose_units(model, sharding.units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
-        over, refused = meshes_or_refusal(model, owned, meshes, mesh, strategy)
+        over, refused = list[DeviceMesh | None]([None] * len(owned)), None
+        try:
+            over = own_meshes(model, owned, meshes, mesh, strategy)
+        except UsageError as error:  # ranks report it to each other when they compare their models
+            refused = error
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
         spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
@@ -128,8 +126,10 @@ def shard_over(
         own = {id(o): contexts[m] for o, m in zip(owned, over, strict=True) if m is not None}
         rows = _Rows(owned, same_values(model, owned, context, sync, own))
         for o, m in zip(owned, over, strict=True):
-            rows.lay_out(o, precisions[o.owner], m or mesh, own.get(id(o), context), strategy)
-        cuts = [[(o, rows.layout(o).cut) for o in owned if o.owner == i] for i in range(len(chosen))]
+            over_mesh, over_context = m or mesh, own.get(id(o), context)
+            c = _cut(o, precisions[o.owner], over_context)
+            rows.layouts[o.names[0]] = layout_of(o.original, c, over_mesh, _placements(c, over_mesh, strategy))
+        cuts = [[(o, rows.layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(chosen))]
         extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
         plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
         planned = [
@@ -191,21 +191,11 @@ class _Rows:
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
         self.unfilled: list[nn.Parameter] = []
         self._value_of, self._owned = value_of, {o.names[0]: o for o in owned}
-        self._layouts: dict[str, Layout] = {}
-
-    def lay_out(
-        self, o: Owned, precision: Precision, mesh: DeviceMesh, context: ShardingContext, strategy: Strategy
-    ) -> None:
-        """Decide how a parameter is cut over `mesh`, whose communicators are those of `context`."""
-        c = _cut(o, precision, context)
-        self._layouts[o.names[0]] = layout_of(o.original, c, mesh, _placements(c, mesh, strategy))
-
-    def layout(self, o: Owned) -> Layout:
-        return self._layouts[o.names[0]]
+        self.layouts: dict[str, Layout] = {}
 
     def fill(self, unit: int, param: Param, local: Tensor) -> None:
         """Fill this rank's rows, and put the parameter that they make in the place of the full one; as `Fill`."""
-        o, layout = self._owned[param.name], self._layouts[param.name]
+        o, layout = self._owned[param.name], self.layouts[param.name]
         value = self._value_of(o)
         if value is not None:
             local.copy_(own_rows(value, param.cut, param.context))

@@ -88,7 +88,12 @@ def build_engine(
 def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
     """The hooks of one unit, attached to its modules."""
     context, precision, place = engine.context, spec.precision, (i, spec.name)
-    groups: list[Group] = [_group(plan, context, place) for plan in spec.planned]
+    groups: list[Group] = []
+    for plan in spec.planned:
+        own = context
+        if plan.context is not None:  # the model's says where shards rest, also those of other ranks
+            own = dataclasses.replace(plan.context, shard_buffers=context.shard_buffers)
+        groups.append((CutGroup if plan.secondary is None else SecondaryGroup)(own, plan, place))
     for group in groups:
         for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
             fill(i, param, local)
@@ -108,13 +113,6 @@ def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
     for module in spec.modules:
         hooks.attach(module)
     return hooks
-
-
-def _group(plan: GroupPlan, context: ShardingContext, place: tuple[int, str]) -> CutGroup:
-    """`context`: the model's, which says where shards rest, also those of other ranks."""
-    if plan.context is not None:
-        context = dataclasses.replace(plan.context, shard_buffers=context.shard_buffers)
-    return (CutGroup if plan.secondary is None else SecondaryGroup)(context, plan, place)
 
 
 def with_tiers(
@@ -138,7 +136,13 @@ def with_tiers(
                     f"parameter {param.name!r} of {param.dtype} has grad_dtype {param.grad_dtype}, and an offloaded gradient "
                     "rests in its parameter's dtype; leave grad_dtype as it is, or do not offload this unit."
                 )
-    shapes = [[_shape(group, context) for group in groups] for groups in planned]
+
+    def shape_of(group: GroupPlan) -> Shape:
+        params = group.params
+        lies = messages(group.context or context, [p.cut for p in params], group.dtype)[1]
+        return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], group.dtype)
+
+    shapes = [list(map(shape_of, groups)) for groups in planned]
 
     def make() -> Tiers:
         return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, context, make_arena)
@@ -185,9 +189,3 @@ def keep_parts(group: Group, keeps: bool) -> None:
     """Let a group with secondary shards make these from now on, or gather from all ranks again; others stay as they are."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)
-
-
-def _shape(group: GroupPlan, context: ShardingContext) -> Shape:
-    params, gathered = group.params, group.dtype
-    lies = messages(group.context or context, [p.cut for p in params], gathered)[1]
-    return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], gathered)

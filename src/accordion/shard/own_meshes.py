@@ -47,16 +47,6 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
     return meshes
 
 
-def meshes_or_refusal(
-    model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
-) -> tuple[list[DeviceMesh | None], UsageError | None]:
-    """What `own_meshes` gives, or why it refuses, which ranks tell each other when they compare their models."""
-    try:
-        return own_meshes(model, owned, meshes, mesh, strategy), None
-    except UsageError as error:
-        return [None] * len(owned), error
-
-
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:

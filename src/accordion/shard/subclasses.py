@@ -24,7 +24,7 @@ from accordion.engine.group import Group, GroupPlan
 from accordion.engine.layout import Cut, message
 from accordion.engine.params import Param
 from accordion.engine.shards import ShardBuffer
-from accordion.engine.streams import SideStream, Steps, Transfer
+from accordion.engine.streams import Steps, Transfer
 from accordion.errors import UsageError
 from accordion.units import Owned
 
@@ -71,12 +71,9 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
                 f"parameter {name!r} is a {kind}, which says itself how it is gathered, and {strategy.name} keeps full copies or "
                 "cuts rows twice; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD."
             )
-        if o.original.is_meta or sync:
-            asked = (
-                "sync=True sends plain tensors only"
-                if sync
-                else "it is on the meta device, where its rows have no values"
-            )
+        asked = "it is on the meta device, where its rows have no values" if o.original.is_meta else None
+        asked = "sync=True sends plain tensors only" if sync else asked
+        if asked is not None:
             raise UsageError(f"parameter {name!r} is a {kind}, and {asked}; build it with its values on every rank.")
 
 
@@ -159,7 +156,9 @@ class Extended:
         if not self.gathered:
             self.gathered = [t.new_empty(t.numel() * num) for t in tensors]
         for full in (*self.gathered, *self.inner):
-            _open(full)
+            storage, num_bytes = full.untyped_storage(), full.numel() * full.itemsize
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
@@ -177,18 +176,6 @@ class Extended:
         """What modules see, as a function of what stands for the parameter in the graph."""
         return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
 
-    def close(self) -> None:
-        for full in (*self.gathered, *self.inner):
-            full.untyped_storage().resize_(0)
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        key, held = _torch.storage_key(storage), (*self.gathered, *self.inner)
-        return any(_torch.storage_key(full.untyped_storage()) == key for full in held)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(full.numel() * full.itemsize for full in self.gathered)
-
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
     """Return `tensor` as a process group gathers it: plain, and with rows of padding, because all ranks send equal parts."""
@@ -197,12 +184,6 @@ def _sent(tensor: Tensor, c: Cut) -> Tensor:
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
     is_rows = c.dim == 0 and c.rows % c.num_ranks and short > 0 and tensor.shape[1:] == torch.Size(c.shape[1:])
     return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])]) if is_rows else tensor
-
-
-def _open(full: Tensor) -> None:
-    storage, num_bytes = full.untyped_storage(), full.numel() * full.itemsize
-    if storage.nbytes() != num_bytes:
-        storage.resize_(num_bytes)
 
 
 class _Shown(torch.autograd.Function):
@@ -219,19 +200,14 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather that ends on the compute stream, where what it makes is read."""
+    """A gather that ends on the compute stream, where what it makes is read: by `then`."""
 
-    __slots__ = ("_then",)
-
-    def __init__(
-        self, side_stream: SideStream, steps: Steps, held: list[Any], what: str, then: Callable[[], None]
-    ) -> None:
-        self._then = then
-        super().__init__(side_stream, steps, held, what)
+    __slots__ = ("then",)
+    then: Callable[[], None]
 
     def land(self) -> None:
         super().land()
-        self._then()
+        self.then()
 
 
 class _SubclassBuffers:
@@ -243,23 +219,15 @@ class _SubclassBuffers:
 
     @property
     def num_bytes(self) -> int:
-        return sum(e.num_bytes for e in self._extended)
+        return sum(full.numel() * full.itemsize for e in self._extended for full in e.gathered)
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        return any(e.holds(storage) for e in self._extended)
+    @property
+    def storage_keys(self) -> list[int]:
+        return [_torch.storage_key(full.untyped_storage()) for e in self._extended for full in (*e.gathered, *e.inner)]
 
     def close(self) -> None:
-        for e in self._extended:
-            e.close()
-
-
-class _SubclassShards(ShardBuffer):
-    """The rows of extended parameters, which rest in their own tensors."""
-
-    def __init__(self, extended: list[Extended]) -> None:
-        self.dtype = self.pack_row = None
-        self.padded, self.flats, self.tag = [], [], torch.zeros(1, device="cpu")
-        self.locals = [e.local for e in extended]
+        for full in [full for e in self._extended for full in (*e.gathered, *e.inner)]:
+            full.untyped_storage().resize_(0)
 
 
 class _SubclassGroup(Group):
@@ -277,7 +245,10 @@ class _SubclassGroup(Group):
         super().__init__(context, planned, place)
         self._extended = extended
         self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
-        self.shard_buffer = _SubclassShards(extended)
+        self.shard_buffer = ShardBuffer()  # rows rest in tensors of their own
+        self.shard_buffer.dtype = self.shard_buffer.pack_row = None
+        self.shard_buffer.padded, self.shard_buffer.flats = [], []
+        self.shard_buffer.locals, self.shard_buffer.tag = [e.local for e in extended], torch.zeros(1, device="cpu")
         self.full_buffer = _SubclassBuffers(extended)
         self.views = self.full_buffer.views
 
@@ -305,8 +276,9 @@ class _SubclassGroup(Group):
                 for e, (_, metadata) in zip(self._extended, begun, strict=True):
                     e.end(metadata)
 
-        side_stream = self.context.gather_stream
-        return _SubclassGather(side_stream, steps(), [pairs], f"gathers {self.place}", end)
+        transfer = _SubclassGather(self.context.gather_stream, steps(), [pairs], f"gathers {self.place}")
+        transfer.then = end
+        return transfer
 
     def landed(self) -> None:
         """Nothing to let go: subclasses may keep what they were given until the unit lets its full parameters go."""

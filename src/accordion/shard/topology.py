@@ -16,10 +16,9 @@ from accordion import _torch
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Place, Strategy
 from accordion.engine.communicator import (
     Communicator,
-    alone,
-    common_name,
     device_type_of_job,
     gathered_rows,
+    group_of_job,
     own_communicator,
 )
 from accordion.engine.context import ShardingContext
@@ -143,7 +142,7 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
     """The ranks that shard, and those that hold replicas; a collective, after all have given the same mesh."""
     same_mesh(mesh)
     communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
-    nobody = alone(device)
+    nobody = Communicator(None, device)
     if strategy.hybrid:
         replicate, sharding = communicators
     elif strategy.optim is Place.REPLICATE:
@@ -161,9 +160,6 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
     ]
 
 
-SECONDARY = "accordion/secondary"
-
-
 def secondary_communicator(
     context: ShardingContext, num_ranks: int, make: CommunicatorMaker = communicator_over
 ) -> Communicator | None:
@@ -174,17 +170,8 @@ def secondary_communicator(
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
         return None
-    kept = f"{SECONDARY}/{_torch.group_name(whole.group)}/{num_ranks}/"
-    groups = _torch.kept_with_job(kept)
-    if not groups:
-        first = whole.rank - whole.rank % num_ranks
-        name = f"{SECONDARY}/{common_name([] if whole.is_fake else [whole])}/{first}"
-        timeout, options = _torch.options_of(whole.group, context.device)
-        ranks = whole.ranks[first : first + num_ranks]
-        bound_to = None if context.device.type == "cpu" else context.device
-        groups = [_torch.named_group(name, ranks, bound_to, timeout, options)]
-        _torch.keep_with_job(kept, groups[0])
-    return make(groups[0], context.device)
+    first = whole.rank - whole.rank % num_ranks
+    return make(group_of_job(whole, whole.ranks[first : first + num_ranks], context.device), context.device)
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from accordion.config import folder_of
-from accordion.engine.streams import SideStream
+from accordion.engine.streams import SideStream, Transfer
 from accordion.errors import OffloadError, UsageError
-from accordion.offload.activations.stores import DiskActivationStore, HostActivationStore, Move, StorageSlot, room_for
+from accordion.offload.activations.stores import (
+    DiskActivationStore,
+    DiskSlot,
+    HostActivationStore,
+    HostSlot,
+    Stored,
+    room_for,
+)
 from accordion.offload.arena import ArenaMaker
 
 log = logging.getLogger("accordion")
@@ -38,7 +45,7 @@ class ActivationOffload:
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._told = (0, 0)
         self._last: weakref.ref[OffloadedInput] | None = None
-        self._leaving: tuple[Move, Tensor, int] | None = None  # what leaves, of what, and its version then
+        self._leaving: tuple[Transfer | Stored, Tensor, int] | None = None  # what leaves, of what, and its version then
 
     @property
     def host_bytes(self) -> int:
@@ -51,21 +58,18 @@ class ActivationOffload:
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Begin to take an input away; what the one before still held on the device goes."""
         self.land()
-        offloaded = OffloadedInput(self, tensor, self._store_of(place).take(room_for(tensor.nbytes)), self._last)
+        if place not in self._stores:
+            folder, common = folder_of(place), (self.device, self._side_streams)
+            if folder is None:
+                self._stores[place] = HostActivationStore(*common, self._make_arena)
+            else:
+                self._stores[place] = DiskActivationStore(
+                    folder, *common, self._pool, self._checksums, self._make_arena
+                )
+        slot = self._stores[place].take(room_for(tensor.nbytes))
+        offloaded = OffloadedInput(self, tensor, slot, self._last)
         self._last, self._leaving = weakref.ref(offloaded), (offloaded.leaving, tensor, tensor._version)
         return offloaded
-
-    def _store_of(self, place: str) -> HostActivationStore | DiskActivationStore:
-        if place not in self._stores:
-            folder = folder_of(place)
-            self._stores[place] = (
-                HostActivationStore(self.device, self._side_streams, self._make_arena)
-                if folder is None
-                else DiskActivationStore(
-                    folder, self.device, self._side_streams, self._pool, self._checksums, self._make_arena
-                )
-            )
-        return self._stores[place]
 
     def land(self) -> None:
         """Nothing leaves any more. Raises `UsageError` where something was written meanwhile: the copy may have some of it."""
@@ -86,8 +90,8 @@ class ActivationOffload:
             self._told = taken
             log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *taken)
 
-    def tell(self, error: OffloadError) -> None:
-        """Let other ranks, who may wait for this one in the backward, hear of an error."""
+    def report(self, error: OffloadError) -> None:
+        """Report an error to other ranks, which may wait for this one in the backward."""
         self._side_streams[0].waiter.tell(f"failed: {type(error).__name__}: {error}")
 
 
@@ -98,11 +102,11 @@ class OffloadedInput:
         self,
         activation_offload: ActivationOffload,
         tensor: Tensor,
-        slot: StorageSlot,
+        slot: HostSlot | DiskSlot,
         before: weakref.ref[OffloadedInput] | None,
     ) -> None:
         self._owner, self._slot, self._before = activation_offload, slot, before
-        self._coming: tuple[Move, Tensor] | None = None
+        self._coming: tuple[Transfer, Tensor] | None = None
         self._live: Tensor | None = tensor  # until the block's forward has ended
         self._like = torch.empty_like(tensor, device="meta")  # its shape and strides, where it is dense
         self.leaving = slot.store(tensor, self._like)
@@ -135,7 +139,7 @@ class OffloadedInput:
                 move, tensor = self._coming
                 move.land()
         except OffloadError as error:
-            self._owner.tell(error)
+            self._owner.report(error)
             raise
         self._coming = None
         return tensor.requires_grad_()

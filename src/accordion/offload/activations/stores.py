@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,28 +22,6 @@ from accordion.offload.swap_file import SwapFile
 GROWTH = 8  # a piece that takes the place of a smaller one has this share of its size beyond what is asked for
 NUM_STAGES = 3  # pieces of host memory on the way to a file and back: one is filled, one is written or read, one waits
 STORES, FETCHES = "takes activations from the device", "brings activations back"
-
-
-class Move(Protocol):
-    """An input under way, to where it waits or back, as a `Transfer` is."""
-
-    def land(self) -> None: ...
-
-
-class StorageSlot(Protocol):
-    """Where one input waits."""
-
-    def store(self, tensor: Tensor, like: Tensor) -> Move:
-        """Begin to take it there. `like`: its shape and strides, without gaps."""
-        ...
-
-    def fetch(self, into: Tensor) -> Move:
-        """Begin to bring it back into a tensor of the same shape and strides."""
-        ...
-
-    def free(self, is_coming: bool) -> None:
-        """Nobody wants it any more, though it may be on its way; on any thread."""
-        ...
 
 
 class HostActivationStore:
@@ -86,16 +64,18 @@ class HostSlot:
         self._store, self._piece = store, piece
         self._coming: Transfer | None = None
 
-    def store(self, tensor: Tensor, like: Tensor) -> Move:
+    def store(self, tensor: Tensor, like: Tensor) -> Transfer:
+        """Begin to take an input there. `like`: its shape and strides, without gaps."""
         return self._store.side_streams[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
 
-    def fetch(self, into: Tensor) -> Move:
-        self._coming = self._store.side_streams[0].copy(
-            copying(into, shaped(self._piece.memory, into)), [into], FETCHES
-        )
+    def fetch(self, into: Tensor) -> Transfer:
+        """Begin to bring it back into a tensor of the same shape and strides."""
+        copies = copying(into, shaped(self._piece.memory, into))
+        self._coming = self._store.side_streams[0].copy(copies, [into], FETCHES)
         return self._coming
 
     def free(self, is_coming: bool) -> None:
+        """Nobody wants it any more, though it may be on its way; on any thread."""
         if is_coming and self._coming is not None:  # the host cannot wait: a device may wait for ranks that never come
             self._coming.join(self._store.side_streams[1])
             self._coming.land()
@@ -166,7 +146,9 @@ class DiskActivationStore:
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
-        stage.fit(num_bytes, partial(self._make_arena, num_bytes, self._device))
+        if stage.piece is None or stage.piece.num_bytes < num_bytes:
+            stage.piece = None  # what is too small is freed first
+            stage.piece = self._make_arena(num_bytes, self._device)
         return stage
 
     def move(self, call: Callable[[int, Tensor], None], start: int, memory: Tensor, after: Callable[[], None]) -> Moves:
@@ -183,22 +165,13 @@ class Stage:
     def __init__(self) -> None:
         self.piece: Arena | None = None
         self.has: object = None
-        self._needed: list[Callable[[], None]] = []
-
-    def need(self, until: Callable[[], None]) -> None:
-        self._needed.append(until)
+        self.needed: list[Callable[[], None]] = []  # each returns when what it has is needed no longer
 
     def clear(self) -> None:
         """Return when nobody needs what it has. Raises what that raises, once."""
         self.has = None
-        while self._needed:
-            self._needed.pop(0)()
-
-    def fit(self, num_bytes: int, make: Callable[[], Arena]) -> None:
-        """Have so much memory; `make` gives it, once what was too small is let go."""
-        if self.piece is None or self.piece.num_bytes < num_bytes:
-            self.piece = None
-            self.piece = make()
+        while self.needed:
+            self.needed.pop(0)()
 
     def memory(self, num_bytes: int) -> Tensor:
         assert self.piece is not None, "it was made to fit"
@@ -250,28 +223,32 @@ class DiskSlot:
         self._reads: Moves | None = None
         self._is_wanted = True
 
-    def store(self, tensor: Tensor, like: Tensor) -> Move:
+    def store(self, tensor: Tensor, like: Tensor) -> Stored:
         stage = self.activation_store.stage(self.num_bytes)
         memory = stage.memory(self.num_bytes)
         transfer = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
         self._stage, self._stored, stage.has = stage, Stored(self.activation_store, self.start, memory, transfer), self
-        stage.need(partial(self._end, self._stored.finish))
+        stage.needed.append(partial(self._end, self._stored.finish))
         return self._stored
 
-    def fetch(self, into: Tensor) -> Move:
+    def fetch(self, into: Tensor) -> Transfer:
         """From the file, or from the memory in which it went there, where nothing else has come since."""
         assert self._stage is not None, "what is fetched was stored"
         assert self._stored is not None, "what is fetched was stored"
-        stage, self._reads = self._stage, None
+        store, stage, reads = self.activation_store, self._stage, None
         if stage.has is not self:
             self._stored.finish()  # before the memory was used again; here for what it raised then
-            stage = self.activation_store.stage(self.num_bytes)
-            self._reads = self.activation_store.move(
-                self.activation_store.file.read, self.start, stage.memory(self.num_bytes), nothing
-            )
-        copy = copying(into, shaped(stage.memory(self.num_bytes), into))
-        self._coming = self.activation_store.side_streams[0].start(once(self._reads, copy), [into], FETCHES)
-        stage.need(partial(self._end, self._coming.synchronize))
+            stage = store.stage(self.num_bytes)
+            reads = store.move(store.file.read, self.start, stage.memory(self.num_bytes), lambda: None)
+        memory, self._reads = shaped(stage.memory(self.num_bytes), into), reads
+
+        def steps() -> Steps:  # on a device it waits only for what came before the reads
+            if reads is not None:
+                yield Pending(Communicator(None, torch.device("cpu")), [reads])
+            into.copy_(memory, non_blocking=True)
+
+        self._coming = store.side_streams[0].start(steps(), [into], FETCHES)
+        stage.needed.append(partial(self._end, self._coming.synchronize))
         return self._coming
 
     def _end(self, wait: Callable[[], None]) -> None:
@@ -346,22 +323,6 @@ def copying(to: Tensor, source: Tensor) -> Callable[[], None]:
     return copy
 
 
-def once(reads: Moves | None, copy: Callable[[], None]) -> Steps:
-    """A copy of what threads read, begun when that is waited for; on a device it waits only for what came before the reads."""
-    if reads is not None:
-        yield Pending(nobody(), [reads])
-    copy()
-
-
-def nobody() -> Communicator:
-    """The ranks that take part in a read."""
-    return Communicator(None, torch.device("cpu"))
-
-
-def nothing() -> None:
-    """Nothing comes before."""
-
-
 def room_for(num_bytes: int) -> int:
-    """Bytes that an input takes."""
+    """Return the bytes that an input takes."""
     return max(page_aligned(num_bytes), ALIGN_BYTES)

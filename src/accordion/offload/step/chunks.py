@@ -56,21 +56,11 @@ class StateBlock:
         """Parameters begin, and chunks are cut, at multiples of so many elements: of a page, whatever the dtype."""
         return ALIGN_BYTES // self.itemsize
 
-    def chunk_bytes(self) -> int:
-        """The most that a chunk of it takes in a buffer of the host."""
-        return (self.from_disk + (self._state_bytes if isinstance(self.store, SwapFile) else 0)) * self._chunk_numel
-
-    def device_bytes(self) -> int:
-        """The most that a chunk of it takes in a buffer of the device."""
-        return (self.besides + self._state_bytes) * self._chunk_numel
-
-    @property
-    def _state_bytes(self) -> int:
-        return sum(dtype.itemsize for dtype in self.keys.values())
-
-    @property
-    def _chunk_numel(self) -> int:
-        return min(self.most, self.numel)
+    def buffer_bytes(self, *, on_device: bool) -> int:
+        """Return the most that a chunk takes in a buffer of the device, or of the host."""
+        in_buffer = on_device or isinstance(self.store, SwapFile)
+        states = sum(dtype.itemsize for dtype in self.keys.values()) if in_buffer else 0
+        return ((self.besides if on_device else self.from_disk) + states) * min(self.most, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,58 +166,33 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
         low, high = max(start, first), min(stop, first + numel)
         if low < high:
             cut.append((todo, low - first, high - first))
-    spans, parts = [], []
+    spans, parts = list[Span](), list[ChunkPart]()
     for key, dtype in block.keys.items():
-        there = any(key in todo.present for todo, _, _ in cut)
-        spans.append(_state_span(block.store, block.starts[key], start, stop, dtype, reads=there))
+        there, at = any(key in todo.present for todo, _, _ in cut), block.starts[key] + start * dtype.itemsize
+        if isinstance(block.store, SwapFile):
+            spans.append(Span(dtype, stop - start, there, True, file=block.store, offset=at))
+        else:
+            spans.append(Span(dtype, stop - start, there, True, memory=block.store.mapped(at, stop - start, dtype)))
     for todo, low, high in cut:
-        entry, (shard_buffer, i) = todo.entry, todo.shard_buffer or (None, 0)
-        file_range = None if shard_buffer is None else shard_buffer.own_range(i)
-        own = _span_of(file_range, entry.own, entry.own, low, high, writes=True)
-        file_range = None if shard_buffer is None else shard_buffer.grads.file_range(i, entry.grad)
-        grad = _span_of(file_range, entry.grad, entry.own, low, high, writes=False)
-        row, at = None if shard_buffer is None else shard_buffer.row(i), len(spans)
-        spans += [own, grad]
+        entry, at, (shard_buffer, i) = todo.entry, len(spans), todo.shard_buffer or (None, 0)
+        own = grad = row = None
+        if shard_buffer is not None:
+            own, row = shard_buffer.own_range(i), shard_buffer.row(i)
+            grad = shard_buffer.grads.file_range(i, entry.grad)
+        spans.append(_span_of(own or flat_of(entry.own, entry.own), low, high, writes=True))
+        spans.append(_span_of(grad or flat_of(entry.grad, entry.own), low, high, writes=False))
         if row is not None:
-            file_range = row if isinstance(row, FileRange) else None
-            spans.append(
-                _span_of(
-                    file_range,
-                    entry.own if isinstance(row, FileRange) else row,
-                    None,
-                    low,
-                    high,
-                    writes=True,
-                    reads=False,
-                )
-            )
+            spans.append(_span_of(row, low, high, writes=True, reads=False))
         parts.append(ChunkPart(todo, low, high, at, at + 1, None if row is None else at + 2))
     return Chunk(block, start, stop, parts, spans)
 
 
-def _state_span(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Span:
-    at = base + low * dtype.itemsize
-    if isinstance(store, SwapFile):
-        return Span(dtype, high - low, reads, True, file=store, offset=at)
-    return Span(dtype, high - low, reads, True, memory=store.mapped(at, high - low, dtype))
-
-
-def _span_of(
-    file_range: FileRange | None,
-    tensor: Tensor,
-    like: Tensor | None,
-    low: int,
-    high: int,
-    *,
-    writes: bool,
-    reads: bool = True,
-) -> Span:
-    """Elements [low, high) of a tensor, which is in memory unless there is a range of a file."""
-    if file_range is not None:
-        at = file_range.offset + low * file_range.dtype.itemsize
-        return Span(file_range.dtype, high - low, reads, writes, file=file_range.file, offset=at)
-    flat = flat_of(tensor, tensor if like is None else like)
-    return Span(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
+def _span_of(whole: Tensor | FileRange, low: int, high: int, *, writes: bool, reads: bool = True) -> Span:
+    """Elements [low, high) of a 1-D tensor in memory, or of a range of a file."""
+    if isinstance(whole, FileRange):
+        at = whole.offset + low * whole.dtype.itemsize
+        return Span(whole.dtype, high - low, reads, writes, file=whole.file, offset=at)
+    return Span(whole.dtype, high - low, reads, writes, memory=whole[low:high])
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
@@ -269,8 +234,4 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
 def finish(todo: ParamStep) -> None:
     """After all chunks of a parameter: show its states to the outside."""
     entry, shown = todo.entry, todo.place.shown
-    show(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param)
-
-
-def show(outer: dict[str, Any], shown: dict[str, Tensor], p: Tensor) -> None:
-    write_back(outer, shown, p, local_of(p))
+    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param, local_of(entry.param))

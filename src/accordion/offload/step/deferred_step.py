@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from accordion import _torch
 from accordion.config import DEVICE, HOST
 from accordion.engine.engine import Engine
-from accordion.engine.group import Group
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
@@ -98,9 +97,9 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 
 
 class UnitStep:
-    """The step of the parameters of one unit; owns their gradients until it has run.
+    """The step of the parameters of one unit; owns their gradients until it has ended.
 
-    `streamed`: those of them that come chunk by chunk.
+    `todos`: those of them that come chunk by chunk, by way of `states`, and go back.
     """
 
     def __init__(
@@ -108,47 +107,33 @@ class UnitStep:
         optimizer_copy: OptimizerCopy,
         entries: Sequence[Entry],
         shard_buffers: Sequence[OffDeviceShards],
-        streamed: Streamed | None,
+        todos: Sequence[ParamStep],
+        states: States | None,
     ) -> None:
-        self._optimizer_copy, self.entries, self.shard_buffers, self._streamed = (
-            optimizer_copy,
-            entries,
-            shard_buffers,
-            streamed,
-        )
+        self._optimizer_copy, self._todos, self._states = optimizer_copy, todos, states
+        self.entries, self.shard_buffers = entries, shard_buffers
+        self._passing: list[Future[None]] = []
 
     def run(self) -> None:
-        """Step what is at hand, and begin the rest."""
-        todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
+        """Step what is at hand, and begin to step all chunks."""
+        todos = {id(todo.entry) for todo in self._todos}
         here = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
             step_here(self._optimizer_copy, here)
             for shard_buffer in self.shard_buffers if here else ():
                 shard_buffer.write_rows()  # of all parameters; chunks write theirs afterwards
-        if self._streamed is not None:
-            self._streamed.run(self._optimizer_copy)
-        self.entries, self._streamed = (), None
+        if self._states is not None:
+            step = partial(step_chunk, self._optimizer_copy)
+            self._passing = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
+        self.entries = ()
 
-
-class Streamed:
-    """The part of a unit's step that comes chunk by chunk and goes back; owns its gradients until it has ended."""
-
-    def __init__(self, todos: Sequence[ParamStep], states: States) -> None:
-        self.todos, self._states = todos, states
-        self._passing: list[Future[None]] = []
-
-    def run(self, optimizer_copy: OptimizerCopy) -> None:
-        """Begin to step all chunks."""
-        step = partial(step_chunk, optimizer_copy)
-        self._passing = [self._states.start(chunk, step) for chunk in chunks_of(self.todos)]
-
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Return when all chunks are where they rest, and the outside sees their states."""
         for future in self._passing:
             future.result()
-        for todo in self.todos:
+        for todo in self._todos:
             finish(todo)
-        self._passing, self.todos = [], ()
+        self._passing, self._todos = [], ()
 
 
 class Waiting:
@@ -179,34 +164,6 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
 
     Raises `OffloadError`, `UsageError` if there is no room.
     """
-    _refuse_capturable(optimizer)
-    optimizer_copy = None
-    for engine in engines_of(optimizer):
-        tiers = tiers_of(engine)
-        wanted: list[Wanted] = []
-        if tiers.in_backward is not None:
-            tiers.in_backward.steps_with(optimizer, kind)
-        for i, group in enumerate(optimizer.param_groups):
-            for p in group["params"]:
-                owner = owner_of(p)
-                if owner is None or owner[0] is not engine:
-                    continue
-                unit = owner[1]
-                if tiers.offloads[unit.index].streams:
-                    wanted.append(
-                        Wanted(
-                            unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p)
-                        )
-                    )
-        if wanted:
-            optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
-            with telling(engine):
-                states.cover(wanted, optimizer_copy)
-            states.adopt(optimizer.state)
-    return optimizer_copy
-
-
-def _refuse_capturable(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"] if group.get("capturable") else ()):
             if tiers_of(engine).offloads[unit.index].stepped_on == HOST:
@@ -214,6 +171,24 @@ def _refuse_capturable(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
                     f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
                 )
+    optimizer_copy = None
+    for engine in engines_of(optimizer):
+        tiers = tiers_of(engine)
+        if tiers.in_backward is not None:
+            tiers.in_backward.steps_with(optimizer, kind)
+        owned = [(i, p, owner_of(p)) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        mine = [(i, p, owner[1]) for i, p, owner in owned if owner is not None and owner[0] is engine]
+        wanted = [
+            Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p))
+            for i, p, unit in mine
+            if tiers.offloads[unit.index].streams
+        ]
+        if wanted:
+            optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
+            with telling(engine):
+                states.cover(wanted, optimizer_copy)
+            states.adopt(optimizer.state)
+    return optimizer_copy
 
 
 def tiers_of(engine: Engine) -> Tiers:
@@ -306,33 +281,32 @@ def _start(
         states.flush()
     on_device: list[ParamStep] = []
     here: list[Entry] = []
-    jobs: list[tuple[UnitStep, Streamed | None]] = []
+    jobs: list[UnitStep] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
         todos = [] if states is None else states.todo(entries)
-        shard_buffers = [
-            g.shard_buffer for g in unit.groups if isinstance(g.shard_buffer, OffDeviceShards) and _has_any(g, entries)
-        ]
+        stepped = {id(entry.param) for entry in entries}
+        groups = [g for g in unit.groups if not stepped.isdisjoint(map(id, g.sharded))]
+        shard_buffers = [g.shard_buffer for g in groups if isinstance(g.shard_buffer, OffDeviceShards)]
         if tiers.offloads[unit.index].stepped_on == DEVICE:
             on_device += todos
             streamed_ids = {id(todo.entry) for todo in todos}
             here += [entry for entry in entries if id(entry) not in streamed_ids]
             for shard_buffer in shard_buffers:
-                shard_buffer.defer(_nothing)
+                shard_buffer.defer(lambda: None)  # the step has ended
             continue
-        streamed = Streamed(todos, states) if states is not None and todos else None
-        jobs.append((UnitStep(optimizer_copy, entries, shard_buffers, streamed), streamed))
+        jobs.append(UnitStep(optimizer_copy, entries, shard_buffers, todos, states))
     if here:
         with torch.no_grad():
             step_here(optimizer_copy, here)
     if states is not None and on_device:
         if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
-            tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the chunks that it has begun
+            tiers.stepper.submit(lambda: None).result()  # and `over_device` waits for the chunks that it has begun
         with telling(engine):
             step_on_device(optimizer_copy, on_device, states)
-    for job, streamed in jobs:
+    for job in jobs:
         running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
         for shard_buffer in job.shard_buffers:
-            shard_buffer.defer(partial(_wait, engine, running, streamed))
+            shard_buffer.defer(partial(_wait, engine, running, job))
 
 
 def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
@@ -355,19 +329,9 @@ def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], st
         finish(todo)
 
 
-def _wait(engine: Engine, running: Future[None] | Waiting, streamed: Streamed | None) -> None:
+def _wait(engine: Engine, running: Future[None] | Waiting, job: UnitStep) -> None:
     start = time.perf_counter()
     with telling(engine):
         running.result()
-        if streamed is not None:
-            streamed.wait()
+        job.finish()
     tiers_of(engine).waited_s += time.perf_counter() - start
-
-
-def _nothing() -> None:
-    """The end of a step that has ended."""
-
-
-def _has_any(group: Group, entries: Sequence[Entry]) -> bool:
-    mine = {id(p.sharded) for p in group.params}
-    return any(id(entry.param) in mine for entry in entries)

@@ -52,7 +52,20 @@ class OptimizerCopy:
         attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups", *HOOKS)}
         memo = dict[int, Any](params) | {id(group["params"]): [] for group in groups if is_torchs}
         self._values = copied([*groups, shared, attributes], memo)
-        self._for_host = OnHost(self._values)
+        # For a step on the host: hyperparameters on an accelerator are on their way, and waited for when they are needed.
+        self._for_host: Sequence[dict[str, Any]] = self._values
+        self._arrived: Any = None
+        on_device = [
+            v for each in self._values for v in each.values() if isinstance(v, Tensor) and v.device.type != "cpu"
+        ]
+        if on_device:
+            self._for_host = [
+                # torch pins what comes from a device
+                {k: v.to("cpu", non_blocking=True) if isinstance(v, Tensor) else v for k, v in each.items()}
+                for each in self._values
+            ]
+            self._arrived = torch.get_device_module(on_device[0].device).Event()
+            self._arrived.record()  # on the stream of the copies, the caller's
         # In place of parameters that a step leaves out: without a gradient.
         self._absent = dict.fromkeys(params, torch.empty(0, device="cpu"))
         self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
@@ -80,7 +93,11 @@ class OptimizerCopy:
 
     def _stepped(self, todo: Sequence[Part]) -> Any:
         """A copy that holds the parameters of `todo` alone, after its step."""
-        values = self._for_host.values() if todo[0][2].device.type == "cpu" else self._values
+        values = self._values
+        if todo[0][2].device.type == "cpu":
+            values = self._for_host
+            if self._arrived is not None:
+                self._arrived.synchronize()
         memo = self._absent | {id(p): tensor for _, p, tensor, _ in todo}
         *groups, shared, attributes = copied(values, dict[int, Any](memo))
         clone: Any = object.__new__(self.kind)
@@ -193,28 +210,6 @@ def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
     small = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
     small.grad = torch.zeros_like(small)
     return small
-
-
-class OnHost:
-    """Hyperparameters for a step on the host: those on an accelerator are on their way, and waited for when they are needed."""
-
-    def __init__(self, given: Sequence[dict[str, Any]]) -> None:
-        on_device = [v for one in given for v in one.values() if isinstance(v, Tensor) and v.device.type != "cpu"]
-        self._values: Sequence[dict[str, Any]] = given
-        self._arrived: Any = None
-        if on_device:
-            self._values = [{key: _on_host(value) for key, value in one.items()} for one in given]
-            self._arrived = torch.get_device_module(on_device[0].device).Event()
-            self._arrived.record()  # on the stream of the copies, the caller's
-
-    def values(self) -> Sequence[dict[str, Any]]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values
-
-
-def _on_host(value: Any) -> Any:
-    return value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value  # pinned by torch, from a device
 
 
 def step_here(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:

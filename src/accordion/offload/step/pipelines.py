@@ -41,7 +41,14 @@ class HostPipeline:
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.keys)]):
             # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
-            return done_here(partial(self._pass, chunk, buffer, step))
+            future: Future[None] = Future()
+            try:
+                self._pass(chunk, buffer, step)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            return future
         try:
             return self._pool.submit(self._pass, chunk, buffer, step)
         except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
@@ -62,18 +69,6 @@ class HostPipeline:
         """Wait until no chunk passes."""
         for buffer in [self._free.get() for _ in range(self._num_buffers)]:
             self._free.put(buffer)
-
-
-def done_here(work: Callable[[], None]) -> Future[None]:
-    """What a pool would give, of work that the caller does."""
-    future: Future[None] = Future()
-    try:
-        work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    return future
 
 
 class Stream:
@@ -121,9 +116,21 @@ class Stream:
         wait(self._ready)
 
 
-def views_of(chunk: Chunk, buffer: Tensor | None) -> list[Tensor]:
-    """The tensor of each span: in memory as it lies, else in the buffer."""
-    return views_in(buffer, chunk.spans, lambda span: span.memory)
+def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
+    """Return the tensor of each span: in memory as it lies, else its part of `buffer`, bytes, in their order.
+
+    `device`: only what lies there stays where it is. On CPU everything would: there what lies in host memory is copied too.
+    """
+    result: list[Tensor] = []
+    at = 0
+    for span in chunk.spans:
+        memory = span.memory
+        if memory is None or (device is not None and (memory.device != device or device.type == "cpu")):
+            assert buffer is not None, "there are buffers where something is not at hand"
+            memory = buffer[at : at + span.numel * span.dtype.itemsize].view(span.dtype)
+            at += span.num_bytes
+        result.append(memory)
+    return result
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
@@ -166,7 +173,7 @@ class DevicePipeline:
         if gone is not None:
             gone.join(self._fetch_stream)
         buffer = self._buffers[slot]
-        here = views_in(buffer, chunk.spans, lambda span: span.memory if _is_on(span, buffer.device) else None)
+        here = views_of(chunk, buffer, buffer.device)
         pairs = [(h, t) for h, t, s in zip(here, there, chunk.spans, strict=True) if h is not t and s.reads]
         transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
         self._coming[which] = (transfer, chunk, here, there)
@@ -200,29 +207,10 @@ class DevicePipeline:
         self._inner.abandon()
 
 
-def _is_on(span: Span, device: torch.device) -> bool:
-    """Whether a span lies on the device. On CPU everything would: there what lies in host memory is copied all the same."""
-    return span.memory is not None and span.memory.device == device and device.type != "cpu"
-
-
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         to, source = zip(*pairs, strict=True)
         _torch.foreach_copy_(list(to), list(source), non_blocking=True)
-
-
-def views_in(buffer: Tensor | None, spans: Sequence[Span], given: Callable[[Span], Tensor | None]) -> list[Tensor]:
-    """For each span what is `given`, else its part of `buffer`, bytes, in their order."""
-    result: list[Tensor] = []
-    at = 0
-    for span in spans:
-        memory = given(span)
-        if memory is None:
-            assert buffer is not None, "there are buffers where something is not at hand"
-            memory = buffer[at : at + span.numel * span.dtype.itemsize].view(span.dtype)
-            at += span.num_bytes
-        result.append(memory)
-    return result
 
 
 def whole_pages(view: Tensor, span: Span) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.streams import SideStream
 from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel, show
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
+from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 
@@ -51,7 +51,7 @@ class States:
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
-        self._passage = HostPipeline(pool(), [])
+        self.host_pipeline = HostPipeline(pool(), [])  # for chunks that are stepped on the host
         self.host_bytes = 0  # of the states that were laid out there
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
@@ -118,7 +118,10 @@ class States:
                 base += numel * dtype.itemsize
             block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
-                shown = {k: _shown(block, k, start, w.own) for k in keys}
+                shown = {}
+                for key, dtype in keys.items():
+                    flat = store.mapped(bases[key] + start * dtype.itemsize, w.own.numel(), dtype)
+                    shown[key] = flat.as_strided(w.own.shape, w.own.stride())
                 self._places[id(w.param)] = (w.param, StatePlace(block, start, shown), w)
 
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
@@ -135,15 +138,16 @@ class States:
     def _size_buffers(self) -> None:
         pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
         # A chunk that is stepped on the host takes its turn by a buffer, also if nothing of it is in a file.
-        largest = max(block.chunk_bytes() or (0 if is_on_device else ALIGN_BYTES) for block, is_on_device in pairs)
-        over = max((block.device_bytes() for block, is_on_device in pairs if is_on_device), default=0)
+        least = {True: 0, False: ALIGN_BYTES}
+        largest = max(block.buffer_bytes(on_device=False) or least[is_on_device] for block, is_on_device in pairs)
+        over = max((block.buffer_bytes(on_device=True) for block, is_on_device in pairs if is_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
                 self._pinned = self._make_arena(NUM_BUFFERS * largest, self._device)
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
-            self._passage = HostPipeline(self._pool(), self._buffers)
+            self.host_pipeline = HostPipeline(self._pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -156,7 +160,7 @@ class States:
                 value = state[p].get(key)
                 if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
                     place.shown[key].copy_(local_of(value))
-                    show(state[p], {key: place.shown[key]}, p)
+                    write_back(state[p], {key: place.shown[key]}, p, local_of(p))
                     self.is_exposed = True
 
     def flush(self) -> None:
@@ -167,24 +171,19 @@ class States:
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
         """What is streamed of `entries`: all but those without a row on this rank, and those that are stepped as they lie."""
-        found = []
+        steps = []
         for entry in entries:
             if id(entry.param) in self._places:
                 _, place, w = self._places[id(entry.param)]
                 if w.shard_buffer is not None:
-                    w.shard_buffer[0].grads.settle(w.shard_buffer[1])
-                found.append(
-                    ParamStep(entry, place, frozenset(k for k in place.shown if k in entry.state), w.shard_buffer)
-                )
-        return found
-
-    def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Let a chunk that is stepped on the host pass."""
-        return self._passage.start(chunk, step)
+                    w.shard_buffer[0].grads.slots[w.shard_buffer[1]].settle()
+                present = frozenset(place.shown).intersection(entry.state)
+                steps.append(ParamStep(entry, place, present, w.shard_buffer))
+        return steps
 
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
         """A stream of chunks that are stepped on the device, once none passes on the host, which has the same buffers."""
-        self._passage.rest()
+        self.host_pipeline.rest()
         stream = Stream(chunks, self._pool(), self._buffers)
         return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
 
@@ -193,22 +192,15 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
     """Of what is stepped with states of these: the smallest itemsize, and bytes an element, of what is on disk and of all."""
     smallest, on_disk, in_all = [], [], []
     for w in members:
-        rests: list[tuple[torch.dtype, bool]] = [(w.own.dtype, False)] * 2
-        if w.shard_buffer is not None:
-            shard_buffer, i = w.shard_buffer
-            row = shard_buffer.row(i)
-            rests = [
-                (w.own.dtype, shard_buffer.own_range(i) is not None),
-                (w.own.dtype, shard_buffer.grads.is_on_disk(i)),
-            ]
-            rests += [] if row is None else [(row.dtype, isinstance(row, FileRange))]
-        smallest.append(min(dtype.itemsize for dtype, _ in rests))
-        on_disk.append(sum(dtype.itemsize for dtype, is_on_disk in rests if is_on_disk))
-        in_all.append(sum(dtype.itemsize for dtype, _ in rests))
+        num_bytes, (shard_buffer, i) = w.own.dtype.itemsize, w.shard_buffer or (None, 0)
+        row = None if shard_buffer is None else shard_buffer.row(i)
+        rests = [num_bytes, num_bytes] + ([] if row is None else [row.dtype.itemsize])
+        is_in_file = [
+            shard_buffer is not None and shard_buffer.own_range(i) is not None,
+            shard_buffer is not None and shard_buffer.grads.slots[i].file_range is not None,
+            isinstance(row, FileRange),
+        ]
+        smallest.append(min(rests))
+        on_disk.append(sum(compress(rests, is_in_file)))
+        in_all.append(sum(rests))
     return min(smallest), max(on_disk), max(in_all)
-
-
-def _shown(block: StateBlock, key: str, start: int, own: Tensor) -> Tensor:
-    dtype = block.keys[key]
-    flat = block.store.mapped(block.starts[key] + start * dtype.itemsize, own.numel(), dtype)
-    return flat.as_strided(own.shape, own.stride())

@@ -62,8 +62,8 @@ class InBackward(Observer):
                 f"{PROMISE}; {heard[0]!r} has a hook, which would see it stepped: remove the hook, or the promise."
             )
         self._come(unit)
-        self._step_waiting()
-        self._waiting = unit
+        before, self._waiting = self._waiting, unit
+        self._step(before)
 
     def _come(self, unit: Unit) -> None:
         if unit.index in self._seen:
@@ -73,24 +73,19 @@ class InBackward(Observer):
             )
         self._seen.add(unit.index)
 
-    def _step_waiting(self) -> None:
-        unit, self._waiting = self._waiting, None
-        if unit is not None:
-            self._step(unit)
-
-    def _step(self, unit: Unit) -> None:
+    def _step(self, unit: Unit | None) -> None:
+        engine = self._engine()
         for i, (reference, kind) in enumerate(self._optimizers):
             optimizer = reference()
-            if optimizer is not None:
+            if optimizer is not None and engine is not None and unit is not None:
                 if i not in self._optimizer_copies:
                     self._optimizer_copies[i] = OptimizerCopy(optimizer, kind)
-                engine = self._engine()
-                assert engine is not None, "its backward runs"
                 self._step_unit(engine, unit, optimizer, self._optimizer_copies[i])
 
     def backward_ended(self, reduced: bool) -> None:
         """Step what still has gradients."""
-        self._step_waiting()
+        before, self._waiting = self._waiting, None
+        self._step(before)
         engine = self._engine()
         for unit in engine.units if engine is not None else ():
             if any(p.sharded.grad is not None for p in unit.params):
