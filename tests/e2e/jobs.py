@@ -15,7 +15,7 @@ from tests.support import forked
 
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
-TINY += forked.NO_REPORT
+TINY += forked.UNTRACKED
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ def place(place: Path) -> Path:
 
 def train(run_dir: str, *flags: str) -> list[float]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
-    words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT]
+    words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.UNTRACKED]
     assert cli.main(["train", *words, *LORA, *flags]) == 0
     return losses_of(Path(run_dir))
 
@@ -47,7 +47,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    found = train("run", *TUNED, "--train.steps", "6", "--run.report", "true", "--log.tensorboard", "true")
+    found = train("run", *TUNED, "--train.steps", "6", "--log.tensorboard", "true")
     assert found[-1] < found[0]
     return "run"
 

@@ -50,7 +50,7 @@ def train(run_dir: str, *flags: str) -> list[float]:
         "--data.format",
         "chat",
     ]
-    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT, *flags]
+    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.UNTRACKED, *flags]
     assert cli.main(["train", *words]) == 0
     return losses_of(Path(run_dir))
 
@@ -60,7 +60,7 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
     flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
     parts = ["--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2"]
-    two = train("two", *flags, *parts, "--run.report", "true", "--log.tensorboard", "true")
+    two = train("two", *flags, *parts, "--log.tensorboard", "true")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
     assert two == pytest.approx(one, rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ from tests.support import forked, own_tasks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SLOW = f"{own_tasks.__file__}:Slow"
-FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", *forked.NO_REPORT]
+FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", *forked.UNTRACKED]
 
 
 def words_of(run_dir: Path | str, *flags: str) -> list[str]:
@@ -107,7 +106,6 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
 def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train("timed", "--train.steps", "12", "--train.hours", "0.000001") == 0
     assert "stopped after 1 of 12 steps: train.hours 1e-06 are over" in capfd.readouterr().out
-    assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
     assert train("timed", "--train.steps", "12") == 0
     assert losses_of(Path("timed")) == whole(place)
 
@@ -135,7 +133,6 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
     found = losses_of(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
-    assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import diff, verify
 from accordion.train import owner
-from accordion.train.runs import runs_in
 from tests.e2e.jobs import TINY, lines_of, losses_of, started, until, workers_of
 from tests.support import forked, own_tasks
 from tests.support.disks import mounted
@@ -35,7 +34,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = place / "owned", place / "owned.log"
-    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.NO_REPORT]
+    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
     # On one rank, and mostly asleep, for it trains while the others are refused.
     first = started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1")
     try:
@@ -51,7 +50,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the rank", log)
+    until(lambda: owner.holder_of(run_dir) is None, "the end of the rank", log)
     assert "frame #" not in log.read_text()
     assert "interrupted" not in log.read_text()
     at = latest(run_dir / "checkpoints")
@@ -75,14 +74,14 @@ def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
     finally:
         job.kill()
         job.wait()
-    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the ranks", log)
+    until(lambda: owner.holder_of(run_dir) is None, "the end of the ranks", log)
     assert "frame #" not in log.read_text()
 
 
 def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
     run_dir = place / "unread"
     words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]
-    words += [*forked.NO_REPORT, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
+    words += [*forked.UNTRACKED, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
     job = subprocess.Popen(
         [sys.executable, "-m", "accordion", *words],
         stdout=subprocess.PIPE,

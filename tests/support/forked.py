@@ -20,8 +20,8 @@ from accordion import cli
 from accordion.train import launch
 from tests import pool
 
-# Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
-NO_REPORT = ["--run.report", "false", "--log.tensorboard", "false"]
+# TensorBoard takes longer to import than a small run takes for all else: one run of each kind has it.
+UNTRACKED = ["--log.tensorboard", "false"]
 PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="a test", url="")  # of two ranks
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers, processors
 
@@ -15,7 +14,7 @@ from accordion.errors import UsageError
 from accordion.train import sources, token_tables, tokens
 from accordion.train.config import DataConfig
 from accordion.train.sources import Source, find, split_of
-from accordion.train.token_tables import TokenFiles, TokenStream, cached_tokens
+from accordion.train.token_tables import TokenFiles, cached_tokens
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
@@ -51,7 +50,7 @@ def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Voca
 
 
 def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
-    return files.read(split)[:].tolist()
+    return files.read(split).to_pylist()
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
@@ -151,16 +150,6 @@ def test_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pyt
     other = cached_tokens(source, vocabulary, tmp_path / str(block), quiet)
     assert replace(other, files=files.files) == files
     assert ids_of(other, "train") == ids_of(files, "train")
-
-
-def test_a_stream_is_read_and_cut_anywhere() -> None:
-    whole = np.arange(10)
-    stream = TokenStream([whole[:3], whole[3:3], whole[3:4], whole[4:]])
-    for start in range(11):
-        assert all(stream[start:stop].tolist() == whole[start:stop].tolist() for stop in range(12))
-        first, last = stream.cut(start)
-        assert [first[:].tolist(), last[:].tolist()] == [whole[:start].tolist(), whole[start:].tolist()]
-        assert (first.size, last.size) == (start, 10 - start)
 
 
 def test_a_single_document_is_split_at_its_end(tmp_path: Path) -> None:

@@ -25,12 +25,11 @@ from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check
 from accordion.train.deepspeed import settled
-from accordion.train.ending import Signals
+from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.launch import RankPlace
-from accordion.train.metrics import METRICS, last_line
+from accordion.train.metrics import METRICS, lines_in
 from accordion.train.prepare import prepare_on_host
 from accordion.train.run_files import values_of_file
-from accordion.train.runs import state_of
 from accordion.train.screen import Screen
 
 
@@ -83,15 +82,14 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
         with ExitStack() as held, _told_to_others():
-            code = loop.train(place, store, prepared, device, signals, held)
-        if code:
-            sys.exit(code)
-    run_dir = Path(prepared.run_dir)
-    state, last = state_of(run_dir), last_line(run_dir / METRICS)
+            outcome = loop.trained(place, store, prepared, device, signals, held)
+        if outcome.state == "preempted":
+            sys.exit(PREEMPTED)
+    _, last = [("", {}), *lines_in(Path(prepared.run_dir) / METRICS)][-1]
     return Fit(
         run_dir=prepared.run_dir,
-        state=state.state if state else "finished",
-        why=state.why if state else "",
+        state=outcome.state,
+        why=outcome.why,
         step=last.get("step", 0),
         loss=last.get("loss"),
         checkpoint=checkpoints.kept(Path(prepared.checkpoint_dir)),

@@ -201,14 +201,14 @@ class Text(LanguageWork):
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
         tokens, seq_len = self.files.read("validation"), self.config.data.seq_len
-        return num_windows(tokens.size, seq_len), partial(validation_batches, tokens, seq_len)
+        return num_windows(len(tokens), seq_len), partial(validation_batches, tokens, seq_len)
 
     def _sums(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         return token_losses(model, batch), (batch[:, 1:] != IGNORED).sum()
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""
-        prompt = [int(token) for token in self.files.read("validation")[:PROMPT_TOKENS]]
+        prompt = self.files.read("validation")[:PROMPT_TOKENS].to_pylist()
         self._show_sample(model, device, prompt, seed, screen)
 
 
