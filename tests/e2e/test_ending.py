@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,13 +123,14 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     (place / "fit.py").write_text(FIT)
     size = f"train: {{micro_batch: {4 // ranks}}}\nlaunch: {{device: cpu}}\nrun: {{dir: fit-{ranks}}}\n"
     (place / "fit.yaml").write_text(size)
-    through = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, *through, "fit.py"], capture_output=True, text=True, check=False, env=environ, cwd=place
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
+    out, through = place / f"fit-{ranks}.log", ["--standalone", "--nproc-per-node", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+        with forked.Job(
+            *((forked.script, ["fit.py"]) if ranks == 1 else (forked.torchrun, [*through, "fit.py"])), out
+        ) as job:
+            assert job.wait() == 0, out.read_text()
+    assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in out.read_text()
     found = losses_of(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
 

@@ -119,8 +119,8 @@ def troubled(place: launch.RankPlace, store: Store, folder: Path, jobs: dict[str
     for name, (config, prepared) in jobs.items():
         where, rank, steps, _ = JOBS[name]
         if name == "resumed":
-            path = str(folder / "gradients skipped" / "checkpoints" / "step-000003")  # of a run that was not there yet
-            config = replace(config, checkpoint=replace(config.checkpoint, resume=path))
+            path = folder / "gradients skipped" / "checkpoints" / "step-000003"  # of a run that was not there yet
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(path)))
             prepared = replace(prepared, config=config, resume=path)
         notes: list[str] = []
         error = ""

@@ -45,9 +45,9 @@ def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
         assert ending.wish() == GOES_ON
         now[0] += 2
         assert ending.wish() == TIME_IS_OVER  # the first save may take 200 s, twice
-        ending.save_took(10)
-        ending.step_took(5)
-        ending.step_took(2)
+        ending.took("save", 10)
+        ending.took("step", 5)
+        ending.took("step", 2)
         assert ending.wish() == GOES_ON
         now[0] += 370
         assert ending.wish() == TIME_IS_OVER

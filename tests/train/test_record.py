@@ -15,9 +15,8 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accordion.checkpoint import save
 from accordion.describe import Report, UnitReport
-from accordion.train import checkpoints, trackers
+from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, lines_in, peak_bytes
 from accordion.train.screen import Screen, human, units_table
@@ -188,27 +187,6 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         screen.step(line(1))
         screen.sample("a", "b")
     assert capsys.readouterr() == ("", "")
-
-
-def saved(folder: Path, *steps: int, keep: int = 0) -> None:
-    for step in steps:
-        save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), keep=keep)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 30]), (1, [30]), (2, [2, 30]), (5, [1, 2, 30])])
-def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    (tmp_path / "step-notes").mkdir()
-    (tmp_path / "step-000003").mkdir()  # no checkpoint: not ours to remove
-    saved(tmp_path, 1, 2)
-    saved(tmp_path, 30, keep=keep)
-    names = {f"step-{step:06d}" for step in left} | {"step-notes", "step-000003"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-
-
-def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
-    saved(tmp_path, 7, 9)
-    saved(tmp_path, 5, keep=1)
-    assert checkpoints.path_of(tmp_path, 5).is_dir()
 
 
 def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:

@@ -46,7 +46,12 @@ def show(page: Page) -> None:
             drawn.add_column(column, justify="left" if i == 0 or i in words else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
-        if _least_width(table) <= console.width:
+        # rich breaks what it prints between words alone, and the first column nowhere.
+        columns = list(zip(table.columns, *table.rows, strict=True))
+        parts = [
+            [part for cell in column for part in (cell.split() if i else [cell])] for i, column in enumerate(columns)
+        ]
+        if sum(max(map(len, column), default=0) + 3 for column in parts) < console.width:
             console.print(drawn)
             continue
         console.print(table.title, style="italic", markup=False)
@@ -61,19 +66,13 @@ def show(page: Page) -> None:
 
 def _words(table: Table) -> set[int]:
     """Columns that say something in words, or hold no figure at all, and are read from their left."""
-    cells = [[row[i] for row in table.rows] for i in range(len(table.columns))]
-    return {i for i, mine in enumerate(cells) if any(map(_is_said, mine)) or not any(map(str.isdigit, "".join(mine)))}
-
-
-def _is_said(cell: str) -> bool:
-    return sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY
-
-
-def _least_width(table: Table) -> int:
-    """Of the screen, so that no word is cut: rich breaks what it prints between words alone."""
-    columns = list(zip(table.columns, *table.rows, strict=True))
-    words = [[word for cell in column for word in (cell.split() if i else [cell])] for i, column in enumerate(columns)]
-    return sum(max(map(len, found), default=0) + 3 for found in words) + 1
+    words = set()
+    for i in range(len(table.columns)):
+        cells = [row[i] for row in table.rows]
+        says = any(sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY for cell in cells)
+        if says or not any(map(str.isdigit, "".join(cells))):
+            words.add(i)
+    return words
 
 
 def drawn(charts: Sequence[go.Figure]) -> list[str]:

@@ -186,7 +186,8 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
-    has_timeout = "shutdown_timeout" in {f.name for f in fields(LaunchConfig)}  # of newer versions of torch
+    # Only newer versions of torch have it.
+    newer: dict[str, Any] = {f.name: 5 for f in fields(LaunchConfig) if f.name == "shutdown_timeout"}
     with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
         config = LaunchConfig(
             min_nodes=1,
@@ -202,7 +203,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
             signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            **({"shutdown_timeout": 5} if has_timeout else {}),
+            **newer,
         )
         sign = os.path.join(logs, "begun")
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -80,7 +79,7 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
     def record(metrics: StepMetrics) -> None:
         seen.append(metrics)
         screen.step(metrics)
-        run.ending.step_took(metrics.step_s)
+        run.ending.took("step", metrics.step_s)
         if log is not None:
             log.step(metrics)
 
@@ -143,19 +142,19 @@ def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
     """Take the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
-    now = checkpoints.choose(Path(prepared.checkpoint_dir), prepared.config, lambda line: None)
-    if (None if now is None else str(now)) != prepared.resume:
+    now = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
+    if now != prepared.resume:
         claim.release()
         raise UsageError(
-            f"another job wrote to checkpoint.dir {prepared.checkpoint_dir!r} while this one prepared: the checkpoint to go on "
-            f"from was {prepared.resume} and is {now}; start again."
+            f"another job wrote to checkpoint.dir {str(prepared.checkpoint_dir)!r} while this one prepared: the checkpoint to go "
+            f"on from was {prepared.resume} and is {now}; start again."
         )
     return claim
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
     """Write down what is run, and open the record; rank 0 only. Raises `UsageError` if the folder takes nothing even now."""
-    folder, say = Path(run.prepared.run_dir), run.screen.note
+    folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
         return MetricsLog(folder, done, say, trackers_of(run.config, folder, done, say))
@@ -173,7 +172,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     best.is_owed, best.last = False, step
     if validation is None:
         return False
-    run.ending.validation_took(time.perf_counter() - began_s)
+    run.ending.took("validation", time.perf_counter() - began_s)
     is_best = best.look(step, validation.loss) and run.config.train.keep_best
     words = f"{validation.words}{', the best so far' * is_best}"
     run.screen.note(f"validation loss {validation.loss:.4f} after {step} steps{words}")
@@ -198,7 +197,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     at = held or (checkpoints.kept(folder) if saves.lost is not None else None) or run.prepared.resume
     note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     shown = f"; tensorboard --logdir {run_dir}" if run.config.log.tensorboard else ""
-    note(f"metrics: {Path(run_dir) / 'metrics.jsonl'}{shown}")
+    note(f"metrics: {run_dir / 'metrics.jsonl'}{shown}")
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         note(f"best: {folder / BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if has_time:

@@ -17,7 +17,7 @@ from accordion.train.sources import Piece, Source, Split, split_of
 from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
 
 if TYPE_CHECKING:
-    from pyarrow import ChunkedArray  # type: ignore[import-untyped]
+    from pyarrow import ChunkedArray
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
 TAIL_SHARE = 20  # if no document falls to validation, the last 1/20 of the tokens does
