@@ -85,14 +85,14 @@ class MetricsLog:
                 write_whole(self._path, kept)
             _append(self._path, b"")
         except OSError:
-            self._close_trackers(failed=True)
+            self._each(lambda tracker: tracker.close(failed=True))
             raise
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._close_trackers(failed=error is not None)
+        self._each(lambda tracker: tracker.close(failed=error is not None))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and not given to trackers."""
@@ -105,26 +105,21 @@ class MetricsLog:
                 why = error.strerror or error
                 self._say(f"not recorded: {METRICS} in {self._path.parent} cannot be written ({why}); training goes on")
             self._is_lost = True
-        self._track({key: value for key, value in values.items() if key != "step" and value is not None}, metrics.step)
+        figures = {key: value for key, value in values.items() if key != "step" and value is not None}
+        self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Record a validation; not in `metrics.jsonl`, of which a line is a step."""
-        self._track({f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}, step)
+        figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
+        self._each(lambda tracker: tracker.log(figures, step))
 
-    def _track(self, values: Mapping[str, float], step: int) -> None:
-        for name in list(self._trackers):
-            self._to(name, lambda tracker: tracker.log(values, step))
-
-    def _close_trackers(self, *, failed: bool) -> None:
-        for name in list(self._trackers):
-            self._to(name, lambda tracker: tracker.close(failed=failed))
-
-    def _to(self, name: str, do: Callable[[RunTracker], None]) -> None:
-        try:
-            do(self._trackers[name])
-        except Exception as error:  # whatever a service or its client raises
-            del self._trackers[name]
-            self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
+    def _each(self, do: Callable[[RunTracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(tracker)
+            except Exception as error:  # whatever a service or its client raises
+                del self._trackers[name]
+                self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
 
 def _append(path: Path, data: bytes) -> None:
