@@ -31,6 +31,7 @@ INPUTS = [
     ["doctor", "--nonsense"],
     ["doctor", "extra"],
     ["doctor", "--dir", NOWHERE],
+    ["doctor", "--dir", ""],
     ["doctor", "--device", "abacus"],
     ["generate", "--nonsense"],
     ["generate", NOWHERE, "--prompt", "text"],

@@ -39,12 +39,6 @@ COMMANDS = {
         True,
     ),
     "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
-    "runs": Command(
-        "list runs with their state, step, loss and checkpoints",
-        "train.runs",
-        ("rich", "tokenizers"),
-        "train",
-    ),
     "checkpoint": Command("inspect, verify, compare, convert and prune checkpoints", "checkpoint.command"),
     "plan": Command(
         "say before launch what fits, how fast it runs, and which configuration to take",
@@ -55,7 +49,7 @@ COMMANDS = {
     "bench": Command(
         "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
         "bench.command",
-        ("rich", "plotly"),
+        ("rich",),
         "plan",
     ),
     "doctor": Command(
@@ -92,7 +86,7 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
     except KeyboardInterrupt:
         print("accordion: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `accordion runs | head`
+    except BrokenPipeError:  # `accordion plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

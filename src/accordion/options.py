@@ -15,7 +15,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -69,20 +69,14 @@ def check_values(group: Any, name: str) -> None:
                 raise UsageError(f"{key} is {value}; it must be between {least} and {most}.")
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             raise UsageError(f"{key} is empty; leave it out for its default.")
-        if value != f.default:
-            _check_needs(group, name, f)
-
-
-def _check_needs(group: Any, name: str, f: Field[Any]) -> None:
-    value = getattr(group, f.name)
-    for other, wanted in f.metadata.get("needs", {}).items():
-        now = getattr(group, other)
-        if wanted is True and not now:
-            raise UsageError(f"{name}.{f.name} is {value!r}, which needs {name}.{other}; give that too.")
-        if wanted is not True and now not in wanted:
-            raise UsageError(
-                f"{name}.{f.name} is {value!r}, which {name}.{other} {now!r} does not use; it is for {' or '.join(wanted)}."
-            )
+        for other, wanted in f.metadata.get("needs", {}).items() if value != f.default else ():
+            now = getattr(group, other)
+            if wanted is True and not now:
+                raise UsageError(f"{key} is {value!r}, which needs {name}.{other}; give that too.")
+            if wanted is not True and now not in wanted:
+                raise UsageError(
+                    f"{key} is {value!r}, which {name}.{other} {now!r} does not use; it is for {' or '.join(wanted)}."
+                )
 
 
 def check_limits(options: Any) -> None:
@@ -195,10 +189,6 @@ class Option:
     def is_optional(self) -> bool:
         return isinstance(self.hint, UnionType)
 
-    @property
-    def is_switch(self) -> bool:
-        return self.hint is bool and self.default is False
-
     def converted(self, value: Any, name: str) -> Any:
         """`value`, a word or what YAML makes of one, in the type of the field; `name`: what the message calls it.
 
@@ -278,20 +268,15 @@ def _texts(kind: type[Any]) -> Mapping[str, str]:
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]
         texts |= re.findall(r"^ {8}(\w+): (.*(?:\n {9,}\S.*)*)", args, re.MULTILINE)
-        texts |= _texts_under(owner)
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+        except (OSError, TypeError):  # its source is not there
+            continue
+        for item, below in pairwise(body):
+            match item, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = text
     return {name: " ".join(text.split()) for name, text in texts.items()}
-
-
-def _texts_under(kind: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each field of a class and the text under it; none if its source is not there."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
-    except (OSError, TypeError):
-        return
-    for item, below in pairwise(body):
-        match item, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, text
 
 
 def short(value: str) -> str:
@@ -362,7 +347,7 @@ def _add(group: Any, option: Option, told: str) -> None:
     if option.is_place:
         times = {} if option.default is MISSING else {"nargs": "?"}
         group.add_argument(option.key, action=_Set, option=option, help=told, **times)
-    elif option.is_switch:
+    elif option.hint is bool and option.default is False:
         group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
     else:
         several = ",".join(["NUMBER"] * SEVERAL.get(option.kind, 0))

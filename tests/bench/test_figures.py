@@ -29,7 +29,10 @@ from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import BenchError
+from tests.support import own_tasks
 from tests.support.refused import refused
+
+TASK = ["--task", f"{own_tasks.__file__}:Task", "--device", "cpu"]
 
 
 def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
@@ -167,6 +170,11 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["memory", "--seq", "many"], "seq"),
         (None, ["gpu", "--device", "tpu"], "--device is 'tpu'"),
         (None, ["gpu", "--part", "a"], "--part"),
+        (None, [*TASK, "--task.widht", "5"], "did you mean '--task.width'"),
+        (None, [*TASK, "--model", "gpt-tiny"], "--model says something of a language model"),
+        (None, [*TASK, "--against", "fsdp9"], "fsdp9"),
+        (None, ["--task", f"{own_tasks.__file__}:OnMeta", "--device", "cpu"], "meta device"),
+        (None, ["--task", f"{own_tasks.__file__}:Nobody"], "Nobody"),
         (checkpoint.run, ["--mib", "0"], "mib is 0"),
         (checkpoint.run, ["--to", "/proc/none"], "nothing can be written to '/proc/none'"),
         (scale.run, ["--sizes", "8,many"], "no numbers of ranks"),
@@ -177,6 +185,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (gpu.run, ["--parts", "az"], "parts 'z' do not exist"),
     ],
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, said):
     monkeypatch.chdir(tmp_path)
     refused(capsys, words if run else ["bench", *words], said, run)

@@ -22,7 +22,6 @@ from accordion.doctor import command, disk, ranks, software
 from accordion.doctor.findings import Finding
 from accordion.workers.ranks import BenchError
 from tests.support import disks, forked, sick_ranks
-from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Found = dict[str, dict[str, Any]]
@@ -265,26 +264,6 @@ def test_a_full_disk(machine: Any, tmp_path: Path) -> None:
     assert code == 1
     said(found, "disk.write", "problem", "No space left")
     said(found, "disk.space", "problem", "make room")
-
-
-# -- bad input
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--dir", "nowhere"],
-        ["--dir", ""],
-        ["--device", "abacus"],
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_line(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "WorkerTeam", None)
-    assert refused(capfd, ["doctor", *words], words[0]) == ""
 
 
 def test_a_finding_says_what_to_do() -> None:

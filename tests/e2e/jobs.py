@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from tests.support import forked
 
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
-TINY += forked.NO_REPORT
+TINY += forked.UNTRACKED
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -25,11 +23,10 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def started(log: Path, *words: str) -> subprocess.Popen[str]:
+def started(log: Path, *words: str) -> forked.Job:
     """Start `accordion train` as a process of its own, which writes to `log`."""
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "accordion", "train", *words]
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True)
+    log.unlink(missing_ok=True)
+    return forked.Job(forked.command, ["train", *words], log)
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from accordion import cli
-from accordion.train import launch
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
-from tests.support.refused import refused
+from tests.support.refused import refused, refused_before_ranks
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),  # who collects imports it for a second
@@ -35,7 +34,7 @@ def place(place: Path) -> Path:
 
 def train(run_dir: str, *flags: str) -> list[float]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
-    words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT]
+    words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.UNTRACKED]
     assert cli.main(["train", *words, *LORA, *flags]) == 0
     return losses_of(Path(run_dir))
 
@@ -47,7 +46,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    found = train("run", *TUNED, "--train.steps", "6", "--run.report", "true", "--log.tensorboard", "true")
+    found = train("run", *TUNED, "--train.steps", "6", "--log.tensorboard", "true")
     assert found[-1] < found[0]
     return "run"
 
@@ -140,10 +139,8 @@ def test_bad_input_is_one_line_before_ranks_start(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     words, expected = BAD[case]
-    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
-    data = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--run.dir", "bad"]
-    refused(capfd, ["train", "--model.path", "llama", *data, *words], expected)
-    assert not Path("bad").exists()
+    data = ["--model.path", "llama", "--data.path", "rows.jsonl", "--data.format", "prompt"]
+    refused_before_ranks(capfd, monkeypatch, [*data, *words], expected)
 
 
 def test_what_is_no_adapter_is_not_exported_as_one(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

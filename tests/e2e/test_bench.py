@@ -28,7 +28,6 @@ from accordion.engine import layout
 from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 from tests.support import own_tasks
-from tests.support.refused import refused
 
 ONE = World(num_ranks=1)
 
@@ -352,24 +351,6 @@ def test_a_task_is_measured_under_each_contender(here: Path, capfd: pytest.Captu
         means.append(float((total / weight).detach()))
     for name in ("accordion", "ddp"):
         assert found["verdict"]["losses"][name][0] == pytest.approx(sum(means) / 2, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "words", "said"),
-    [
-        ("Task", ["--task.widht", "5"], "did you mean '--task.width'"),
-        ("Task", ["--model", "gpt-tiny"], "--model says something of a language model"),
-        ("Task", ["--against", "fsdp9"], "fsdp9"),
-        ("OnMeta", [], "meta device"),
-        ("Nobody", [], "Nobody"),
-    ],
-)
-def test_bad_input_about_a_task_is_one_line(
-    name: str, words: list[str], said: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(command, "compare", None)
-    refused(capfd, bench_task(name, *words), said)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

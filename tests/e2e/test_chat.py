@@ -10,10 +10,9 @@ import torch
 from torch.nn import functional
 
 from accordion import cli
-from accordion.train import launch
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
-from tests.support.refused import refused
+from tests.support.refused import refused_before_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEMPLATE = (
@@ -50,7 +49,7 @@ def train(run_dir: str, *flags: str) -> list[float]:
         "--data.format",
         "chat",
     ]
-    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT, *flags]
+    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.UNTRACKED, *flags]
     assert cli.main(["train", *words]) == 0
     return losses_of(Path(run_dir))
 
@@ -60,7 +59,7 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
     flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
     parts = ["--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2"]
-    two = train("two", *flags, *parts, "--run.report", "true", "--log.tensorboard", "true")
+    two = train("two", *flags, *parts, "--log.tensorboard", "true")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
     assert two == pytest.approx(one, rel=1e-5)
@@ -145,7 +144,5 @@ def test_bad_input_is_one_line_before_ranks_start(
         language_folders.llama(place / "plain")
         (place / "plain" / "chat_template.jinja").unlink()
         BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / "bloom")
-    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
     base = [] if "--model.path" in words else ["--model.path", "base"]
-    refused(capfd, ["train", *base, "--run.dir", "bad", *words], expected)
-    assert not Path("bad").exists()
+    refused_before_ranks(capfd, monkeypatch, [*base, *words], expected)

@@ -149,11 +149,11 @@ def succeeds(place: RankPlace, store: Store, folder: str) -> None:
 
 def test_ranks_share_the_cores(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.start(succeeds, (str(tmp_path),), 3) == 0
-    threads = max(1, num_cores() // 3)
-    for rank in range(3):
+    assert launch.start(succeeds, (str(tmp_path),), 2) == 0
+    threads = max(1, num_cores() // 2)
+    for rank in range(2):
         with open(os.path.join(tmp_path, str(rank))) as file:
-            assert file.read() == f"3 {rank} {threads}"
+            assert file.read() == f"2 {rank} {threads}"
 
 
 def prepares(place: RankPlace, store: Store) -> None:

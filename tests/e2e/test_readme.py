@@ -133,7 +133,7 @@ def test_commands_run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    if command.startswith(("accordion generate", "accordion train")):  # test_train.py starts one as a person does
+    if command.startswith(("accordion generate", "accordion train")):
         monkeypatch.setattr(launch, "start", forked.start)
     if command.startswith(("accordion generate", "accordion export")):
         language_folders.run(Path("runs/mine"))

@@ -29,7 +29,7 @@ Metrics = list[dict[str, Any]]
 
 def words_of(task: str, run_dir: Path, *flags: str) -> list[str]:
     at = ["--task", f"{FILE}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu", "--train.clip", "0"]
-    return ["train", *at, *forked.NO_REPORT, *flags]
+    return ["train", *at, *forked.UNTRACKED, *flags]
 
 
 def train(task: str, run_dir: Path, *flags: str) -> Metrics:
@@ -136,7 +136,7 @@ def test_parts_by_class_path(place: Path, tmp_path: Path) -> None:
     flags = [w for key, name in parts.items() for w in (f"--{key}", f"tests.support.own_tasks:{name}")]
     flags += ["--model.width", "8", "--optimizer.class_path", "torch.optim.SGD", "--optimizer.lr", "0.02"]
     flags += ["--optimizer.momentum", "0.9", "--train.steps", "5", "--train.micro_batch", "3", "--launch.device", "cpu"]
-    flags += forked.NO_REPORT
+    flags += forked.UNTRACKED
     assert cli.main(["train", *flags, "--train.clip", "0", "--run.dir", str(place / "parts")]) == 0
     assert losses(lines_of(place / "parts")) == pytest.approx(plain(own_tasks.Task(), 5, 6), rel=1e-5)
     kept = place / "parts" / "config.yaml"
@@ -205,7 +205,7 @@ def test_digits_go_on_with_another_number_of_ranks(place: Path, run: str, nproc:
     at = str(digits(place, run) / "checkpoints" / f"step-{steps - LAST:06d}")
     flags = ["--train.steps", str(steps), "--train.micro_batch", str(2 * micro_batch if nproc == 1 else micro_batch)]
     words = ["train", "--task", DIGITS, *flags, "--launch.nproc", str(nproc), "--launch.device", "cpu"]
-    assert cli.main([*words, *forked.NO_REPORT, "--run.dir", f"{run}-{nproc}", "--checkpoint.resume", at]) == 0
+    assert cli.main([*words, *forked.UNTRACKED, "--run.dir", f"{run}-{nproc}", "--checkpoint.resume", at]) == 0
     found, before = lines_of(place / f"{run}-{nproc}"), lines_of(place / run)[-LAST:]
     assert [line["lr"] for line in found] == [line["lr"] for line in before]
     if nproc == 1:
@@ -226,7 +226,7 @@ def example_words(name: str, run_dir: str, nproc: int) -> list[str]:
     words = ["train", "--task", str(Path(DIGITS).with_name(f"{name}.py")), *EXAMPLES[name][0], "--train.clip", "0"]
     words += ["--train.steps", str(STEPS), "--train.micro_batch", str(GLOBAL_BATCH // nproc), "--run.dir", run_dir]
     words += ["--launch.device", "cpu", "--launch.nproc", str(nproc), "--checkpoint.every", str(KEPT)]
-    return [*words, *forked.NO_REPORT]
+    return [*words, *forked.UNTRACKED]
 
 
 @pytest.fixture(scope="module", params=EXAMPLES)

@@ -68,19 +68,13 @@ def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> tuple[Metrics, str]:
-    """A small run of 12 steps as a person starts it, and what it printed."""
+    """A small run of 12 steps in processes of its own, and what it printed."""
     flags = ["--train.steps", "12", "--checkpoint.every", "3", "--checkpoint.keep", "3", "--train.eval_every", "5"]
     words = ["train", *TINY, *flags, "--train.sample_every", "7", "--run.dir", "whole"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "accordion", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stderr == ""
-    return lines_of(place / "whole"), shown.stdout
+    out, err = place / "whole.out", place / "whole.err"
+    with forked.Job(forked.command, words, out, err) as job:
+        assert (job.wait(), err.read_text()) == (0, "")
+    return lines_of(place / "whole"), out.read_text()
 
 
 def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]) -> None:

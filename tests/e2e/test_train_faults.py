@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import verify
 from accordion.train import owner
-from accordion.train.runs import runs_in
 from tests.e2e.jobs import TINY, lines_of, losses_of, started, until, workers_of
 from tests.support import forked, own_tasks
 from tests.support.checkpoints import differing
@@ -36,10 +36,9 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = place / "owned", place / "owned.log"
-    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.NO_REPORT]
+    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
     # On one rank, and mostly asleep, for it trains while the others are refused.
-    first = started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1")
-    try:
+    with started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"):
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
@@ -49,10 +48,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
         assert told.count("\n") == 1
         before = len(lines_of(run_dir))
         until(lambda: len(lines_of(run_dir)) > before, "steps of the first job", log)
-    finally:
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait()
-    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the rank", log)
+    until(lambda: owner.holder_of(run_dir) is None, "the end of the rank", log)
     assert "frame #" not in log.read_text()
     assert "interrupted" not in log.read_text()
     at = latest(run_dir / "checkpoints")
@@ -66,39 +62,40 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
 
 def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
     run_dir, log = place / "killed", place / "killed.log"
-    words = ["-m", "accordion", "train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1"]
+    words = [
+        "-m",
+        "accordion",
+        "train",
+        "--task",
+        f"{own_tasks.__file__}:Slow",
+        "--task.slow",
+        "0.1",
+        *forked.UNTRACKED,
+    ]
     words += ["--launch.device", "cpu", "--train.steps", "10000", "--run.dir", str(run_dir)]
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *words]
-        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    try:
+    with forked.Job(forked.torchrun, ["--nproc-per-node", "1", *words], log):
         until(lambda: bool(lines_of(run_dir)), "a step", log)
-    finally:
-        job.kill()
-        job.wait()
-    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the ranks", log)
+    until(lambda: owner.holder_of(run_dir) is None, "the end of the ranks", log)
     assert "frame #" not in log.read_text()
 
 
 def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
-    run_dir = place / "unread"
+    run_dir, pipe = place / "unread", place / "unread.pipe"
     words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]
-    words += [*forked.NO_REPORT, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
-    job = subprocess.Popen(
-        [sys.executable, "-m", "accordion", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert job.stdout is not None
-    try:
-        while b"step 2/9" not in job.stdout.readline():
-            assert job.poll() is None
-        job.stdout.close()
+    words += [*forked.UNTRACKED, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
+    os.mkfifo(pipe)
+    reader, said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), list[bytes]()
+
+    def two_steps() -> bool:
+        with suppress(BlockingIOError):  # nothing new
+            said.append(os.read(reader, 65536))
+        return b"step 2/9" in b"".join(said)
+
+    with forked.Job(forked.command, words, pipe) as job:
+        until(two_steps, "two steps")
+        os.close(reader)
         os.killpg(job.pid, signal.SIGHUP)
-        assert job.wait(300) == 0
-    finally:
-        job.kill()
+        assert job.wait() == 0
     assert len(lines_of(run_dir)) == 9
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000009")
 
@@ -150,13 +147,14 @@ def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
 
 def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = place / "cut"
-    words = ["train", *TINY, "--run.dir", str(run_dir), "--checkpoint.every", "1", "--train.steps", "3"]
+    words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
+    words += ["--run.dir", str(run_dir), "--checkpoint.every", "1", "--train.steps", "3"]
     assert cli.main(words) == 0
     checkpoints = run_dir / "checkpoints"
 
     flipped = checkpoints / "step-000003" / "rank-00000.safetensors"
     content = bytearray(flipped.read_bytes())
-    content[-5000] ^= 1
+    content[-5] ^= 1
     flipped.write_bytes(content)
     capfd.readouterr()
     assert cli.main([*words[:-1], "4"]) != 0  # 1, or 9 where the fork server ends the other rank

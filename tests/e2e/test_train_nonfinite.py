@@ -30,7 +30,7 @@ from tests.support.checkpoints import differing
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--launch.device", "cpu"]
-TINY += ["--data.seq_len", "16", "--train.micro_batch", "2", *forked.NO_REPORT]
+TINY += ["--data.seq_len", "16", "--train.micro_batch", "2", *forked.UNTRACKED]
 # Where, on which rank, at which steps; and the flags of the run.
 JOBS: dict[str, tuple[str, int, list[int], list[str]]] = {
     "loss stops": ("loss", 1, [3], []),
@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[str, int, list[int], list[str]]] = {
         "backward",
         1,
         [2],
-        ["--train.on_nonfinite", "skip", "--run.report", "true", "--log.tensorboard", "true"],
+        ["--train.on_nonfinite", "skip", "--log.tensorboard", "true"],
     ),
     "forward skipped in fp16": ("forward", 0, [2], ["--train.on_nonfinite", "skip", "--shard.precision", "fp16"]),
     "gradients stop fp16": ("backward", 1, [1], ["--shard.precision", "fp16"]),
@@ -120,8 +120,8 @@ def troubled(place: launch.RankPlace, store: Store, folder: Path, jobs: dict[str
     for name, (config, prepared) in jobs.items():
         where, rank, steps, _ = JOBS[name]
         if name == "resumed":
-            path = str(folder / "gradients skipped" / "checkpoints" / "step-000003")  # of a run that was not there yet
-            config = replace(config, checkpoint=replace(config.checkpoint, resume=path))
+            path = folder / "gradients skipped" / "checkpoints" / "step-000003"  # of a run that was not there yet
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(path)))
             prepared = replace(prepared, config=config, resume=path)
         notes: list[str] = []
         error = ""

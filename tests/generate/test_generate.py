@@ -113,7 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("XDG_CACHE_HOME", str(at / "cache"))
         patch.setattr(launch, "start", forked.start)
         where = ["--data.path", str(at / "notes.txt"), "--run.dir", str(at / "mine"), "--launch.device", "cpu"]
-        assert cli.main(["train", *words.split(), *where, *forked.NO_REPORT]) == 0
+        assert cli.main(["train", *words.split(), *where, *forked.UNTRACKED]) == 0
     return at / "mine"
 
 

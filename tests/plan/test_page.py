@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.pages import show
-from accordion.pages.page import Chart, Page, Table
 from accordion.plan.cli.html import PIECES, as_html, memory_chart, streams_chart
 from accordion.plan.cli.pages import of_plan
 from tests.plan import browser
@@ -60,7 +58,7 @@ def assert_fits(seen: browser.Browser) -> None:
         seen.until(f"innerWidth === {width} && document.querySelector('#chart-0 .main-svg').clientWidth <= {width}")
         wide = seen.evaluate("document.documentElement.scrollWidth")
         assert wide <= width
-        cut = "[...document.querySelectorAll('.annotation-text, .gtitle, .legend, .spread, h1, h2, p, li')].filter("
+        cut = "[...document.querySelectorAll('.annotation-text, .gtitle, .legend, h1, h2, p, li')].filter("
         found = seen.evaluate(cut + f"e => e.getBoundingClientRect().right > {width} + 1).map(e => e.textContent)")
         assert found == []
         assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
@@ -80,31 +78,6 @@ def test_the_label_of_the_peak_takes_no_width_from_the_curve(plan):
     chart = memory_chart(plan)
     assert list(chart.layout.xaxis.range) == [0, len(chart.data[0].y) - 1]
     assert chart.layout.annotations[0].xref == "x domain"
-
-
-@pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
-def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
-    names, parts = (
-        ["accordion", "fsdp2", "ddp", "accordion:shard_grad_op"],
-        ["forward", "backward", "optimizer", "step"],
-    )
-    rows = [[name, *["1,229.3 (1,204.0-1,253.2)" for _ in parts], "1,081.9 (1,064.6-1,106.2)", "417"] for name in names]
-    step = Chart(title="step", unit="ms", series={p: {"1": 400.0, "2": 300.0} for p in parts})
-    table = Table(
-        title="time", columns=["contender", *[f"{part} ms" for part in parts], "cpu ms", "tokens/s"], rows=rows
-    )
-    machine = {"system": "Linux-6.18.44-x86_64-with-glibc2.36", "processor": "Intel(R) Xeon(R) Processor"}
-    page = Page(
-        name="bench", title="A step", notes=["2 ranks"], tables=[table], charts=[step], data={"machine": machine}
-    )
-    html = tmp_path / "bench.html"
-    html.write_text(show.as_html(page), encoding="utf-8")
-    with browser.started(BINARY) as seen:
-        seen.open(html, *DESK)
-        assert seen.evaluate("document.querySelectorAll('.spread').length") == len(names) * (len(parts) + 1)
-        broken = "[...document.querySelectorAll('.spread')].filter(e => e.getClientRects().length > 1).length"
-        assert seen.evaluate(broken) == 0
-        assert_fits(seen)
 
 
 def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):

@@ -36,7 +36,7 @@ TINY = [
     "--train.micro_batch",
     "2",
 ]
-TINY += ["--launch.device", "sim", *forked.NO_REPORT]
+TINY += ["--launch.device", "sim", *forked.UNTRACKED]
 
 
 @pytest.fixture(scope="module")

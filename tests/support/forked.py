@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import run
 
 from accordion import cli
 from accordion.train import launch
 from tests import pool
 
-# Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
-NO_REPORT = ["--run.report", "false", "--log.tensorboard", "false"]
+# TensorBoard takes longer to import than a small run takes for all else: one run of each kind has it.
+UNTRACKED = ["--log.tensorboard", "false"]
 PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="a test", url="")  # of two ranks
 
 
@@ -57,6 +58,71 @@ def under_torchrun(words: list[str], nproc: int, command: Callable[[list[str]], 
 def script_under_torchrun(path: Path, nproc: int, *words: str) -> int:
     """`torchrun --nproc-per-node nproc path *words`, as far as each of the ranks can tell; the exit code."""
     return under_torchrun([str(path), *words], nproc, _script)
+
+
+class Job:
+    """A process of its own that the fork server started, leader of its session. Owns it: `with` ends it."""
+
+    def __init__(self, run: Callable[[list[str]], None], words: list[str], out: Path, err: Path | None = None) -> None:
+        """`run`: a function of a module, called with `words` in this folder and environment. `out`, `err`: take its output."""
+        args = (run, words, dict(os.environ), os.getcwd(), (str(out), str(err or out)))
+        self._process = pool.fork_context().Process(target=_own, args=args)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Return the exit code; -n if signal n ended it."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"it runs on after {timeout_s} s"
+        return self._process.exitcode
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _own(
+    run: Callable[[list[str]], None], words: list[str], environ: dict[str, str], folder: str, outputs: tuple[str, str]
+) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    with open(1, "w", closefd=False) as sys.stdout, open(2, "w", buffering=1, closefd=False) as sys.stderr:
+        run(words)
+
+
+class ForkedByLauncher(launch.LaunchConfig):
+    """torch's launcher forks its own process for each rank."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "start_method": "fork"})
+
+
+def command(words: list[str]) -> None:
+    """`accordion *words`, whose ranks need not import what it has imported."""
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # else tokenizers warns of ranks that are forked from where it was used
+    )
+    launch.LaunchConfig = ForkedByLauncher  # type: ignore[misc]
+    sys.exit(cli.main(words))
+
+
+def torchrun(words: list[str]) -> None:
+    """torchrun itself, whose ranks are programs of their own."""
+    run.main(words)
+
+
+def script(words: list[str]) -> None:
+    """`python *words`."""
+    sys.path.insert(0, str(Path(words[0]).parent))
+    _script(words)
 
 
 def _script(words: list[str]) -> None:

@@ -32,17 +32,6 @@ def wrong_messages(seat: Seat) -> RankExam:
     return ranks.start(seat)
 
 
-def raises(seat: Seat) -> RankExam:
-    """The gather of the second rank has no kernel."""
-
-    def fails(*_):
-        raise RuntimeError("no kernel\nfor this")
-
-    if seat.rank == 1:
-        ranks._gather = fails
-    return ranks.start(seat)
-
-
 class _Dies(RankExam):
     def gathers(self):
         if self._rank == 1:

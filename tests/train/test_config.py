@@ -11,7 +11,7 @@ from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
 from accordion.sharding import Sharding
 from accordion.train import command
-from accordion.train.config import Config, TrainConfig, as_yaml, check, flat, spread
+from accordion.train.config import Config, TrainConfig, check, flat, spread
 
 
 def test_defaults_are_valid() -> None:
@@ -51,13 +51,6 @@ def test_printed_configuration_is_a_run_file(tmp_path: Path, capsys: pytest.Capt
     file.write_text(capsys.readouterr().out)
     config = command.read(["--config", str(file)])
     assert config.train == replace(TrainConfig(), steps=5, lr=1e-5)
-
-
-def test_recorded_configuration_is_a_run_file(tmp_path: Path) -> None:
-    config = replace(Config(), train=replace(TrainConfig(), lr=1e-5, steps=3))
-    file = tmp_path / "config.yaml"
-    file.write_text(as_yaml(config))
-    assert command.read(["--config", str(file)]) == config
 
 
 def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:

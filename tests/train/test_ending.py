@@ -1,11 +1,10 @@
-"""What ends a run early, and what is said of runs: decided in one process, without ranks."""
+"""What ends a run early, and where its figures go: decided in one process, without ranks."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import types
@@ -14,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from accordion import cli
-from accordion.checkpoint import save
 from accordion.train import ending as ending_module
 from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
-from accordion.train.owner import Claim
-from accordion.train.runs import StateFile, runs_in
 from accordion.train.trackers import trackers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -50,9 +45,9 @@ def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
         assert ending.wish() == GOES_ON
         now[0] += 2
         assert ending.wish() == TIME_IS_OVER  # the first save may take 200 s, twice
-        ending.save_took(10)
-        ending.step_took(5)
-        ending.step_took(2)
+        ending.took("save", 10)
+        ending.took("step", 5)
+        ending.took("step", 2)
         assert ending.wish() == GOES_ON
         now[0] += 370
         assert ending.wish() == TIME_IS_OVER
@@ -120,74 +115,6 @@ def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -
 
 def step(number: int) -> StepMetrics:
     return StepMetrics(step=number, loss=2.5, grad_norm=1.0, lr=1e-3, tokens_per_s=9.0, peak_bytes=7, skipped=False)
-
-
-def test_runs_are_told_with_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def state(name: str) -> StateFile:
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-        return StateFile(tmp_path / name, 10, str(tmp_path / name / "checkpoints"), leads=True)
-
-    state("killed")
-    state("done").ended("finished")
-    state("asked").ended("preempted")
-    with pytest.raises(ValueError, match="a\nb"), state("failed"):
-        raise ValueError("a\nb")
-    with pytest.raises(RuntimeError), StateFile(tmp_path / "failed", 10, "c", leads=False):
-        raise RuntimeError("an echo of it")
-    state("lives")
-    with MetricsLog(tmp_path / "lives", 0, print) as log:
-        log.step(step(4))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "state.json").write_text('{"state": 3}')
-    claim = Claim({"run.dir": tmp_path / "lives"}, None, 1, print)
-    found = {Path(one.folder).name: one for one in runs_in(tmp_path)}
-    claim.release()
-    states = {"killed": "killed", "done": "finished", "asked": "preempted", "failed": "failed", "lives": "running"}
-    assert {name: one.state for name, one in found.items()} == states
-    assert found["failed"].why == "ValueError: a b"
-    assert (found["lives"].step, found["lives"].steps, found["lives"].loss) == (4, 10, 2.5)
-    capsys.readouterr()
-    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
-    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 5
-    assert cli.main(["runs", str(tmp_path)]) == 0
-    assert "4/10" in capsys.readouterr().out
-    assert cli.main(["runs", str(tmp_path / "none")]) == 2
-
-
-def kept(folder: Path, *names: str) -> None:
-    """Checkpoints of those names."""
-    save(folder / names[0], nn.Linear(1, 1))
-    for name in names[1:]:
-        shutil.copytree(folder / names[0], folder / name)
-
-
-def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    kept(tmp_path / "runs/a/kept", "step-000001")
-    StateFile(Path("runs/a"), 10, "runs/a/kept", leads=True).ended("finished")
-    Path("runs/apart").mkdir()
-    StateFile(Path("runs/apart"), 10, "runs/a/kept", leads=True).ended("finished")
-    Path("runs/strange").mkdir()
-    StateFile(Path("runs/strange"), 10, "runs/strange", leads=True).ended("finished")
-    state = tmp_path / "runs/strange/state.json"
-    state.write_text(state.read_text().replace('"."', '"../a/kept"'))
-    found = {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}
-    assert found == {"a": ("step-000001",), "apart": ("step-000001",), "strange": ()}
-    Path("runs/a").rename("runs/b")
-    kept(tmp_path / "runs/a/kept", "step-000009")
-    assert {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}["b"] == ("step-000001",)
-
-
-def test_checkpoints_are_told_by_step_and_the_best_beside_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    StateFile(tmp_path, 2_000_000, str(tmp_path / "checkpoints"), leads=True)
-    kept(tmp_path / "checkpoints", "step-1000000", "step-999999", "best", "step-000002")
-    (tmp_path / "checkpoints/step-000002/manifest.json").unlink()
-    (one,) = runs_in(tmp_path)
-    assert (one.checkpoints, one.best) == (("step-999999", "step-1000000"), True)
-    assert cli.main(["runs", str(tmp_path)]) == 0
-    assert "2, to 1000000 + best" in capsys.readouterr().out
 
 
 def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

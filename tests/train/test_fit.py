@@ -39,7 +39,7 @@ class Task:
 
 
 def fit(folder: Path, task: Task, **options: Any) -> Any:
-    small = {"launch.device": "cpu", "train.micro_batch": 2, "run.report": False, "log.tensorboard": False}
+    small = {"launch.device": "cpu", "train.micro_batch": 2, "log.tensorboard": False}
     return acc.fit(task, options={**small, "train.steps": 4, "run.dir": str(folder), **options})
 
 

@@ -21,14 +21,13 @@ import accordion as acc
 from accordion.checkpoint.reading import faults_in, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import UsageError
-from accordion.pages import show
 from accordion.train.checkpoints import with_batch_of
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "run.report": False, "log.tensorboard": False}
+QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "log.tensorboard": False}
 BEST = {"train_eval_every": 3, "train_keep_best": True}
 
 
@@ -229,17 +228,6 @@ def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
     assert "goes on from there" not in said
     fit(Curve(), train_steps=steps, **limit)
     assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
-
-
-def test_a_page_that_cannot_be_drawn_is_told_of_and_the_run_is_finished(
-    fit: Callable[..., Fit], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(page: object) -> str:
-        raise ValueError("of the one\nthat draws")
-
-    monkeypatch.setattr(show, "as_html", broken)
-    assert fit(Curve(), train_steps=1, run_report=True).state == "finished"
-    assert "no report.html: ValueError: of the one that draws\n" in capsys.readouterr().out
 
 
 class NothingHeldOut(Curve):

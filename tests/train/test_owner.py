@@ -6,11 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,18 @@ from accordion.errors import UsageError
 from accordion.train import owner
 from accordion.train.launch import RankPlace, first_of_all
 from accordion.train.owner import FILE, LEASE, Claim, check_free, job_of
+from tests.e2e.jobs import until
+from tests.support import forked
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from accordion.train import owner
-from accordion.train.owner import Claim
-owner.BEAT_S, owner.SILENCE_S = 0.1, 0.6
-claim = Claim({"run.dir": Path(sys.argv[1])}, sys.argv[2] or None, 0, print)
-print("holds", flush=True)
-time.sleep(600)
-"""
+
+def holds(words: list[str]) -> None:
+    """Hold a folder, under the name of a job, with so many seconds between two refreshes."""
+    folder, job, owner.BEAT_S = Path(words[0]), words[1] or None, float(words[2])
+    owner.SILENCE_S = 0.6
+    claim = Claim({"run.dir": folder}, job, 0, print)
+    print("holds", flush=True)
+    time.sleep(600)
+    claim.release()
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +39,21 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, value)
 
 
+Other = Callable[..., forked.Job]
+
+
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Other]:
     """Starts another process that holds `tmp_path`."""
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
 
-    def start(job: str = "") -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HOLDS, str(tmp_path), job]
-        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
-        assert started[-1].stdout is not None
-        assert started[-1].stdout.readline() == "holds\n"
-        return started[-1]
+        def start(job: str = "", err: Path | None = None, beat_s: float = 0.1) -> forked.Job:
+            out = tmp_path_factory.mktemp("out") / "out"
+            started = stack.enter_context(forked.Job(holds, [str(tmp_path), job, str(beat_s)], out, err))
+            until(lambda: out.exists() and out.read_text() == "holds\n", "the folder")
+            return started
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start
 
 
 def claimed(folder: Path, job: str | None = None, wait_s: float = 0.0, say: Callable[[str], None] = print) -> Claim:
@@ -76,7 +75,7 @@ def far(folder: Path, *, beats: bool) -> threading.Event:
     return ended
 
 
-def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path, other: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path, other: Other) -> None:
     holder = other()
     since = json.loads((tmp_path / FILE).read_text())["since"]
     expected = (
@@ -90,9 +89,9 @@ def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path, other: Callable
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_kill_leaves_no_lock(tmp_path: Path, other: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_kill_leaves_no_lock(tmp_path: Path, other: Other) -> None:
     holder = other()
-    holder.send_signal(signal.SIGKILL)
+    os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert (tmp_path / FILE).exists()
     check_free({"run.dir": tmp_path}, None)
@@ -102,9 +101,7 @@ def test_a_kill_leaves_no_lock(tmp_path: Path, other: Callable[..., subprocess.P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_restart_waits_for_the_earlier_start_of_its_job(
-    tmp_path: Path, other: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_restart_waits_for_the_earlier_start_of_its_job(tmp_path: Path, other: Other) -> None:
     holder, said = other("torchrun 5"), list[str]()
     check_free({"run.dir": tmp_path}, "torchrun 5")
     with pytest.raises(UsageError, match="in use"):
@@ -113,7 +110,7 @@ def test_a_restart_waits_for_the_earlier_start_of_its_job(
         claimed(tmp_path, "torchrun 5", wait_s=0.6, say=said.append)
     assert said == [line for line in said if f"process {holder.pid} on" in line]
     assert len(said) == 1
-    holder.kill()
+    os.kill(holder.pid, signal.SIGKILL)
     claimed(tmp_path, "torchrun 5", wait_s=60).release()
 
 
@@ -222,23 +219,18 @@ def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path) -> None:
     claim.release()
 
 
-def test_a_job_whose_folder_was_taken_ends(tmp_path: Path, other: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_job_whose_folder_was_taken_ends(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, other: Other
+) -> None:
     """The folder was removed under it, and a new job began there before it looked."""
-    folder = tmp_path
-    program = HOLDS.replace("owner.BEAT_S, owner.SILENCE_S = 0.1, 0.6", "owner.BEAT_S, owner.SILENCE_S = 0.4, 0.6")
-    words = [sys.executable, "-c", program, str(folder), ""]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout is not None
-            assert first.stdout.readline() == "holds\n"
-            (folder / LEASE).unlink()
-            claim = claimed(folder)
-            told = first.communicate(timeout=60)[1]
-        finally:
-            first.kill()
-    assert first.returncode == 1
+    err = tmp_path_factory.mktemp("err") / "err"
+    first = other(err=err, beat_s=0.4)
+    (tmp_path / LEASE).unlink()
+    claim = claimed(tmp_path)
+    assert first.wait(60) == 1
+    told = err.read_text()
     assert told.startswith(
-        f"accordion: stopped: run.dir '{folder}' was taken from this job while it ran; it is in use by"
+        f"accordion: stopped: run.dir '{tmp_path}' was taken from this job while it ran; it is in use by"
     )
     assert told.count("\n") == 1
     claim.release()

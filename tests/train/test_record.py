@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,11 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accordion.checkpoint import save
 from accordion.describe import Report, UnitReport
-from accordion.train import checkpoints, trackers
-from accordion.train.config import Config, LogConfig, TrainConfig
-from accordion.train.metrics import MetricsLog, StepMetrics, last_line, lines_of, peak_bytes
-from accordion.train.report import page_of
-from accordion.train.screen import Screen, human, lasting, units_table
+from accordion.train import trackers
+from accordion.train.config import Config, LogConfig
+from accordion.train.metrics import MetricsLog, StepMetrics, lines_in, peak_bytes
+from accordion.train.screen import Screen, human, units_table
 from accordion.train.trackers import trackers_of
 from tests.support.disks import fill, mounted
 
@@ -126,7 +123,7 @@ def test_a_folder_that_is_gone_is_told_once_and_written_to_when_it_is_back(tmp_p
         folder.mkdir()
         log.step(line(4))
     assert len(said) == 1
-    assert [entry["step"] for entry in lines_of(folder)] == [4]
+    assert [content["step"] for _, content in lines_in(folder / "metrics.jsonl")] == [4]
 
 
 def test_peak_bytes_grows_with_what_is_held() -> None:
@@ -192,65 +189,10 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def saved(folder: Path, *steps: int, keep: int = 0) -> None:
-    for step in steps:
-        save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), keep=keep)
-
-
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 30]), (1, [30]), (2, [2, 30]), (5, [1, 2, 30])])
-def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    (tmp_path / "step-notes").mkdir()
-    (tmp_path / "step-000003").mkdir()  # no checkpoint: not ours to remove
-    saved(tmp_path, 1, 2)
-    saved(tmp_path, 30, keep=keep)
-    names = {f"step-{step:06d}" for step in left} | {"step-notes", "step-000003"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-
-
-def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
-    saved(tmp_path, 7, 9)
-    saved(tmp_path, 5, keep=1)
-    assert checkpoints.path_of(tmp_path, 5).is_dir()
-
-
-def prepared(config: Config) -> Any:
-    return SimpleNamespace(config=config, run_dir="runs/mine", work=SimpleNamespace(name="llama-10m"), expected=None)
-
-
-@pytest.mark.parametrize("steps", [1, 3, 1000, 1001, 2000])
-def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> None:
-    """The first step takes 10 s, and is left out of the median alone."""
-    lines = [{**asdict(line(step)), "step_s": 10.0 if step == 1 else 1.0} for step in range(1, steps + 1)]
-    units = Report(strategy="full_shard", world=2, total_params=1, unsharded_bytes=1, units=())
-    page = page_of(prepared(Config()), units, lines, [], "cpu", "finished")
-    told = {row[0]: row[2] for row in page.tables[0].rows}
-    assert told["time of all steps"] == lasting(10 + steps - 1)
-    assert told["a step"] == ("10 s (median)" if steps == 1 else "1 s (median)")
-    drawn = [int(at) for at in page.charts[0].series["training"]]
-    assert len(drawn) <= 1000
-    assert drawn == sorted(set(drawn))
-    assert (drawn[0], drawn[-1]) == (1, steps)
-    assert len(drawn) >= min(steps, 500)
-
-
-def test_the_page_of_a_run_says_which_one_it_is_and_what_differs_from_the_defaults() -> None:
-    units = Report(strategy="full_shard", world=2, total_params=10_000_000, unsharded_bytes=1, units=())
-    page = page_of(prepared(Config(train=TrainConfig(lr=0.5))), units, [asdict(line(1))], [], "cpu", "finished")
-    assert page.title == "mine: finished, 1 of 100 steps"
-    assert page.notes[0] == "model: llama-10m, 10.00 M parameters, full_shard over 2 ranks"
-    assert socket.gethostname() in page.notes[1]
-    assert page.notes[2].startswith("ended: 20")
-    found, settings = page.tables
-    assert ["peak memory of a rank", "", "1.5 GiB"] in found.rows
-    assert settings.rows[0] == ["train.lr", "0.5", "0.001"]
-    assert all(value == default for _, value, default in settings.rows[1:])
-
-
 def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:
     whole = [json.dumps({"step": step, "loss": 2.0}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(["7", whole[0], "[1]", "{}", whole[1], '{"step": 3, "lo']))
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert last_line(tmp_path / "metrics.jsonl")["step"] == 2
+    assert [content["step"] for _, content in lines_in(tmp_path / "metrics.jsonl")] == [1, 2]
     MetricsLog(tmp_path, 2, print).__exit__(None, None, None)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
 

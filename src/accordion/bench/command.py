@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from accordion.bench.compare import compare
 from accordion.bench.contenders import OURS, PEERS, Setting, chosen
 from accordion.bench.model import shape_of
 from accordion.bench.own_task import measured_task, start_task
-from accordion.bench.trainer import Trainer, start
+from accordion.bench.trainer import start
 from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
 from accordion.options import at_least, check_limits, check_subcommand, listed
@@ -106,7 +106,7 @@ def run(words: list[str]) -> int:
         return 0
     if own and chosen_options.task is None:
         raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
-    return measure(chosen_options, job if name or chosen_options.task is None else partial(_compare_task, own=own))
+    return measure(chosen_options, job if name else partial(_compare, own=own))
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
@@ -143,24 +143,20 @@ def names_of(against: str) -> tuple[list[str], dict[str, str]]:
     return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
 
 
-def _compare(o: CompareOptions) -> Page:
-    setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
-    return _compared(o, setting, start, None)
-
-
-def _compare_task(o: CompareOptions, own: list[str]) -> Page:
-    """Compare contenders on a task with the options `own`, which each rank loads by itself."""
-    assert o.task is not None
-    for key in ("model", "seq"):
-        if getattr(o, key) != getattr(CompareOptions, key):
-            raise UsageError(f"--{key} says something of a language model, and --task names another; leave one out.")
-    names_of(o.against)
-    setting, flops = measured_task(o.task, own, o.batch, bf16=o.precision == "bf16")
-    return _compared(o, setting, start_task, flops)
-
-
-def _compared(o: CompareOptions, setting: Setting, make: Callable[..., Trainer], flops: float | None) -> Page:
+def _compare(o: CompareOptions, own: Sequence[str] = ()) -> Page:
+    """Compare contenders on a model, or on a task with the options `own`, which each rank loads by itself."""
     names, left_out = names_of(o.against)
+    bf16, flops, make = o.precision == "bf16", None, start
+    if o.task is None:
+        setting = setting_of(o.model, o.batch, o.seq, bf16=bf16)
+    else:
+        for key in ("model", "seq"):
+            if getattr(o, key) != getattr(CompareOptions, key):
+                raise UsageError(
+                    f"--{key} says something of a language model, and --task names another; leave one out."
+                )
+        setting, flops = measured_task(o.task, [*own], o.batch, bf16=bf16)
+        make = start_task
     comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, make, flops)
     sharding = [name for name in comparison.contenders if name in host.PEERS or pages.is_ours(name)]
     print("measuring host time")

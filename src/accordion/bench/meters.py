@@ -66,20 +66,18 @@ class Allocations(StorageWatch):
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
         if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
-            size = 0 if self._is_part(key, storage) else storage.nbytes()
+            start = storage.data_ptr()
+            others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
+            # A slice of a storage is in the memory of another one.
+            is_part = any(first <= start < first + self._sizes.get(o, 0) for o, first in others if o != key)
+            size = 0 if is_part else storage.nbytes()
             self._change(size - self._sizes[key])
             self._sizes[key] = size
-            self._starts[key] = storage.data_ptr()
+            self._starts[key] = start
 
     def died(self, key: int) -> None:
         self._change(-max(self._sizes.pop(key), 0))
         self._starts.pop(key, None)
-
-    def _is_part(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Whether it lies in the memory of another one, as a slice of a storage does."""
-        start = storage.data_ptr()
-        others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
-        return any(first <= start < first + self._sizes.get(other, 0) for other, first in others if other != key)
 
     def _change(self, num_bytes: int) -> None:
         if num_bytes:
@@ -125,7 +123,8 @@ class Wire(_Mode):  # type: ignore[misc]
 
     def _count(self, name: str, args: Any) -> None:
         if name == "send":
-            self._add(name, sum(t.nbytes for t in args[0]))
+            self.num_bytes[name] += sum(t.nbytes for t in args[0])
+            self.launches[name] += 1
             return
         found = next((factor for part, factor in FACTORS.items() if part in name), None)
         if found is None or name.startswith("recv"):
@@ -133,11 +132,8 @@ class Wire(_Mode):  # type: ignore[misc]
         index, times = found
         full = sum(leaf.nbytes for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor))
         num_ranks = max(filter(None, map(ranks_of, tree_leaves(list(args)))), default=1)
-        self._add(name.rstrip("_").lstrip("_"), times * full * (num_ranks - 1) // num_ranks)
-
-    def _add(self, name: str, num_bytes: int) -> None:
-        self.num_bytes[name] += num_bytes
-        self.launches[name] += 1
+        self.num_bytes[name.strip("_")] += times * full * (num_ranks - 1) // num_ranks
+        self.launches[name.strip("_")] += 1
 
 
 def ranks_of(value: Any) -> int | None:

@@ -76,10 +76,6 @@ def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:
         if is_indexed(data):
             yield task.collate([data[i % len(data)] for i in range(begin, begin + size)])
         else:
-            yield task.collate(_turn(data, begin, size))
-
-
-def _turn(data: Any, begin: int, size: int) -> list[Any]:
-    """`size` samples of an iterable from number `begin` on; from its beginning again where it is shorter."""
-    found = list(islice(iter(data), begin, begin + size))
-    return found if len(found) == size else list(islice(iter(data), size))
+            samples = list(islice(iter(data), begin, begin + size))
+            # From the beginning again where an iterable is shorter.
+            yield task.collate(samples if len(samples) == size else list(islice(iter(data), size)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -61,11 +62,8 @@ class Trainer:
         self._num_steps = 0
         # Before the model: what is there already it cannot count.
         self._allocations = Allocations() if seat.device.type == "cpu" else None
-        with self._metered():
+        with self._allocations or nullcontext():
             self._loop = build()
-
-    def _metered(self) -> Any:
-        return self._allocations or nullcontext()
 
     def _batch(self) -> tuple[Any, ...]:
         """Return the arguments of the next step's forward, on the device."""
@@ -86,7 +84,7 @@ class Trainer:
 
     def losses(self, count: int) -> list[float]:
         """This rank's loss in each of the first steps."""
-        with self._metered():
+        with self._allocations or nullcontext():
             found = [float(self._step()[0]) for _ in range(count)]
         self._let_go()
         return found
@@ -114,22 +112,26 @@ class Trainer:
         """
         if self._allocations is None:
             self._synchronise()
-            torch.accelerator.memory.reset_peak_memory_stats()
-            rest = torch.accelerator.memory.memory_allocated()
+            memory = torch.accelerator.memory
+            memory.reset_peak_memory_stats()
+            rest = memory.memory_allocated()
             self._step()
             self._synchronise()
-            memory = torch.accelerator.memory
             peaks = {"allocated": memory.max_memory_allocated(), "reserved": memory.max_memory_reserved()}
             self._let_go()
             return {"rest": rest, **peaks}
         with self._allocations as meter:
             rest = meter.live_bytes
             start, end = f"start {self._num_steps}", f"end {self._num_steps}"
-            forget_peak()
+            if STATUS.exists():  # of Linux: let the peak of the resident set start anew
+                STATUS.with_name("clear_refs").write_text("5")
             meter.mark(start)
             self._step()
             meter.mark(end)
-        return {"rest": rest, "allocated": meter.peak(start, end), "reserved": peak_resident()}
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if STATUS.exists():
+            resident = 1024 * int(re.findall(r"VmHWM:\s*(\d+)", STATUS.read_text())[0])
+        return {"rest": rest, "allocated": meter.peak(start, end), "reserved": resident}
 
     def wire(self) -> dict[str, dict[str, int]]:
         """What this rank sends in a step: bytes and launches, by kind of collective."""
@@ -174,17 +176,3 @@ def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
 
     batches = batches_of(seat.rank, (setting.batch, setting.seq), shape.vocab)
     return Trainer(seat, build, batches, bf16=setting.bf16)
-
-
-def forget_peak() -> None:
-    """Let the peak of this process's resident set start anew, where the system can (Linux)."""
-    if STATUS.exists():
-        STATUS.with_name("clear_refs").write_text("5")
-
-
-def peak_resident() -> int:
-    """Bytes: the largest resident set of this process since `forget_peak`, or in its life where that did nothing."""
-    if STATUS.exists():
-        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -51,25 +51,24 @@ class RankExam:
     def gathers(self) -> Answer:
         """Return the host, the versions, whether a gather brought the right numbers, and the seconds that one takes."""
         try:
-            return {"host": socket.gethostname(), "torch": torch.__version__, **self._gathers()}
+            link = communicator_over(dist.group.WORLD, self._device)
+            numel = MESSAGE_BYTES // 4 // self._num_ranks
+            shard = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
+            full = torch.full((self._num_ranks, numel), -1.0, dtype=torch.float32, device=self._device)
+            copy = torch.empty_like(full)
+            gather_s = self._fastest(lambda: _gather(link, full.view(-1), shard))
+            firsts_and_lasts = full[:, [0, -1]].mean(1).tolist()
+            return {
+                "host": socket.gethostname(),
+                "torch": torch.__version__,
+                "device_name": "" if self._device.type == "cpu" else name_of(self._device.type),
+                "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
+                "num_bytes": shard.nbytes * (self._num_ranks - 1),
+                "gather_s": gather_s,
+                "copy_bytes_per_s": full.nbytes / self._fastest(lambda: copy.copy_(full)),
+            }
         except Exception as error:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-
-    def _gathers(self) -> Answer:
-        link = communicator_over(dist.group.WORLD, self._device)
-        numel = MESSAGE_BYTES // 4 // self._num_ranks
-        shard = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
-        full = torch.full((self._num_ranks, numel), -1.0, dtype=torch.float32, device=self._device)
-        copy = torch.empty_like(full)
-        gather_s = self._fastest(lambda: _gather(link, full.view(-1), shard))
-        firsts_and_lasts = full[:, [0, -1]].mean(1).tolist()
-        return {
-            "device_name": "" if self._device.type == "cpu" else name_of(self._device.type),
-            "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
-            "num_bytes": shard.nbytes * (self._num_ranks - 1),
-            "gather_s": gather_s,
-            "copy_bytes_per_s": full.nbytes / self._fastest(lambda: copy.copy_(full)),
-        }
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the seconds of the fastest of several calls: others use this machine too."""

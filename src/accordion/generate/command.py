@@ -40,9 +40,12 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if place is not None:
         launch.guarded(_started_rank, options, cache)
         return 0
-    kind, world = _ranks(options)
+    devices = devices_named(options.device, "--device", devices_here())
+    world = options.nproc or devices.count or 1
+    if not devices.is_cpu and world > devices.count:
+        raise UsageError(f"--nproc is {world} and this machine has {devices}; lower it, or take --device cpu.")
     stored, prompts = _prepared(options, cache)
-    return launch.start(generate, (options, stored, prompts, kind), world)
+    return launch.start(generate, (options, stored, prompts, devices.type), world)
 
 
 def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOptions, cache: Path) -> None:
@@ -53,15 +56,6 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
     kind = devices_named(options.device, "--device", devices_here()).type
     stored, prompts = _prepared(options, cache)
     generate(place, store, options, stored, prompts, kind)
-
-
-def _ranks(options: GenerateOptions) -> tuple[str, int]:
-    """The type of device and the number of ranks. Raises `UsageError` for more ranks than devices."""
-    devices = devices_named(options.device, "--device", devices_here())
-    world = options.nproc or devices.count or 1
-    if not devices.is_cpu and world > devices.count:
-        raise UsageError(f"--nproc is {world} and this machine has {devices}; lower it, or take --device cpu.")
-    return devices.type, world
 
 
 def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:

@@ -86,13 +86,13 @@ def _of_json(where: str, line: str, chat: bool) -> str | list[Message]:
         if not isinstance(value, str):
             raise UsageError(f"{where}: prompt is no text.")
         return value
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+    try:
+        messages = [{key: message[key] for key in ("role", "content")} for message in value]
+    except (TypeError, KeyError):
+        messages = []
+    if not messages or not all(isinstance(text, str) for message in messages for text in message.values()):
         raise UsageError(f"{where}: messages is no list of objects with the texts role and content.")
-    return [{"role": m["role"], "content": m["content"]} for m in value]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return messages
 
 
 def _as_tokens(

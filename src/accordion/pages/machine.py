@@ -34,7 +34,7 @@ def describe(device_type: str) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _processor(),
         "cores": num_cores(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "device": name_of(device_type),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -60,7 +60,8 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """The memory of this machine; 0 if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

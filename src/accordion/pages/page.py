@@ -1,4 +1,4 @@
-"""A result as plain data: tables of text, charts of numbers; for the screen, JSON and HTML alike."""
+"""A result as plain data: tables of text and all numbers; for the screen, JSON and HTML alike."""
 
 from __future__ import annotations
 
@@ -24,15 +24,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Curves over steps. `series`: name -> (step -> value)."""
-
-    title: str
-    unit: str
-    series: Mapping[str, Mapping[str, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """A whole result. `name`: of its files. `title`: of its HTML. `data`: all numbers, for JSON."""
 
@@ -40,7 +31,6 @@ class Page:
     notes: Sequence[str]
     tables: Sequence[Table]
     title: str = ""
-    charts: Sequence[Chart] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,27 +1,26 @@
-"""Show a page as tables on the screen, and as one HTML file that needs nothing beside it."""
+"""Show a page as tables on the screen; the parts of HTML files that need nothing beside them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-import plotly.graph_objects as go  # type: ignore[import-untyped]
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from accordion.pages.page import Chart, Page, Table
+from accordion.pages.page import Page, Table
 
-SPREAD = re.compile(r"\([\d.,-]+\)")  # `spread` of `page`
+if TYPE_CHECKING:
+    import plotly.graph_objects as go  # type: ignore[import-untyped]
+
 MANY = 3  # words of a cell that is no figure with its unit
-FEW = 30  # points of a curve that are marked each
 PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
-.spread {{ white-space: nowrap; color: #777; font-size: .85em }}
 th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
 th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }} th.words, td.words {{ text-align: left }}
 li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
@@ -47,7 +46,12 @@ def show(page: Page) -> None:
             drawn.add_column(column, justify="left" if i == 0 or i in words else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
-        if _least_width(table) <= console.width:
+        # rich breaks what it prints between words alone, and the first column nowhere.
+        columns = list(zip(table.columns, *table.rows, strict=True))
+        parts = [
+            [part for cell in column for part in (cell.split() if i else [cell])] for i, column in enumerate(columns)
+        ]
+        if sum(max(map(len, column), default=0) + 3 for column in parts) < console.width:
             console.print(drawn)
             continue
         console.print(table.title, style="italic", markup=False)
@@ -62,29 +66,13 @@ def show(page: Page) -> None:
 
 def _words(table: Table) -> set[int]:
     """Columns that say something in words, or hold no figure at all, and are read from their left."""
-    cells = [[row[i] for row in table.rows] for i in range(len(table.columns))]
-    return {i for i, mine in enumerate(cells) if any(map(_is_said, mine)) or not any(map(str.isdigit, "".join(mine)))}
-
-
-def _is_said(cell: str) -> bool:
-    return sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY
-
-
-def _least_width(table: Table) -> int:
-    """Of the screen, so that no word is cut: rich breaks what it prints between words alone."""
-    columns = list(zip(table.columns, *table.rows, strict=True))
-    words = [[word for cell in column for word in (cell.split() if i else [cell])] for i, column in enumerate(columns)]
-    return sum(max(map(len, found), default=0) + 3 for found in words) + 1
-
-
-def as_html(page: Page) -> str:
-    """Return the whole page, plotly's script included once."""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
-    rows = [[key, str(value)] for key, value in page.data.get("machine", {}).items()]
-    about = html_table(Table(title="machine", columns=["", ""], rows=rows))
-    charts = drawn([figure(chart) for chart in page.charts])
-    body = "".join([f"<ul>{notes}</ul>", *charts, *map(html_table, page.tables), about])
-    return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
+    words = set()
+    for i in range(len(table.columns)):
+        cells = [row[i] for row in table.rows]
+        says = any(sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY for cell in cells)
+        if says or not any(map(str.isdigit, "".join(cells))):
+            words.add(i)
+    return words
 
 
 def drawn(charts: Sequence[go.Figure]) -> list[str]:
@@ -93,16 +81,6 @@ def drawn(charts: Sequence[go.Figure]) -> list[str]:
         chart.to_html(config=CONFIG, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}")
         for i, chart in enumerate(charts)
     ]
-
-
-def figure(chart: Chart) -> go.Figure:
-    """Return curves over steps as a figure of plotly."""
-    drawing = go.Figure()
-    for name, points in chart.series.items():
-        mode = "lines" if len(points) > FEW else "lines+markers"
-        drawing.add_trace(go.Scatter(name=name, x=[float(x) for x in points], y=list(points.values()), mode=mode))
-    drawing.update_xaxes(title="step")
-    return laid_out(drawing, chart.title, chart.unit)
 
 
 def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
@@ -119,12 +97,14 @@ def html_table(table: Table) -> str:
     words = _words(table)
     kinds = [' class="words"' if i in words else "" for i in range(len(table.columns))]
     head = "".join(f"<th{k}>{escape(c)}</th>" for c, k in zip(table.columns, kinds, strict=True))
-    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row, kinds))}</tr>" for row in table.rows)
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f'<td{k} data-column="{escape(column)}">{escape(cell)}</td>'
+            for column, cell, k in zip(table.columns, row, kinds, strict=True)
+        )
+        + "</tr>"
+        for row in table.rows
+    )
     kind = ' class="cards"' if len(table.columns) > 2 else ""
     return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'
-
-
-def _cell(column: str, text: str, kind: str) -> str:
-    """Of one row in one column; a spread is not broken up. `kind`: the column's attributes."""
-    shown = SPREAD.sub(r'<span class="spread">\g<0></span>', escape(text))
-    return f'<td{kind} data-column="{escape(column)}">{shown}</td>'

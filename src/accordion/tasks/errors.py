@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import FrameSummary
 
 import torch
 
@@ -48,15 +47,9 @@ def is_own(error: BaseException) -> bool:
     return any(not name.startswith((*OURS, *INSTALLED)) for name in files)
 
 
-def own_frames(error: BaseException) -> list[FrameSummary]:
-    """The frames of code that is neither this package's, torch's, Python's nor installed; where there are none, those that
-    are neither this package's nor torch's."""
-    others = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
-    return [f for f in others if not f.filename.startswith(INSTALLED)] or others
-
-
 def own_traceback(error: BaseException) -> str:
-    """As Python shows an error, with the user's frames alone."""
-    frames = own_frames(error)
+    """As Python shows an error, with the frames of code that is not installed; if there are none, all but ours and torch's."""
+    others = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
+    frames = [f for f in others if not f.filename.startswith(INSTALLED)] or others
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*head, *traceback.format_exception_only(error)])

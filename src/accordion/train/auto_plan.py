@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.devices import name_of
 from accordion.errors import UsageError
+from accordion.pages.machine import memory_bytes
 from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice, Search
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
-from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace.setup import Subject
@@ -68,9 +67,14 @@ def planned(
             f"train.plan: nothing fits {num_ranks} x {space.cluster.gpu.memory_gib:.0f} GiB with micro_batch "
             f"{config.train.micro_batch}{seq}; lower train.micro_batch, or ask `accordion plan`."
         )
-    expected = _expected(best)
-    say(f"plan: {expected.choice}")
-    return with_choice(config, best.choice, named), expected
+    choice, seconds = best.choice, [step.seconds for step in best.steps.values()]
+    words = choice.sharding.as_config()
+    more = [f"{key} {words[key]}" for key in words if key not in ("strategy", "precision", "checkpoint_activations")]
+    sizes = f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"
+    said = ", ".join([choice.strategy.name, f"checkpoint_activations {choice.checkpointing}", *more, sizes])
+    say(f"plan: {said}")
+    expected = Expected(choice=said, peak_bytes=best.memory.peak.num_bytes, step_s=(min(seconds), max(seconds)))
+    return with_choice(config, choice, named), expected
 
 
 def space_of(
@@ -78,18 +82,26 @@ def space_of(
 ) -> Space:
     """Return the space of choices that is left. `task`: the task, if the run does not train on text."""
     if isinstance(config, Config):
-        model, subject_for = trained_model(config), partial(_subject, config)
+        model = trained_model(config)
+        subject_for: Callable[[int], Subject] = partial(_subject, config)
     else:
         assert task is not None, "a run without text has a task"
         with of_the_task("model()"):
             model = model_of(task)
-        subject_for = partial(_subject_of_task, task, model)
+
+        def subject_for(micro_batch: int) -> Subject:
+            with of_the_task("dataset('train')"):
+                batch = example_of(task, micro_batch)
+            return subject_of(model, partial(mean_loss, task), batch)
+
     base = sharding_of(config.shard, device)
     units = (base.units,) if "shard.units" in named else (base.units, *unit_rules(model))
     return Space(
         subject_for=subject_for,
         num_params=sum(p.numel() for p in model.parameters()),
-        cluster=Cluster(gpu=card_of(device, num_ranks), gpus=(num_ranks,), node=num_ranks, host_memory_gib=host_gib()),
+        cluster=Cluster(
+            gpu=card_of(device, num_ranks), gpus=(num_ranks,), node=num_ranks, host_memory_gib=memory_bytes() / GIB
+        ),
         sharding=base,
         search=replace(search_of(config, named, base, device), units=units),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
@@ -142,11 +154,6 @@ def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
     return replace(config, shard=shard, train=train)
 
 
-def host_gib() -> float:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-
-
 def _subject(config: Config, micro_batch: int) -> Subject:
     """Training on text; of examples in rows with the mask that keeps them apart; with adapters where there are some."""
     model, data, where = config.model, config.data, config.model.path or config.model.preset
@@ -155,51 +162,25 @@ def _subject(config: Config, micro_batch: int) -> Subject:
     )
     if data.format == "text" or data.packing != "documents":
         return subject
+
+    def loss_in_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:  # tokens and labels, each (b, tokens)
+        """The mean loss of tokens, two examples in each row."""
+        tokens, labels = batch
+        half = torch.arange(tokens.shape[1], device=tokens.device) % max(1, tokens.shape[1] // 2)
+        total, count = answer_losses(
+            model, {"input_ids": tokens, "labels": labels, "position_ids": half.expand(tokens.shape).contiguous()}
+        )
+        return total / count
+
     return replace(subject, loss=loss_in_rows)
-
-
-def loss_in_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean loss of tokens and labels, each (b, tokens), two examples in each row."""
-    tokens, labels = batch
-    half = torch.arange(tokens.shape[1], device=tokens.device) % max(1, tokens.shape[1] // 2)
-    total, count = answer_losses(
-        model, {"input_ids": tokens, "labels": labels, "position_ids": half.expand(tokens.shape).contiguous()}
-    )
-    return total / count
-
-
-def _subject_of_task(task: LoadedTask, model: nn.Module, micro_batch: int) -> Subject:
-    with of_the_task("dataset('train')"):
-        batch = example_of(task, micro_batch)
-    return subject_of(model, partial(mean_loss, task), batch)
-
-
-def _expected(best: Candidate) -> Expected:
-    assert best.memory is not None
-    assert best.steps is not None
-    seconds = [step.seconds for step in best.steps.values()]
-    return Expected(
-        choice=_said(best.choice),
-        peak_bytes=best.memory.peak.num_bytes,
-        step_s=(min(seconds), max(seconds)),
-    )
-
-
-def _said(choice: Choice) -> str:
-    words = choice.sharding.as_config()
-    words = {name: words[name] for name in words if name not in ("strategy", "precision", "checkpoint_activations")}
-    parts = [choice.strategy.name, f"checkpoint_activations {choice.checkpointing}"]
-    parts += [f"{name} {value}" for name, value in words.items()]
-    return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
 
 
 def card_of(device: str, num_ranks: int) -> Gpu:
     """The card of this machine, with its own memory; of CPU ranks, a share of the machine, with rates of a guess."""
     if device == "cpu":
-        memory = host_gib() / num_ranks
         return Gpu(
             name="cpu",
-            memory_gib=memory,
+            memory_gib=memory_bytes() / GIB / num_ranks,
             tflops=0.1,
             fp32_tflops=0.1,
             bandwidth_gbps=10,

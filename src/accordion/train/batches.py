@@ -79,7 +79,8 @@ class LoaderBatches:
 
     def __init__(self, data: Any, seed: int, collate: Collate = lambda batch: batch) -> None:
         self._data, self._draws, self._collate = data, Draws(seed), collate
-        self._generators = {id(g): (g, g.initial_seed()) for g in _generators_of(data)}
+        generators = (getattr(thing, "generator", None) for thing in (data, getattr(data, "sampler", None)))
+        self._generators = {id(g): (g, g.initial_seed()) for g in generators if isinstance(g, torch.Generator)}
         self._epoch, self._num_read = 0, 0
         self._batches: Iterator[Any] | None = None
 
@@ -205,11 +206,6 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
     return iter(data)
 
 
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    held = (getattr(thing, "generator", None) for thing in (loader, getattr(loader, "sampler", None)))
-    return [generator for generator in held if isinstance(generator, torch.Generator)]
-
-
 def _is_stateful(data: Any) -> bool:
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
@@ -221,8 +217,14 @@ def kind_of(data: Any, split: str) -> str:
     """`loader`, `dataset` or `iterable`. Raises `UsageError` for what is none of these."""
     what = f"the task's dataset({split!r}) gave a {type(data).__name__}"
     if isinstance(data, DataLoader):
-        _check_sampler(data, what)
-        return "loader"
+        plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
+        sampled = plain and type(data.sampler) in (SequentialSampler, RandomSampler)
+        if sampled and not isinstance(data.dataset, IterableDataset):
+            raise UsageError(
+                f"{what} with torch's {type(data.sampler).__name__}, by which every rank would read the same samples; return "
+                "the dataset, of which each rank takes its share, or a loader with this rank's samples: dataset(split, rank, "
+                "world)."
+            )
     if is_loader(data):
         return "loader"
     if isinstance(data, str | bytes | Mapping | nn.Module):
@@ -236,18 +238,6 @@ def kind_of(data: Any, split: str) -> str:
     raise UsageError(
         f"{what}; it takes a dataset with __len__ and __getitem__, an iterable of samples, a loader, or None."
     )
-
-
-def _check_sampler(loader: DataLoader[Any], what: str) -> None:
-    """Raises `UsageError` for a loader by whose sampler every rank would read the same."""
-    own = type(loader.batch_sampler) is not BatchSampler and loader.batch_sampler is not None
-    if isinstance(loader.dataset, IterableDataset) or own:
-        return
-    if type(loader.sampler) in (SequentialSampler, RandomSampler):
-        raise UsageError(
-            f"{what} with torch's {type(loader.sampler).__name__}, by which every rank would read the same samples; return the "
-            "dataset, of which each rank takes its share, or a loader with this rank's samples: dataset(split, rank, world)."
-        )
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:

@@ -20,9 +20,9 @@ from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
-from accordion.train.deepspeed import settled
+from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
-from accordion.train.prepare import prepare, prepare_on_host
+from accordion.train.prepare import prepare
 from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 
@@ -49,15 +49,10 @@ def read(words: list[str]) -> JobConfig:
 
     Raises `UsageError`, and `SystemExit` if they ask for help or for the configuration, which is printed then.
     """
-    return _configured(_values(words))
+    return _checked(_values(words))
 
 
-def given(words: list[str]) -> frozenset[str]:
-    """The keys that flags and run files in `words` give a value, whichever it is. Raises as `read` does."""
-    return frozenset(_values(words))
-
-
-def _configured(values: Mapping[str, Any]) -> JobConfig:
+def _checked(values: Mapping[str, Any]) -> JobConfig:
     config = _made(values)
     check(config)
     return config
@@ -65,36 +60,26 @@ def _configured(values: Mapping[str, Any]) -> JobConfig:
 
 def _made(values: Mapping[str, Any]) -> JobConfig:
     """Of `group.key` -> value: a run on text, or a task where class paths name what is trained."""
-    paths = paths_in(values)
-    kind = JobConfig if set(paths) & set(TRAINED) else Config
-    config: JobConfig = made(kind, {key: value for key, value in values.items() if key.partition(".")[0] not in paths})
-    parts = {
-        name: part_of(name, {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})
-        for name in paths
-    }
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    parts = {name: part_of(name, groups[name]) for name in TAKEN if groups.get(name, {}).get(CLASS_PATH) is not None}
+    own = {key: value for key, value in values.items() if key.partition(".")[0] not in parts}
+    config: JobConfig = made(JobConfig if set(parts) & set(TRAINED) else Config, own)
     return fine_tuning(replace(config, parts=parts), values)
-
-
-def paths_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """Part -> class path, of those that `values` name."""
-    return {name: values[key] for name in TAKEN if (key := f"{name}.{CLASS_PATH}") in values}
-
-
-def _kind_of(paths: Mapping[str, str]) -> type[Any]:
-    """A dataclass with the groups that a run has whose parts have these class paths."""
-    base = JobConfig if set(paths) & set(TRAINED) else Config
-    if not paths:
-        return base
-    groups = {name: options_kind(name, path) for name, path in paths.items()}
-    groups |= {name: hint for name, hint in get_type_hints(base).items() if name != "parts" and name not in groups}
-    return make_dataclass("Keys", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])
 
 
 def _values(words: list[str]) -> dict[str, Any]:
     """`group.key` -> value, of those that are given."""
     files, flags = split([_whole(word) for word in words])
     prints = any(word in PRINTS for word in flags)
-    kind = _kind_of(class_paths(files, flags))
+    paths = class_paths(files, flags)
+    base = JobConfig if set(paths) & set(TRAINED) else Config
+    kinds = {name: options_kind(name, path) for name, path in paths.items()}
+    kinds |= {name: hint for name, hint in get_type_hints(base).items() if name != "parts" and name not in paths}
+    # With the groups that a run has whose parts have these class paths.
+    kind = make_dataclass("Keys", [(name, group, field(default_factory=group)) for name, group in kinds.items()])
     found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)
@@ -133,7 +118,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
     began_s = time.time()
     values = _values(words)
-    config, named = _configured(values), frozenset(values)
+    config, named = _checked(values), frozenset(values)
     place = launch.place_of(environ)
     cache = cache_folder(environ)
     if place is not None:
@@ -150,7 +135,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
     """Prepare, and start the ranks; the exit code. Raises `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
-    config = settled(config, named, world)
+    config = translated(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     screen = Screen()
     config, expected = planned(config, named, world, device, screen.note, task)
@@ -169,7 +154,7 @@ def _started_rank(
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())
-    config = settled(config, named, place.world)
+    config = translated(config, named, place.world)
     if config.train.plan != "none":
         raise UsageError(
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "
@@ -178,5 +163,7 @@ def _started_rank(
     screen = Screen(speaks=place.rank == 0)
     if warning := launch.few_cores(device, place.local_world, num_cores()):
         screen.note(warning)
-    prepared = prepare_on_host(store, config, place, cache, screen, named=named, began_s=began_s)
+    prepared = launch.once_per_host(
+        place, store, lambda: prepare(config, place, cache, screen, named=named, began_s=began_s)
+    )
     return loop.train(place, store, prepared, device, signals)

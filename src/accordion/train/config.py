@@ -189,8 +189,6 @@ class RunConfig:
 
     dir: str | None = None
     """folder for the record and checkpoints; without it: `runs/<model>-<data>`"""
-    report: bool = True
-    """write report.html at the end: loss, speed and memory, and what was planned beside what came"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,15 +67,15 @@ def _mix(value: int, key: int) -> int:
 class Sequences(Dataset[Tensor]):
     """Packed tokens cut into windows of `seq_len + 1`: inputs, and the same one token later. Owns nothing."""
 
-    def __init__(self, tokens: Any, seq_len: int) -> None:  # an array, or a `TokenStream`
+    def __init__(self, tokens: Any, seq_len: int) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
-        return num_sequences(self.tokens.size, self.seq_len)
+        return num_sequences(len(self.tokens), self.seq_len)
 
     def __getitem__(self, index: int) -> Tensor:  # (seq_len + 1,) int64
         start = index * self.seq_len
-        return torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        return torch.from_numpy(np.asarray(self.tokens[start : start + self.seq_len + 1]).astype(np.int64))
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
@@ -185,7 +185,7 @@ def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[
     for start in range(0, len(order), each):
         batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")
         for row, index in enumerate(order[start + share.rank : start + each : share.world]):
-            window = tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+            window = np.asarray(tokens[index * seq_len : (index + 1) * seq_len + 1]).astype(np.int64)
             batch[row, : window.size] = torch.from_numpy(window)
         yield batch
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from accordion.compat import deepspeed
@@ -37,23 +35,12 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
     return deepspeed.read(config.train.deepspeed, auto=auto)
 
 
-def settled(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for so many ranks, with what a DeepSpeed configuration says; `named`: the keys that were given."""
-    return translated(spread(config, named, num_ranks), named, num_ranks)
-
-
-def digest_of(config: JobConfig) -> str:
-    """Equal on ranks that read the same file."""
-    if config.train.deepspeed is None:
-        return "nothing"
-    return hashlib.sha256(Path(config.train.deepspeed).read_bytes()).hexdigest()[:12]
-
-
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """`config` with what the file says; `named`: the keys that flags and run files gave.
+    """Return `config` for so many ranks, with what a DeepSpeed configuration says. `named`: the keys that were given.
 
     Raises `UsageError` where the file and a flag or run file say different things.
     """
+    config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:
         return config
@@ -99,7 +86,14 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)
     if settings.group_ranks is not None:
         yield "shard.replicas", settings.replicas(num_ranks), groups
-    yield "shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled")
+    dtypes = ("bf16", "fp16")
+    own = (
+        str(precision_words(config.shard.precision))
+        if any(f"{d}.enabled" in settings.autos for d in dtypes)
+        else "fp32"
+    )
+    precision = next((dtype for dtype in dtypes if settings.said.get(f"{dtype}.enabled")), own)
+    yield "shard.precision", precision, ("bf16.enabled", "fp16.enabled")
     places = (
         "offload_optimizer.device",
         "cpu_offload",
@@ -120,14 +114,3 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
     if settings.scheduler is not None:
         names = ("scheduler.params.warmup_num_steps", "scheduler.type")
         yield "train.warmup", settings.scheduler.warmup, names
-
-
-def _precision(config: JobConfig, settings: Settings) -> str:
-    for name in ("bf16", "fp16"):
-        if settings.said.get(f"{name}.enabled"):
-            return name
-    return (
-        str(precision_words(config.shard.precision))
-        if {"bf16.enabled", "fp16.enabled"} & set(settings.autos)
-        else "fp32"
-    )

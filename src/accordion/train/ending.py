@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command goes on from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers announce the end of a job with
@@ -57,18 +57,12 @@ class Ending:
         rank writes.
         """
         self._signals, self._limit_s, self._began_s = signals, 3600 * hours, began_s
-        self._step_s = self._validation_s = 0.0
-        self._first_save_s, self._save_s = state_bytes / SLOW_DISK, 0.0
+        self._longest_s = {"step": 0.0, "validation": 0.0, "save": 0.0}
+        self._first_save_s = state_bytes / SLOW_DISK
         self.decided = GOES_ON
 
-    def step_took(self, seconds: float) -> None:
-        self._step_s = max(self._step_s, seconds)
-
-    def validation_took(self, seconds: float) -> None:
-        self._validation_s = max(self._validation_s, seconds)
-
-    def save_took(self, seconds: float) -> None:
-        self._save_s = max(self._save_s, seconds)
+    def took(self, what: Literal["step", "validation", "save"], seconds: float) -> None:
+        self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
         """In a step: whether the run should end behind it."""
@@ -77,7 +71,8 @@ class Ending:
         if not self._limit_s:
             return GOES_ON
         # Two steps, since an accelerator's figures are read one step later, and a save that may be under way besides the last.
-        needed_s = 2 * self._step_s + self._validation_s + 2 * (self._save_s or self._first_save_s)
+        longest_s = self._longest_s
+        needed_s = 2 * longest_s["step"] + longest_s["validation"] + 2 * (longest_s["save"] or self._first_save_s)
         return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else GOES_ON
 
     def decide(self, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,10 @@ class Encoder:
             )
         spans = spans if all(learnt) else [span for span, flag in zip(spans, learnt, strict=True) if flag]
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, starts = np.array(found["input_ids"]), starts_of(found["offset_mapping"])
-        ends = np.array([end for _, end in found["offset_mapping"]])
+        ids, ends = np.array(found["input_ids"]), np.array([end for _, end in found["offset_mapping"]])
+        # Where each token begins, (tokens,): tokenizers leave blanks at its beginning out of its span.
+        before = np.maximum.accumulate([0, *ends])[:-1]
+        starts = np.minimum([start for start, _ in found["offset_mapping"]], before).astype(np.int64)
         answers = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
             # Also a token that a blank before the answer is part of, as transformers and TRL have it.
@@ -175,15 +177,6 @@ class Encoder:
         return spans
 
 
-def starts_of(offsets: Sequence[Span]) -> np.ndarray:
-    """Where each token begins, (tokens,): tokenizers leave blanks at its beginning out of the span that they tell."""
-    starts, end = [], 0
-    for first, last in offsets:
-        starts.append(min(first, end))
-        end = max(end, last)
-    return np.array(starts, dtype=np.int64)
-
-
 def without_nulls(value: Any) -> Any:
     """Return `value` without the null fields of its objects, at every level: Arrow gives all rows the fields of any."""
     if isinstance(value, dict):
@@ -212,17 +205,15 @@ def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
     found = [_message(message, f"{row.where}: message {i}") for i, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" for message in found):
         raise UsageError(f"{row.where} has no message of the assistant; there is nothing to learn from it.")
-    learnt = [_is_learnt(message, f"{row.where}: message {i}") for i, message in enumerate(found, 1)]
-    return found, [flag for flag, message in zip(learnt, found, strict=True) if message["role"] == "assistant"]
-
-
-def _is_learnt(message: Message, where: str) -> bool:
-    """Take `weight` and `train` out of a message, which say if it is to be learnt."""
-    flags = {key: message.pop(key) for key in ("weight", "train") if key in message}
-    for key, flag in flags.items():
-        if flag not in (0, 1):
-            raise UsageError(f"{where} has {key} {flag!r}; it takes 0 or 1, false or true.")
-    return all(flags.values())
+    learnt = []
+    for i, message in enumerate(found, 1):
+        flags = {key: message.pop(key) for key in ("weight", "train") if key in message}
+        for key, flag in flags.items():
+            if flag not in (0, 1):
+                raise UsageError(f"{row.where}: message {i} has {key} {flag!r}; it takes 0 or 1, false or true.")
+        if message["role"] == "assistant":
+            learnt.append(all(flags.values()))
+    return found, learnt
 
 
 def _message(message: object, where: str) -> Message:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +23,12 @@ from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check
-from accordion.train.deepspeed import settled
-from accordion.train.ending import Signals
+from accordion.train.deepspeed import translated
+from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.launch import RankPlace
-from accordion.train.metrics import METRICS, last_line
-from accordion.train.prepare import prepare_on_host
+from accordion.train.metrics import METRICS, lines_in
+from accordion.train.prepare import prepare
 from accordion.train.run_files import values_of_file
-from accordion.train.runs import state_of
 from accordion.train.screen import Screen
 
 
@@ -66,7 +64,7 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
     named = frozenset(values)
-    job = settled(job, named, world)
+    job = translated(job, named, world)
     store: Store
     screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
@@ -78,23 +76,24 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
         store, expected = launch.joined(place, os.environ), None
-    prepared = prepare_on_host(store, job, place, cache, screen, named=named, began_s=began_s, task=task)
+    prepared = launch.once_per_host(
+        place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
+    )
     prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
         with ExitStack() as held, _told_to_others():
-            code = loop.train(place, store, prepared, device, signals, held)
-        if code:
-            sys.exit(code)
-    run_dir = Path(prepared.run_dir)
-    state, last = state_of(run_dir), last_line(run_dir / METRICS)
+            outcome = loop.trained(place, store, prepared, device, signals, held)
+        if outcome.state == "preempted":
+            sys.exit(PREEMPTED)
+    _, last = [("", {}), *lines_in(prepared.run_dir / METRICS)][-1]
     return Fit(
-        run_dir=prepared.run_dir,
-        state=state.state if state else "finished",
-        why=state.why if state else "",
+        run_dir=str(prepared.run_dir),
+        state=outcome.state,
+        why=outcome.why,
         step=last.get("step", 0),
         loss=last.get("loss"),
-        checkpoint=checkpoints.kept(Path(prepared.checkpoint_dir)),
+        checkpoint=checkpoints.kept(prepared.checkpoint_dir),
     )
 
 

@@ -25,7 +25,7 @@ from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.batches import OrderedBatches, on_device
-from accordion.train.config import Config, model_name
+from accordion.train.config import Config
 from accordion.train.data import (
     IGNORED,
     GlobalOrder,
@@ -39,7 +39,7 @@ from accordion.train.data import (
     validation_order,
 )
 from accordion.train.metrics import Validation
-from accordion.train.model import causal_model, configuration, fill, rows_are_sequences, rows_hold_documents
+from accordion.train.model import causal_model, configuration, documents_in_rows, fill
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -75,10 +75,6 @@ class LanguageWork:
     def _sums(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all labels that count, and the number of those, both 0-d."""
         raise NotImplementedError
-
-    @property
-    def name(self) -> str:
-        return model_name(self.config.model)
 
     @property
     def data(self) -> str:
@@ -160,7 +156,7 @@ class LanguageWork:
         return None
 
     def kept(self) -> Only:
-        return kept_of(self.config)
+        return None if self.config.adapter.kind == "none" else "trained"
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -201,14 +197,14 @@ class Text(LanguageWork):
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
         tokens, seq_len = self.files.read("validation"), self.config.data.seq_len
-        return num_windows(tokens.size, seq_len), partial(validation_batches, tokens, seq_len)
+        return num_windows(len(tokens), seq_len), partial(validation_batches, tokens, seq_len)
 
     def _sums(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         return token_losses(model, batch), (batch[:, 1:] != IGNORED).sum()
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""
-        prompt = [int(token) for token in self.files.read("validation")[:PROMPT_TOKENS]]
+        prompt = self.files.read("validation")[:PROMPT_TOKENS].to_pylist()
         self._show_sample(model, device, prompt, seed, screen)
 
 
@@ -274,8 +270,13 @@ class Instructions(LanguageWork):
 def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """The sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
     inputs, labels = inputs_and_labels(batch)
-    with rows_are_sequences():
+    with documents_in_rows(several=False):
         logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
+    return sum_of_losses(logits, labels)
+
+
+def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed cross entropy of `logits` (b, tokens, vocab) at the `labels` (b, tokens) that count, 0-d float32."""
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -307,12 +308,9 @@ def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     several = "position_ids" in shown
     if several and in_one_row(model):
         shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
-    with rows_hold_documents() if several else rows_are_sequences():
+    with documents_in_rows(several=several):
         logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
-    total = functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total, (labels != IGNORED).sum().float()
+    return sum_of_losses(logits, labels), (labels != IGNORED).sum().float()
 
 
 def in_one_row(model: nn.Module) -> bool:
@@ -335,7 +333,7 @@ def check_apart(model: nn.Module) -> None:
     positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
     if in_one_row(model):
         ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
-    with rows_hold_documents():
+    with documents_in_rows(several=True):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
     logits = logits.float().reshape(2, len(first) + len(second), -1)
@@ -368,11 +366,6 @@ def trained_model(config: Config) -> nn.Module:
     """The model on the meta device, with adapters and frozen where `config` says so. Raises `UsageError`."""
     model = causal_model(config.model, config.data)
     return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)
-
-
-def kept_of(config: Config) -> Only:
-    """Which tensors a checkpoint holds: a base has a folder of its own."""
-    return None if config.adapter.kind == "none" else "trained"
 
 
 def with_base(config: Config, run_dir: Path) -> Config:

@@ -51,22 +51,24 @@ from accordion.train.ending import PREEMPTED, SIGNALS
 from accordion.train.owner import job_of
 
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
-LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
 # A failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first.
 ECHO_S = 1.0
 START_S = 600  # in which all ranks of a start must have come to the store
 SLOW_S = 10.0  # after which a start says how many have
-CONNECTS = timedelta(minutes=30)
 # Variables of one launcher's ranks alone, without which a process is none of these.
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 INTERACTIVE_STEP = str(2**32 - 6)  # SLURM's number for the step of a shell that salloc opens
-LAST_PORT = 65535
-TELL_OF_RANKS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # loggers that tell how ranks ended
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # variables of torchrun with the address of the store
 # Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
 PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
+UNREACHED = {  # words of gloo where a collective came to nothing -> what they mean
+    "Timed out waiting": "another rank was not heard of within launch.timeout_s; it is stuck, or its machine or the network is "
+    "gone",
+    "Connection closed by peer": "another rank has ended",
+    "Connection reset by peer": "another rank has ended",
+}
 Entry = Callable[..., int | None]
 """What a rank runs, called with (place, store, *args), and gives its exit code; a module's own function, so that other processes
 can import it."""
@@ -105,7 +107,7 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= LAST_PORT):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535):
         raise ValueError(f"MASTER_PORT is {text!r}, which is no port")
     return int(text)
 
@@ -175,50 +177,45 @@ def few_cores(device: str, local_world: int, cores: int) -> str | None:
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
-    """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 
-    The first rank that fails says why, and ends the others. SIGTERM ends all of them. With `signals` it goes on to them, and so
-    does SIGUSR1: for an `entry` that ends by these as it likes, with the exit code `PREEMPTED` if not at its end. Raises
+    The first rank that fails reports why, and ends the others. SIGTERM ends all of them. With `signals`, SIGTERM and SIGUSR1 are
+    sent on to the ranks: for an `entry` that ends by these as it likes, with the exit code `PREEMPTED` if not at its end. Raises
     `NothingStartedError` then.
     """
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(TELL_OF_RANKS):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
+    # Only newer versions of torch have it.
+    newer: dict[str, Any] = {f.name: 5 for f in fields(LaunchConfig) if f.name == "shutdown_timeout"}
     with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
-        return _started(entry, args, nproc, logs, signals)
-
-
-def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals: Forwarding | None) -> int:
-    newer: dict[str, Any] = (
-        {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
-    )
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-        # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
-        signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        **newer,
-    )
-    sign = os.path.join(logs, "begun")
-    try:
-        with nullcontext() if signals is None else signals.to_ranks(sign):
-            elastic_launch(config, _begun)(sign, entry, *args)
-    except SignalException as error:
-        if error.sigval != signal.SIGTERM:
-            raise KeyboardInterrupt from error
-        print("accordion: ended by SIGTERM", file=sys.stderr)
-        return BY_SIGNAL + signal.SIGTERM
-    except ChildFailedError as error:
-        return _failed(error, asked=signals is not None and signals.came)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
+            signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            **newer,
+        )
+        sign = os.path.join(logs, "begun")
+        try:
+            with nullcontext() if signals is None else signals.to_ranks(sign):
+                elastic_launch(config, _begun)(sign, entry, *args)
+        except SignalException as error:
+            if error.sigval != signal.SIGTERM:
+                raise KeyboardInterrupt from error
+            print("accordion: ended by SIGTERM", file=sys.stderr)
+            return BY_SIGNAL + signal.SIGTERM
+        except ChildFailedError as error:
+            return _failed(error, asked=signals is not None and signals.came)
     return 0
 
 
@@ -295,41 +292,34 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Be one rank. The rank that fails first says why; those that fail because of it end silently."""
+    """Be one rank. The rank that fails first reports why; those that fail because of it end silently."""
     with lasting_output():
-        _guarded(entry, *args)
-
-
-def _guarded(entry: Entry, *args: Any) -> None:
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
-        # A rank is killed if the agent is. torch has SIGINT sent to those of `start`, which is taken for Ctrl-C, and nothing to
-        # those of torchrun, which lose the store and print frames of C++.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.enable()
-    take_process()
-    end_with_one_collection()
-    place = place_of(os.environ)
-    assert place is not None, "ranks are started by a launcher"
-    if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
-        torch.set_num_threads(max(1, num_cores() // place.local_world))
-    store = joined(place, os.environ)
-    try:
-        code = entry(place, store, *args)
-    except KeyboardInterrupt as error:
-        _say_ended(error)
-        os._exit(INTERRUPTED)
-    except Exception as error:
-        advise(error)
-        _say_ended(error)
-        code = _tell(error, place.rank, store)
-        get_error_handler().record_exception(error)  # torchrun shows it in its summary
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # not sys.exit: that waits for collectives in flight
-    if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
+            # A rank is killed if the agent is. torch has SIGINT sent to those of `start`, which is taken for Ctrl-C, and nothing
+            # to those of torchrun, which lose the store and print frames of C++.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        faulthandler.enable()
+        take_process()
+        end_with_one_collection()
+        place = place_of(os.environ)
+        assert place is not None, "ranks are started by a launcher"
+        if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
+            torch.set_num_threads(max(1, num_cores() // place.local_world))
+        store = joined(place, os.environ)
+        try:
+            code = entry(place, store, *args)
+        except KeyboardInterrupt as error:
+            _say_ended(error)
+            os._exit(INTERRUPTED)
+        except Exception as error:
+            advise(error)
+            _say_ended(error)
+            code = _tell(error, place.rank, store)
+            get_error_handler().record_exception(error)  # torchrun shows it in its summary
+        if code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # not sys.exit: that waits for collectives in flight
 
 
 def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
@@ -383,7 +373,7 @@ def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
     try:
         # Ranks wait for each other in `of_this_start`, which knows how many have come.
         store: Store = TCPStore(
-            host, int(port), place.world, keeps, CONNECTS, wait_for_workers=False, multi_tenant=keeps
+            host, int(port), place.world, keeps, timedelta(minutes=30), wait_for_workers=False, multi_tenant=keeps
         )
         return store
     except torch.distributed.DistError as error:
@@ -457,9 +447,8 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     if isinstance(error, AccordionError):
         print(getattr(error, "shown", ""), end="", file=sys.stderr)
         print(f"accordion: {' '.join(str(error).split())}", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and (why := _unreached(str(error))):
-        said = " ".join(str(error).split())
-        print(f"accordion: rank {rank} stopped: {why}: {said}", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and (why := next((UNREACHED[w] for w in UNREACHED if w in str(error)), None)):
+        print(f"accordion: rank {rank} stopped: {why}: {' '.join(str(error).split())}", file=sys.stderr)
     elif is_own(error):
         print(f"accordion: rank {rank} failed in the task's own code:\n{own_traceback(error)}", end="", file=sys.stderr)
     else:
@@ -467,37 +456,24 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     return code
 
 
-def _unreached(text: str) -> str | None:
-    """What gloo means where it says that a collective came to nothing; None for other errors."""
-    if "Timed out waiting" in text:
-        return (
-            "another rank was not heard of within launch.timeout_s; it is stuck, or its machine or the network is gone"
-        )
-    if "Connection closed by peer" in text or "Connection reset by peer" in text:
-        return "another rank has ended"
-    return None
-
-
 def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
-    """`do` on the first rank of the job, for which the others wait. A `UsageError` of it is raised by every rank."""
-    key = "accordion/first"
-    if place.rank == 0:
-        return _done_for_others(do, store, key)
-    _wait_for(store, key)
-    return None
+    """Call `do` on the first rank of the job, for which the others wait. Every rank raises a `UsageError` of it."""
+    return _first_does(place.rank == 0, store, "accordion/first", do)
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """`do` on the first rank of this host, then on its other ranks. A `UsageError` is raised by every rank of the host."""
-    key = f"accordion/host/{socket.gethostname()}"
-    if place.local_rank == 0:
-        return _done_for_others(do, store, key)
-    _wait_for(store, key)
-    return do()
+    """Call `do`, which returns no None, on the first rank of this host, then on its other ranks. Errors as `first_of_all`."""
+    result = _first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
+    return do() if result is None else result
 
 
-def _done_for_others(do: Callable[[], T], store: Store, key: str) -> T:
-    """`do`, and what became of it for those that wait under `key`: nothing, or the words of a `UsageError`."""
+def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
+    """Call `do` if this rank is the first, and leave the words of its `UsageError` under `key` for the others, which wait."""
+    if not is_first:
+        store.wait([key], timedelta(days=2))  # reading the data may take long
+        if message := store.get(key).decode():
+            raise UsageError(message)
+        return None
     message = "broken"
     try:
         result = do()
@@ -508,12 +484,6 @@ def _done_for_others(do: Callable[[], T], store: Store, key: str) -> T:
     finally:
         store.set(key, message)
     return result
-
-
-def _wait_for(store: Store, key: str) -> None:
-    store.wait([key], LONG)
-    if message := store.get(key).decode():
-        raise UsageError(message)
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:

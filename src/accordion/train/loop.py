@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -13,46 +12,48 @@ from torch.distributed.distributed_c10d import Store
 from accordion.checkpoint.prune import BEST
 from accordion.describe import describe
 from accordion.errors import UsageError
-from accordion.train import checkpoints, runs
+from accordion.train import checkpoints
 from accordion.train.auto_plan import beside
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
 from accordion.train.launch import RankPlace, first_of_all, join_group
-from accordion.train.metrics import MetricsLog, StepMetrics, lines_of
+from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
-from accordion.train.report import page_of
 from accordion.train.saves import RunSaves
 from accordion.train.screen import Screen
 from accordion.train.steps import Steps
-from accordion.train.tokens import write_whole
 from accordion.train.trackers import trackers_of
 
 
-def train(
-    place: RankPlace,
-    store: Store,
-    prepared: Prepared,
-    kind: str,
-    signals: Signals | None = None,
-    held: ExitStack | None = None,
-) -> int:
-    """Train as `prepared.config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` if a signal ended the run early.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: "finished", "stopped" or "preempted". `why`: a sentence if it was stopped."""
 
-    A process that goes on behind the run gives the two last. `signals`: noted in here; else the handlers stay. `held`: takes what
-    gives folders and process group back; else a run that fails keeps both until its process ends.
+    state: str
+    why: str = ""
+
+
+def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
+    """Run one rank to its end. Return its exit code: 0, or `PREEMPTED` if a signal ended the run early.
+
+    A run that fails keeps its folders and its process group until the process ends.
     """
-    signals = Signals() if signals is None else signals
-    held = ExitStack() if held is None else held
+    outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
+    return PREEMPTED if outcome.state == "preempted" else 0
+
+
+def trained(
+    place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, held: ExitStack
+) -> Outcome:
+    """Train as `prepared.config` says. `held`: takes the callbacks that free folders and process group, if the run fails too."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(prepared, place, screen))
         if claim is not None:
             held.callback(claim.release)
-        run_dir, leads = Path(prepared.run_dir), place.rank == 0
-        state = stack.enter_context(runs.StateFile(run_dir, config.train.steps, prepared.checkpoint_dir, leads=leads))
         device = join_group(place, store, kind, config.launch.timeout_s)
         held.callback(dist.destroy_process_group)
         agree(prepared, place)
@@ -63,33 +64,22 @@ def train(
         for line in prepared.work.notes(run.share):
             screen.note(line)
         done = saves.resume()
-        log = stack.enter_context(_open_record(run, done)) if leads else None
-        step, over = _steps(run, saves, log, done, stack)
-        _finish(run, saves, log, step, over)
-        state.ended(over.state, over.why)
-        if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
-            _report(run, over, log)
+        log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
+        step, outcome = _steps(run, saves, log, done, stack)
+        _finish(run, saves, log, step, outcome)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     held.close()
-    return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
+    return outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
-    """Why nothing is trained any more. `state`: as `state.json` has it. `why`: a sentence if the state does not say it."""
-
-    state: str
-    why: str = ""
-
-
-def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Over]:
+def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
     """Train on from `done` steps. Returns how many are done then, and why it ends. `stack`: takes what ends with the run."""
     config, screen, seen = run.config, run.screen, list[StepMetrics]()
 
     def record(metrics: StepMetrics) -> None:
         seen.append(metrics)
         screen.step(metrics)
-        run.ending.step_took(metrics.step_s)
+        run.ending.took("step", metrics.step_s)
         if log is not None:
             log.step(metrics)
 
@@ -109,7 +99,7 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
     return step, over
 
 
-def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Over | None:
+def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
     """Validate, save and draw a sample if that is due after `step`. Return why training ends with it, the same on all ranks."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
@@ -135,16 +125,16 @@ def _due(every: int, step: int) -> bool:
     return every != 0 and step % every == 0
 
 
-def _over(run: Run, step: int) -> Over | None:
+def _over(run: Run, step: int) -> Outcome | None:
     """Return why training ends with `step`, None if it goes on; the same on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
-        return Over(runs.PREEMPTED)
+        return Outcome("preempted")
     if step >= run.config.train.steps:
-        return Over(runs.FINISHED)
+        return Outcome("finished")
     if run.ending.decided == TIME_IS_OVER:
-        return Over(runs.STOPPED, f"train.hours {run.config.train.hours:g} are over")
+        return Outcome("stopped", f"train.hours {run.config.train.hours:g} are over")
     if run.best.is_over:
-        return Over(runs.STOPPED, f"no lower validation loss in {run.best.waited} validations (train.patience)")
+        return Outcome("stopped", f"no lower validation loss in {run.best.waited} validations (train.patience)")
     return None
 
 
@@ -152,19 +142,19 @@ def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
     """Take the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
-    now = checkpoints.choose(Path(prepared.checkpoint_dir), prepared.config, lambda line: None)
-    if (None if now is None else str(now)) != prepared.resume:
+    now = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
+    if now != prepared.resume:
         claim.release()
         raise UsageError(
-            f"another job wrote to checkpoint.dir {prepared.checkpoint_dir!r} while this one prepared: the checkpoint to go on "
-            f"from was {prepared.resume} and is {now}; start again."
+            f"another job wrote to checkpoint.dir {str(prepared.checkpoint_dir)!r} while this one prepared: the checkpoint to go "
+            f"on from was {prepared.resume} and is {now}; start again."
         )
     return claim
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
     """Write down what is run, and open the record; rank 0 only. Raises `UsageError` if the folder takes nothing even now."""
-    folder, say = Path(run.prepared.run_dir), run.screen.note
+    folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
         return MetricsLog(folder, done, say, trackers_of(run.config, folder, done, say))
@@ -182,7 +172,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     best.is_owed, best.last = False, step
     if validation is None:
         return False
-    run.ending.validation_took(time.perf_counter() - began_s)
+    run.ending.took("validation", time.perf_counter() - began_s)
     is_best = best.look(step, validation.loss) and run.config.train.keep_best
     words = f"{validation.words}{', the best so far' * is_best}"
     run.screen.note(f"validation loss {validation.loss:.4f} after {step} steps{words}")
@@ -191,13 +181,13 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     return is_best
 
 
-def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Over) -> None:
+def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
     """The end: validation loss, where files are, and what the trained model does; no more of it than there is time for.
 
     Raises `CheckpointError` if the weights were not kept.
     """
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
-    has_time, is_finished = not run.ending.decided, over.state == runs.FINISHED
+    has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):
         saves.save(steps, last=True, name=BEST)
     if not is_finished:
@@ -207,7 +197,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     at = held or (checkpoints.kept(folder) if saves.lost is not None else None) or run.prepared.resume
     note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     shown = f"; tensorboard --logdir {run_dir}" if run.config.log.tensorboard else ""
-    note(f"metrics: {Path(run_dir) / 'metrics.jsonl'}{shown}")
+    note(f"metrics: {run_dir / 'metrics.jsonl'}{shown}")
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         note(f"best: {folder / BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if has_time:
@@ -217,21 +207,3 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
         note(f"{saves.same_command} {left_out if is_finished else 'goes on from there'}")
     if saves.lost is not None:
         raise saves.not_kept(steps)
-
-
-def _report(run: Run, over: Over, log: MetricsLog) -> None:
-    """Write report.html; a run is worth more than its page, so an error is noted."""
-    folder, note = Path(run.prepared.run_dir), run.screen.note
-    try:
-        from accordion.pages.show import as_html  # plotly takes a second, which other runs do not wait for
-    except ImportError:
-        note("no report.html: it is drawn with plotly; pip install 'accordion-fsdp[plan]'")
-        return
-    try:
-        units, lines, why = describe(run.model), lines_of(folder), over.why or over.state
-        page = page_of(run.prepared, units, lines, log.validations, run.device.type, why)
-        write_whole(folder / f"{page.name}.html", as_html(page))
-    except Exception as error:  # no room, or whatever plotly says; the other ranks wait for this one
-        note(f"no report.html: {' '.join(f'{type(error).__name__}: {error}'.split())}")
-        return
-    note(f"report: {folder / page.name}.html")

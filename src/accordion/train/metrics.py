@@ -19,7 +19,6 @@ from accordion.train.tokens import write_whole
 from accordion.train.trackers import RunTracker
 
 METRICS = "metrics.jsonl"  # in the run folder
-TAIL_BYTES = 4096  # of it: its last line and more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +78,25 @@ class MetricsLog:
     ) -> None:
         """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` if that fails."""
         self._trackers = dict(trackers or {})
-        self.validations: list[tuple[int, float]] = []
         self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:
-            _keep_until(self._path, first_step)
+            kept = "".join(f"{line}\n" for line, content in lines_in(self._path) if content["step"] <= first_step)
+            if self._path.exists() and kept != self._path.read_text(encoding="utf-8", errors="replace"):
+                write_whole(self._path, kept)
             _append(self._path, b"")
         except OSError:
-            self._close_trackers(failed=True)
+            self._each(lambda tracker: tracker.close(failed=True))
             raise
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._close_trackers(failed=error is not None)
+        self._each(lambda tracker: tracker.close(failed=error is not None))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and not given to trackers."""
-        held = {key: value for key, value in asdict(metrics).items() if value is not None}
-        values = {key: value if math.isfinite(value) else None for key, value in held.items()}
+        values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
         try:
             _append(self._path, json.dumps(values).encode() + b"\n")
             self._is_lost = False
@@ -106,27 +105,21 @@ class MetricsLog:
                 why = error.strerror or error
                 self._say(f"not recorded: {METRICS} in {self._path.parent} cannot be written ({why}); training goes on")
             self._is_lost = True
-        self._track({key: value for key, value in values.items() if key != "step" and value is not None}, metrics.step)
+        figures = {key: value for key, value in values.items() if key != "step" and value is not None}
+        self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Record a validation; not in `metrics.jsonl`, of which a line is a step."""
-        self.validations.append((step, loss))
-        self._track({f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}, step)
+        figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
+        self._each(lambda tracker: tracker.log(figures, step))
 
-    def _track(self, values: Mapping[str, float], step: int) -> None:
-        for name in list(self._trackers):
-            self._to(name, lambda tracker: tracker.log(values, step))
-
-    def _close_trackers(self, *, failed: bool) -> None:
-        for name in list(self._trackers):
-            self._to(name, lambda tracker: tracker.close(failed=failed))
-
-    def _to(self, name: str, do: Callable[[RunTracker], None]) -> None:
-        try:
-            do(self._trackers[name])
-        except Exception as error:  # whatever a service or its client raises
-            del self._trackers[name]
-            self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
+    def _each(self, do: Callable[[RunTracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                do(tracker)
+            except Exception as error:  # whatever a service or its client raises
+                del self._trackers[name]
+                self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -142,38 +135,12 @@ def _append(path: Path, data: bytes) -> None:
             raise
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that was cut off."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    kept = [line for line, said in lines_in(text) if said["step"] <= step]
-    if (new := "".join(line + "\n" for line in kept)) != text:
-        write_whole(path, new)
-
-
-def lines_in(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the text and the content of each line of a step; one that was cut off, or is none of ours, is passed over."""
-    for line in text.splitlines():
+def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the text and the content of each line of a step; none if there is no file, without lines that were cut off."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            said = json.loads(line)
+            content = json.loads(line)
         except ValueError:
             continue
-        if isinstance(said, dict) and isinstance(said.get("step"), int):
-            yield line, said
-
-
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the content of `metrics.jsonl`, whole lines alone."""
-    return [said for _, said in lines_in((run_dir / METRICS).read_text(encoding="utf-8", errors="replace"))]
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """Return the last whole line of a run's metrics, empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            found = [said for _, said in lines_in(file.read().decode(errors="replace"))]
-    except OSError:
-        return {}
-    return found[-1] if found else {}
+        if isinstance(content, dict) and isinstance(content.get("step"), int):
+            yield line, content

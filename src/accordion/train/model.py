@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,38 +86,26 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 
 @contextmanager
-def rows_are_sequences() -> Iterator[None]:
-    """Inside, transformers takes each row of a batch for one sequence, and does not look at the device to find out.
+def documents_in_rows(*, several: bool) -> Iterator[None]:
+    """Tell transformers whether a row of a batch holds several documents, each of which begins where position ids do not go on.
 
-    Else a forward begins with the question whether position ids tell of several sequences in a row, and the host waits for the
-    answer. No argument spares it that alone: a mask is read too or keeps flash attention away, and a cache keeps all keys.
+    Otherwise a forward begins by looking at the position ids, and the host waits for the device to answer. No argument spares it
+    that alone: a mask is read too or keeps flash attention away, and a cache keeps all keys.
     """
-    with _told_of_documents(lambda position_ids: None):
-        yield
-
-
-@contextmanager
-def rows_hold_documents() -> Iterator[None]:
-    """Inside, transformers takes a row of a batch for several documents, each of which begins where position ids do not go on.
-
-    It looks for them by itself too, and waits for the device to say whether there are any.
-    """
-    # (b, seq_len) positions -> the number of each token's document in its row, likewise
-    with _told_of_documents(lambda ids: (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)):
-        yield
-
-
-@contextmanager
-def _told_of_documents(tell: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     from transformers import masking_utils
 
+    def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> of each token's document in its row, likewise
+        if not several:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
     name = "find_packed_sequence_indices"
-    asks = getattr(masking_utils, name, None)
-    if asks is None:
+    original = getattr(masking_utils, name, None)
+    if original is None:
         yield
         return
-    setattr(masking_utils, name, tell)
+    setattr(masking_utils, name, numbers)
     try:
         yield
     finally:
-        setattr(masking_utils, name, asks)
+        setattr(masking_utils, name, original)

@@ -64,10 +64,6 @@ class OwnTask:
     def loaded(self) -> LoadedTask:
         return of_object(self.task) if self.task is not None else loaded(self.parts)
 
-    @property
-    def name(self) -> str:
-        return self.loaded.name
-
     def agreed(self) -> dict[str, str]:
         return {"samples of the training data": str(self.size)}
 

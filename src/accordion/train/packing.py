@@ -102,24 +102,24 @@ class ExampleRows(Dataset[list[Batch]]):
         self.examples, self.seq_len = examples, seq_len
         self.fit = fitted(examples, seq_len)
         if packing == "documents":
-            self.rows: Sequence[Sequence[int]] = packed(self.fit.lengths, seq_len)
-        elif packing == "length":
-            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1).tolist()
+            self.rows = packed(self.fit.lengths, seq_len)
         else:
-            self.rows = np.arange(len(self.fit.kept)).reshape(-1, 1).tolist()
+            order = (
+                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.kept))
+            )
+            self.rows = order.reshape(-1, 1).tolist()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:  # type: ignore[override]
         """Documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
-        return [self._document(int(self.fit.kept[i])) for i in self.rows[index]]
-
-    def _document(self, number: int) -> tuple[Tensor, Tensor]:
-        ids, answers = (values[: self.seq_len + 1] for values in self.examples[number])
-        ids = ids.astype(np.int64)
-        labels = np.where(answers[1:], ids[1:], IGNORED)
-        return torch.from_numpy(ids[:-1]), torch.from_numpy(labels)
+        documents = []
+        for i in self.rows[index]:
+            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.kept[i])])
+            labels = np.where(answers[1:], ids[1:].astype(np.int64), IGNORED)
+            documents.append((torch.from_numpy(ids[:-1].astype(np.int64)), torch.from_numpy(labels)))
+        return documents
 
 
 @dataclass(frozen=True, slots=True)

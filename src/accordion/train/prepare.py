@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.distributed_c10d import Store
 
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
@@ -28,11 +28,10 @@ from accordion.train.language_work import (
     Text,
     check_enough_rows,
     generation_settings,
-    kept_of,
     trained_model,
     with_base,
 )
-from accordion.train.launch import RankPlace, once_per_host
+from accordion.train.launch import RankPlace
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
@@ -56,17 +55,20 @@ class Prepared:
     `expected`: what a plan says of the run. `began_s`: when this start of the run began, by `time.time` of this machine."""
 
     config: JobConfig
-    run_dir: str
-    checkpoint_dir: str
     work: Work
-    replicas: int
-    resume: str | None
+    folders: Folders
+    resume: Path | None
+    replicas: int = 1
     expected: Expected | None = None
-    began_s: float
+    began_s: float = 0.0
 
     @property
-    def folders(self) -> Folders:
-        return {"run.dir": Path(self.run_dir), "checkpoint.dir": Path(self.checkpoint_dir)}
+    def run_dir(self) -> Path:
+        return self.folders["run.dir"]
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.folders["checkpoint.dir"]
 
 
 def prepare(
@@ -90,8 +92,14 @@ def prepare(
         task: the task to train, if `config` names no class of it
     """
     try:
-        replicas = _replicas(config, place)
-        config.shard.check_secondary(place.world // replicas, "shard.")
+        replicas, world = 1, place.world
+        if config.shard.strategy.hybrid:
+            replicas = config.shard.replicas or max(1, world // place.local_world)
+        if world % replicas:
+            raise UsageError(
+                f"shard.replicas is {replicas}, which does not divide the {world} ranks; take a divisor of {world}."
+            )
+        config.shard.check_secondary(world // replicas, "shard.")
         for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
             if url and "://" in url:
                 raise UsageError(
@@ -103,29 +111,14 @@ def prepare(
             check_own_keys(optimizer, None, config)
             with of_the_task("optimizer(params)"):
                 check_optimizer(optimizer)
-        work, folders, resume, config = (
-            (_of_text if config.data.format == "text" else _of_examples)(config, place, cache, screen, named)
-            if isinstance(config, Config)
-            else _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
-        )
+        if isinstance(config, Config):
+            of_data = _of_text if config.data.format == "text" else _of_examples
+            prepared = of_data(config, place, cache, screen, named)
+        else:
+            prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
-    return Prepared(
-        config=config,
-        run_dir=str(folders["run.dir"]),
-        checkpoint_dir=str(folders["checkpoint.dir"]),
-        work=work,
-        replicas=replicas,
-        resume=None if resume is None else str(resume),
-        began_s=began_s,
-    )
-
-
-def prepare_on_host(
-    store: Store, config: JobConfig, place: RankPlace, cache: Path, screen: Screen, **options: Any
-) -> Prepared:
-    """Call `prepare` on the first rank of this host, then on its other ranks."""
-    return once_per_host(place, store, lambda: prepare(config, place, cache, screen, **options))
+    return replace(prepared, replicas=replicas, began_s=began_s)
 
 
 @contextmanager
@@ -147,7 +140,11 @@ def _folders(
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
-        _check_writable(path)
+        above = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not above.is_dir():
+            raise UsageError(f"{str(path)!r} cannot be made: {str(above)!r} is a file.")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UsageError(f"{str(path)!r} cannot be written: no permission in {str(above)!r}.")
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     if place.rank == 0:  # elsewhere it may have them already when others look
         check_free(folders, place.job)
@@ -163,9 +160,7 @@ def _make(folders: Folders) -> None:
             raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
 
 
-def _of_task(
-    config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]
-) -> tuple[Work, Folders, Path | None, JobConfig]:
+def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
     """Build the model and read a batch, and take the loss of it where that is quickly done here."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
@@ -181,12 +176,10 @@ def _of_task(
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
-    return work, folders, resume, config
+    return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
-def _of_text(
-    config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]
-) -> tuple[Work, Folders, Path | None, JobConfig]:
+def _of_text(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
     model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     is_preset = config.model.path is None and config.adapter.kind == "none"
@@ -194,7 +187,8 @@ def _of_text(
         _check_model(config, resume, say)
     with _cached(cache):
         vocabulary = _vocabulary(config, source, model_vocab, cache, say)
-    if vocabulary.cuts:
+    spec = json.loads(vocabulary.spec)
+    if spec.get("truncation") or spec.get("padding"):
         say("tokenizer.json asks for truncation or padding, which is off while documents are read")
     vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
@@ -212,12 +206,10 @@ def _of_text(
     config = with_base(config, folders["run.dir"])
     generation = generation_settings(config, [vocabulary.end_id])
     work = Text(config=config, files=tokens, generation=generation, spec=vocabulary.spec)
-    return work, folders, resume, config
+    return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
-def _of_examples(
-    config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]
-) -> tuple[Work, Folders, Path | None, JobConfig]:
+def _of_examples(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
     """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
     model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
@@ -244,7 +236,8 @@ def _of_examples(
         say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
     config = with_base(config, folders["run.dir"])
     generation, spec = generation_settings(config, ends_of(end)), tokenizer.backend_tokenizer.to_str()
-    return Instructions(config=config, files=examples, generation=generation, spec=spec), folders, resume, config
+    work = Instructions(config=config, files=examples, generation=generation, spec=spec)
+    return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
 def _check_examples(
@@ -294,7 +287,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
             raise UsageError(f"model.path: {error}") from None
     if resume is not None:
         held = model.state_dict(keep_vars=True).items()
-        all_of_it = kept_of(config) is None
+        all_of_it = config.adapter.kind == "none"
         shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
         checkpoints.check_model(resume, shapes)
     if config.model.init == "pretrained" and "optimizer" not in config.parts:
@@ -306,17 +299,6 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
     return model
-
-
-def _replicas(config: JobConfig, place: RankPlace) -> int:
-    if not config.shard.strategy.hybrid:
-        return 1
-    replicas, world = config.shard.replicas or max(1, place.world // place.local_world), place.world
-    if world % replicas:
-        raise UsageError(
-            f"shard.replicas is {replicas}, which does not divide the {world} ranks; take a divisor of {world}."
-        )
-    return replicas
 
 
 def _vocab_of_model(config: Config) -> int:
@@ -343,14 +325,3 @@ def _vocabulary(config: Config, source: Source, model_vocab: int, cache: Path, s
                 f"model.path {str(folder)!r} has no tokenizer.json, without which its weights mean nothing."
             )
     return cached_vocabulary(source, source.pieces(), model_vocab, cache, say)
-
-
-def _check_writable(folder: Path) -> None:
-    """The folder, or the nearest one above it that exists, is a folder that takes files. Makes nothing."""
-    for place in (folder, *folder.absolute().parents):
-        if place.exists():
-            if not place.is_dir():
-                raise UsageError(f"{str(folder)!r} cannot be made: {str(place)!r} is a file.")
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise UsageError(f"{str(folder)!r} cannot be written: no permission in {str(place)!r}.")
-            return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ from accordion.train.config import flat
 OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A save that is written, since when by `time.perf_counter`, and of which step; None of the best."""
-
-    saving: Saving
-    began_s: float
-    step: int | None
-
-
 class RunSaves:
     """The saves of a run: owns the one under way, and why the last step that was saved was not kept, if it was not.
 
@@ -37,11 +27,12 @@ class RunSaves:
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint
-        self.folder = Path(run.prepared.checkpoint_dir)
+        self.folder = run.prepared.checkpoint_dir
         self.links = run.config.train.keep_best and of_first(run.place, lambda: checkpoints.can_link(self.folder))
         # Not with states on disk: a copy of them in memory is what they are there to avoid.
         self._in_background = self._options.background and not run.config.shard.offload.uses_disk
-        self._under_way: UnderWay | None = None
+        # The save that is written, since when by `time.perf_counter`, and of which step; None of the best.
+        self._under_way: tuple[Saving, float, int | None] | None = None
         self.lost: CheckpointError | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
@@ -66,7 +57,7 @@ class RunSaves:
                 keep=0 if name else keep,
                 only=run.prepared.work.kept(),
             )
-            self._under_way = UnderWay(saving, began_s, None if name else step)
+            self._under_way = saving, began_s, None if name else step
             if not background:
                 self.poll()
         except CheckpointError as error:
@@ -77,13 +68,12 @@ class RunSaves:
 
     def poll(self) -> None:
         """If the save under way is done: note how long it took, and link it as the best if it is."""
-        saved = self._under_way
-        if saved is None or not saved.saving.is_done:
+        if self._under_way is None or not self._under_way[0].is_done:
             return
-        self._run.ending.save_took(time.perf_counter() - saved.began_s)
-        self._under_way = None
-        if saved.step is not None:
-            self._link_best(saved.step)
+        (_, began_s, step), self._under_way = self._under_way, None
+        self._run.ending.took("save", time.perf_counter() - began_s)
+        if step is not None:
+            self._link_best(step)
 
     def settle(self) -> None:
         """Wait for the save under way, which takes the group and the folders; its error was reported, or there is worse."""
@@ -139,7 +129,7 @@ class RunSaves:
             )
         return done
 
-    def _order_folder(self, path: str, done: int) -> None:
+    def _order_folder(self, path: Path, done: int) -> None:
         """Have the folder of checkpoints agree with a run that goes on from `path`, and `done` steps, in it."""
         run = self._run
         if self._options.resume != "auto" and run.place.rank == 0:
@@ -147,7 +137,7 @@ class RunSaves:
             aside = checkpoints.set_aside(self.folder, done)
             if aside is not None:
                 run.screen.note(f"checkpoints of later steps are in {aside} now")
-        if Path(path).resolve() == checkpoints.path_of(self.folder, done).resolve():
+        if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # if a run was killed between the two
         if run.config.train.keep_best:
             # What the folder holds later ones are to be below, wherever this run comes from.

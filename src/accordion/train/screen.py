@@ -133,7 +133,12 @@ def units_table(report: Report) -> Table:
     """A row for each run of equal units, their sum, and data parallelism without sharding."""
     strategy = STRATEGIES.get(report.strategy)
     resident = strategy is not None and strategy.params is Place.REPLICATE
-    rows = [(unit, _bytes_of(unit, resident)) for unit in report.units]
+    # Bytes on a rank: parameters, gradients, optimizer, copies kept all the time, and those of the gathered unit.
+    rows = list[tuple[UnitReport, tuple[int, ...]]]()
+    for unit in report.units:
+        always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
+        kept = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
+        rows.append((unit, (*kept, 0 if resident else unit.full_bytes)))
     with_copies = any(row[3] for _, row in rows)
     title = f"{report.strategy} over {report.world} ranks: bytes on each rank"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
@@ -158,10 +163,3 @@ def units_table(report: Report) -> Table:
     quarter = report.unsharded_bytes // 4  # parameters, gradients and two states of AdamW, alike in bytes
     add("without sharding", report.total_params, [(quarter, quarter, 2 * quarter, 0, 0)])
     return table
-
-
-def _bytes_of(unit: UnitReport, resident: bool) -> tuple[int, ...]:
-    """Return bytes on a rank: parameters, gradients, optimizer, copies kept all the time, and those of the gathered unit."""
-    always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
-    kept = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
-    return (*kept, 0 if resident else unit.full_bytes)

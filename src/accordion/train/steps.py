@@ -78,7 +78,14 @@ class Steps:
         lr = run.rates.before(step - run.skips.total)
         run.scaler.unscale_(run.optimizer)
         norm = clip_grad_norm_(run.model, run.config.train.clip or math.inf)
-        sums, figures = _of_all_ranks(run, loss, norm)
+        # The norm is summed too, though it is the same on all ranks, so that they decide alike whatever one of them has.
+        sums = torch.stack([loss, norm])
+        own = (peak_bytes(run.device), run.ending.wish())
+        # Filled on the device, since a copy of a host's list would wait for it.
+        most = torch.stack([torch.full((), number, dtype=torch.int64, device=run.device) for number in own])
+        dist.all_reduce(sums)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        figures = HostCopy([sums, most, run.scaler.scale(torch.ones((), device=run.device))])
         self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
             self._optimize(partial(_step_if_finite, run.optimizer, sums))
@@ -160,22 +167,6 @@ class Steps:
             raise
 
 
-def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, HostCopy]:
-    """The sums of loss and norm over ranks, (2,) on the device; and, on their way to the host, these, the largest peak of memory
-    with what ranks wish, and the scale.
-
-    The norm is summed too, though it is the same on all ranks: so they decide alike whatever one of them has.
-    """
-    sums = torch.stack([loss, norm])
-    told = (peak_bytes(run.device), run.ending.wish())
-    # Filled on the device: a copy of a host's list would wait for it.
-    most = torch.stack([torch.full((), number, dtype=torch.int64, device=run.device) for number in told])
-    dist.all_reduce(sums)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    scale = run.scaler.scale(torch.ones((), device=run.device))
-    return sums, HostCopy([sums, most, scale])
-
-
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
     """A step that changes nothing where a sum is NaN or inf, which the device decides: the host need not know.
 
@@ -225,7 +216,8 @@ class Counted:
         if self._first is None:
             self._first = count.clone()
             dist.all_reduce(self._first)
-            self._first = _at_least_something(self._first) * (self._share.accumulate / self._share.world)
+            # If nothing counts, the sums are zero too, whatever divides them.
+            self._first = torch.where(self._first == 0, 1.0, self._first) * (self._share.accumulate / self._share.world)
         return total / self._first
 
     def left(self) -> Tensor | None:
@@ -233,9 +225,4 @@ class Counted:
         if self._own is None or self._first is None or self._share.accumulate == 1:
             return None
         dist.all_reduce(self._own)
-        return self._first * self._share.world / _at_least_something(self._own)
-
-
-def _at_least_something(count: Tensor) -> Tensor:
-    """If nothing counts, the sums are zero too, whatever divides them."""
-    return torch.where(count == 0, torch.ones_like(count), count)
+        return self._first * self._share.world / torch.where(self._own == 0, 1.0, self._own)

@@ -7,14 +7,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
-from accordion.train.sources import DataRow, Piece, Source, Split, split_of
+from accordion.train.sources import Piece, Source, Split, split_of
 from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
 TAIL_SHARE = 20  # if no document falls to validation, the last 1/20 of the tokens does
@@ -24,31 +27,6 @@ BLOCKS_AT_ONCE = 64  # written at once
 
 
 # -- text
-
-
-class TokenStream:
-    """Tokens of one split. `stream[start:stop]` gives an array of them; `size` is their number."""
-
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
-        self.parts = parts
-        self._ends = np.cumsum([part.size for part in parts], dtype=np.int64)
-        self.size = int(self._ends[-1]) if parts else 0
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, _ = span.indices(self.size)
-        at, pieces = int(np.searchsorted(self._ends, start, side="right")), list[np.ndarray]()
-        while start < stop:
-            begin = int(self._ends[at]) - self.parts[at].size
-            pieces.append(self.parts[at][start - begin : stop - begin])
-            start, at = int(self._ends[at]), at + 1
-        return np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
-
-    def cut(self, count: int) -> tuple[TokenStream, TokenStream]:
-        """Return the first `count` tokens, and the rest."""
-        at = int(np.searchsorted(self._ends, count))
-        inside = count - (int(self._ends[at]) - self.parts[at].size)
-        first, last = self.parts[at][:inside], self.parts[at][inside:]
-        return TokenStream([*self.parts[:at], first]), TokenStream([last, *self.parts[at + 1 :]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +40,7 @@ class TokenFiles:
     digest: str
     tokenizer_digest: str
 
-    def read(self, split: Split) -> TokenStream:
+    def read(self, split: Split) -> ChunkedArray:
         """Return the tokens of a split, mapped."""
         return _streams(_table(self.files))[split]
 
@@ -87,11 +65,11 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
     def summary() -> dict[str, Any]:
         table, digest = _table(files), hashlib.sha256()
         streams = _streams(table)
-        for split, stream in streams.items():
-            for part in stream.parts:
-                digest.update(part.data)
+        for split, tokens in streams.items():
+            for chunk in tokens.chunks:
+                digest.update(chunk.to_numpy().data)
             digest.update(split.encode())
-        sizes = {f"num_{split}": stream.size for split, stream in streams.items()}
+        sizes = {f"num_{split}": len(tokens) for split, tokens in streams.items()}
         return {**sizes, "num_documents": int(table["documents"].to_numpy().sum()), "digest": digest.hexdigest()}
 
     return TokenFiles(files=files, tokenizer_digest=vocabulary.digest, **_kept_beside(files, summary))
@@ -124,13 +102,9 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
     ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
 
     def row(split: Split) -> dict[str, Any]:
-        made = {
-            "held_out": split == "validation",
-            "ids": np.array(ids[split], dtype),
-            "documents": documents[split],
-        }
+        tokens, count = np.array(ids[split], dtype), documents[split]
         ids[split], documents[split] = [], 0
-        return made
+        return {"held_out": split == "validation", "ids": tokens, "documents": count}
 
     for split, tokens, ends in encoded:
         ids[split] += tokens
@@ -140,16 +114,20 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
     yield from (row(split) for split in SPLITS if ids[split])
 
 
-def _streams(table: Any) -> dict[Split, TokenStream]:
+def _streams(table: Any) -> dict[Split, ChunkedArray]:
     """Return the tokens of each split. If one has none, the last of the other are its."""
+    import pyarrow as pa
+
     ids, held_out = table["ids"], table["held_out"].to_numpy()
     train, validation = (
-        TokenStream([ids[int(i)].values.to_numpy() for i in np.flatnonzero(held_out == flag)]) for flag in (False, True)
+        pa.chunked_array([ids[int(i)].values for i in np.flatnonzero(held_out == flag)], ids.type.value_type)
+        for flag in (False, True)
     )
-    if train.size == 0:
+    if not len(train):
         train, validation = validation, train
-    if validation.size == 0:
-        train, validation = train.cut(train.size - train.size // TAIL_SHARE)
+    if not len(validation):
+        at = len(train) - len(train) // TAIL_SHARE
+        train, validation = train[:at], train[at:]
     return {"train": train, "validation": validation}
 
 
@@ -200,13 +178,10 @@ def cached_examples(
     """
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
-    def num_chars(row: DataRow) -> int:
-        return sum(len(str(value)) for value in row.values.values())
-
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
-        for row in counted(source.rows(), num_chars, "tokenizing", say):
+        for row in counted(source.rows(), lambda row: sum(map(len, map(str, row.values.values()))), "tokenizing", say):
             known = set(encoder.unread)
             example = encoder.example(row)
             count += 1

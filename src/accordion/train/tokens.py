@@ -62,12 +62,6 @@ class Vocabulary:
         before, after = whole.ids[:first], whole.ids[max(first, len(added.rstrip("1"))) :]
         return before, after if self.end_id in after else [*after, self.end_id]
 
-    @property
-    def cuts(self) -> bool:
-        """Whether its tokenizer.json asks for truncation or padding."""
-        spec = json.loads(self.spec)
-        return bool(spec.get("truncation") or spec.get("padding"))
-
 
 def counted(items: Iterable[T], num_chars: Callable[[T], int], doing: str, say: Say) -> Iterator[T]:
     """Yield `items`, and say every ten seconds how many characters were read. `doing`: the beginning of that line."""
