@@ -301,31 +301,31 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "bench": 1630,
-    "checkpoint": 5200,
-    "compat": 4150,
+    "bench": 1610,
+    "checkpoint": 4820,
+    "compat": 3860,
     "doctor": 650,
-    "engine": 4400,
+    "engine": 4250,
     "export": 560,
     "generate": 570,
-    "integrations": 1320,
-    "models": 550,
-    "offload": 3400,
-    "pages": 370,
+    "integrations": 1280,
+    "models": 540,
+    "offload": 3210,
+    "pages": 340,
     "plan": 7750,
-    "safety": 3600,
-    "shard": 1800,
-    "tasks": 570,
-    "train": 7300,
-    "weights": 1450,
+    "safety": 3420,
+    "shard": 1750,
+    "tasks": 560,
+    "train": 6670,
+    "weights": 1410,
     "workers": 310,
-    "files beside them": 4200,
+    "files beside them": 4120,
 }
 
 
 def test_folders_keep_their_line_budgets() -> None:
     counted = Counter[str]()
-    for path in SOURCE.rglob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *SOURCE.rglob("*.toml")):
         parts = path.relative_to(SOURCE).parts
         counted[parts[0] if len(parts) > 1 else "files beside them"] += len(path.read_text().splitlines())
     assert counted.keys() == BUDGETS.keys()

@@ -140,13 +140,14 @@ def _space(
     if workload.engine == "fsdp2" and base.units is None:
         base, has_units = replace(base, units=only_blocks()), True  # as programs write it; it warns of parts of them
     units = search.units or (None, *unit_rules(task.model))
+    trained_tokens = workload.seq if workload.mean_tokens is None or workload.packed else workload.mean_tokens
     return Space(
         subject_for=task.subject_for,
         num_params=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         cluster=replace(cluster, gpu=with_attention(cluster.gpu, ATTENTIONS[workload.kernels.attention])),
         sharding=base,
         search=replace(search, units=(base.units,) if has_units else units),
-        tokens=workload.trained_tokens if task.vocab else 1,
+        tokens=trained_tokens if task.vocab else 1,
         optimizer=workload.optimizer,
         engine=workload.engine,
         pure=workload.kernels.pure,

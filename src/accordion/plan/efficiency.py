@@ -29,13 +29,12 @@ class Efficiency:
     cards: tuple[str, ...] = field(default=())
 
 
-def _efficiency(told: Mapping[str, Any]) -> Efficiency:
-    return Efficiency(**{**told, "cards": tuple(told.get("cards", ()))})
-
-
 _TOLD: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 MADE: str = _TOLD["made"]
-BY_KIND: Mapping[str, Efficiency] = {kind: _efficiency(told) for kind, told in _TOLD["kinds"].items()}
+BY_KIND: Mapping[str, Efficiency] = {
+    kind: Efficiency(**{**figures, "cards": tuple(figures.get("cards", ()))})
+    for kind, figures in _TOLD["kinds"].items()
+}
 GUESSED = BY_KIND["guessed"]
 
 

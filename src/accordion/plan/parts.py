@@ -70,11 +70,15 @@ def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
     found: dict[str, list[float]] = {}
     counts: dict[str, set[str]] = {}
     for place, (seconds, waited) in step.by_place.items():
-        name = _stem(place, units)
+        own = name_of(place, units)
+        stem = ".".join("*" if part.isdecimal() else part for part in own.split("."))
+        name = f"{place.phase.value} {stem or '(before the model)'}".strip()
+        if place.phase is StepPhase.STEP:
+            name = "optimizer's step, clipping"
         sums = found.setdefault(name, [0.0, 0.0])
         sums[0] += seconds
         sums[1] += waited
-        counts.setdefault(name, set()).add(name_of(place, units))
+        counts.setdefault(name, set()).add(own)
     return [
         TimePart(
             name=f"{name}, {len(counts[name])} of them" if name.endswith(".*") else name, seconds=seconds, waited=waited
@@ -82,13 +86,6 @@ def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
         for name, (seconds, waited) in found.items()
         if seconds > 0
     ]
-
-
-def _stem(place: StepPart, units: Sequence[str]) -> str:
-    if place.phase is StepPhase.STEP:
-        return "optimizer's step, clipping"
-    unit = ".".join("*" if part.isdecimal() else part for part in name_of(place, units).split("."))
-    return f"{place.phase.value} {unit or '(before the model)'}".strip()
 
 
 # -- the peak

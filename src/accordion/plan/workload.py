@@ -84,11 +84,6 @@ class Workload:
             raise UsageError(f"lengths has a mean of {self.mean_tokens} tokens; it takes 1 to the longest, {self.seq}.")
 
     @property
-    def trained_tokens(self) -> int:
-        """Tokens of a sample that count as trained."""
-        return self.seq if self.mean_tokens is None or self.packed else self.mean_tokens
-
-    @property
     def traced_kernels(self) -> Kernels:
         """`kernels` with the attention of packed samples, all as long as their mean."""
         if not self.packed or self.mean_tokens is None:
@@ -163,8 +158,9 @@ def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
 
 
 def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
-    """The training of any module with a batch like `batch`."""
-    return Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
+    """Return the training of any module with a batch like `batch`."""
+    batch_like = partial(tree_map_only, Tensor, partial(torch.empty_like, device="cpu"), batch)
+    return Subject(make=partial(on_meta, model), batch=batch_like, loss=loss)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -175,7 +171,3 @@ def on_meta(model: nn.Module) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     return copy.deepcopy(model, memo)
-
-
-def _without_values(batch: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="cpu"), batch)

@@ -92,6 +92,7 @@ class _Extension:
         self._copies = 1 + (how.total - how.traced) // how.period
         self._segments = self._cut()
         self._made, self._transfers = self._find_made()
+        self._by_place = [{place: n for n, place in numbers.items()} for numbers in (self._made, self._transfers)]
         self._check()
         self._next = 1 + max(
             [a.number for a, _ in log.held]
@@ -171,10 +172,6 @@ class _Extension:
     def _is_middle(self, block: int | None) -> bool:
         return block is not None and HEAD <= block < HEAD + PERIODS * self._period
 
-    def _is_near_head(self, block: int, made: int) -> bool:
-        """A block of the head waits for what the blocks behind it began, as those of the middle do."""
-        return block < HEAD and made < self._traced - TAIL
-
     def _is_repeated(self, block: int | None) -> bool:
         return block is not None and self._start <= block < self._start + self._period
 
@@ -253,7 +250,8 @@ class _Extension:
             yield where
         elif segment.block is None:
             yield from range(self._copies) if self._is_repeated(where.block) else (0,)
-        elif self._is_middle(segment.block) or self._is_near_head(segment.block, where.block):
+        elif self._is_middle(segment.block) or (segment.block < HEAD and where.block < self._traced - TAIL):
+            # A block of the head waits for what the blocks after it began, as those of the middle do.
             meant = self._image(segment.block, copy) + where.block - segment.block
             yield _Made(where.phase, meant, where.part, where.visit, where.at)
         elif self._is_repeated(where.block):
@@ -309,13 +307,7 @@ class _Extension:
             block -= copy * self._period
             if not self._is_repeated(block):
                 copy = 0
-        index = self._by_place(transfer)
-        return index[_Made(where.phase, block, where.part, where.visit, where.at)], copy
-
-    def _by_place(self, transfer: bool) -> dict[_Made, int]:
-        if not hasattr(self, "_index"):
-            self._index = tuple({w: n for n, w in found.items()} for found in (self._made, self._transfers))
-        return self._index[transfer]
+        return self._by_place[transfer][_Made(where.phase, block, where.part, where.visit, where.at)], copy
 
     # -- what is there before
 

@@ -32,7 +32,7 @@ def least_bytes(choice: Choice, space: Space) -> int:
     stays = strategy.params is Place.REPLICATE or strategy.keep_until_backward
     copies = space.compute_bytes / choice.expert_parallel if stays and choice.gpus > 1 else 0
     if not choice.offload.is_any:
-        return int(space.num_params * (space.master_bytes / over + copies))
+        return int(space.num_params * ((MASTER_BYTES * space.master_share + space.state_bytes) / over + copies))
     return int(space.num_params * (space.compute_bytes / over * (choice.offload.params == DEVICE) + copies))
 
 

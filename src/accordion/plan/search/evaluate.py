@@ -246,7 +246,7 @@ class Evaluator:
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
-                traced = self.traces.trace_moved(best.choice) if best.choice.offload.is_any else None
+                traced = self.traces.trace(best.choice, moved=True) if best.choice.offload.is_any else None
                 self._filled(best, self.traces.trace(best.choice), traced)
             seen.append(best)
         return best

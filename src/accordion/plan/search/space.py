@@ -63,11 +63,6 @@ class Space:
         return self.precision.params.itemsize if self.precision.params is not None else 4
 
     @property
-    def master_bytes(self) -> float:
-        """Of an element that is trained, and of the optimizer's states of it."""
-        return 4 * self.master_share + self.state_bytes
-
-    @property
     def master_share(self) -> float:
         """Of float32, in the dtype of what is stepped."""
         return 0.5 if self.pure else 1.0

@@ -40,11 +40,8 @@ class Traces:
         """With the engine's own offload; its time is that of a host which takes none."""
         return self._of(moved_as(choice))
 
-    def trace(self, choice: Choice) -> Log:
-        return self._trace(traced_as(choice))
-
-    def trace_moved(self, choice: Choice) -> Log:
-        return self._trace(moved_as(choice))
+    def trace(self, choice: Choice, *, moved: bool = False) -> Log:
+        return self._trace(moved_as(choice) if moved else traced_as(choice))
 
     def _of(self, choice: Choice) -> Log:
         if choice in self.traced:

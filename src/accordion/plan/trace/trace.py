@@ -71,8 +71,9 @@ def _steps(
 ) -> Log:
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.belongs(kept, Category.OTHER)
-    with tracker.only_memory():
-        _step(subject, run, model, rig, tracker)
+    tracker.only_memory = True
+    _step(subject, run, model, rig, tracker)
+    tracker.only_memory = False
     # What cycles hold counts as held within a step, for when a collection runs is not known; between steps it does not. There is
     # none in a trace but this, so that the youngest generation is all that the trace has made; one over all of torch takes 0.3 s.
     gc.collect(0)

@@ -56,7 +56,7 @@ class Tracker(StorageWatch):
         self._operator = ""
         self._count = 0
         self._paused = 0
-        self._only_memory = False
+        self.only_memory = False  # of a step that is run for the memory that it leaves behind
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
         self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
@@ -96,15 +96,6 @@ class Tracker(StorageWatch):
             yield
         finally:
             self._paused -= 1
-
-    @contextmanager
-    def only_memory(self) -> Iterator[None]:
-        """What is done meanwhile is wanted for the memory that it leaves behind alone."""
-        self._only_memory = True
-        try:
-            yield
-        finally:
-            self._only_memory = False
 
     def belongs(self, tensors: Any, category: Category) -> None:
         """The memory of these tensors turns out to be of a category."""
@@ -148,7 +139,7 @@ class Tracker(StorageWatch):
             self.workspace(workspace_of(func, args))
         if self._operator in BELONGS:
             self.belongs((args, kwargs), BELONGS[self._operator])
-        if self._only_memory:
+        if self.only_memory:
             return out
         if func.namespace in ("c10d", "_c10d_functional"):
             self._message(func, args, out)
