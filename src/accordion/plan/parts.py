@@ -17,7 +17,6 @@ from accordion.plan.events import (
     Event,
     Free,
     Log,
-    StepPart,
     StepPhase,
 )
 from accordion.plan.replay.peak import MemoryPeak, name_of, peak_of
