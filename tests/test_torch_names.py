@@ -46,6 +46,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
             "argument_of",
             "named_arguments",
             "DispatchMode",
+            "EagerMode",
             "WITHOUT_KERNEL",
             "around_propagation",
         ),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accordion import _torch
-from accordion.engine.communicator import Pending, alone
+from accordion.engine.communicator import Communicator, Pending
 from accordion.engine.gloo import GlooCommunicator
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety import divergence
@@ -71,12 +71,12 @@ class EndsItself:
 
 def test_no_work_but_one_of_gloo_is_waited_for_with_a_timeout() -> None:
     work = EndsItself()
-    DivergenceMonitor([], [0]).wait(Pending(alone(torch.device("cpu")), [work], [work]), "gathers unit 1")
+    DivergenceMonitor([], [0]).wait(Pending(Communicator(None, torch.device("cpu")), [work], [work]), "gathers unit 1")
     assert work.timeouts == []
 
 
 def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
-    pending = Pending(alone(torch.device("cpu")), [EndsItself("MPI_ERR_OTHER: known error")])
+    pending = Pending(Communicator(None, torch.device("cpu")), [EndsItself("MPI_ERR_OTHER: known error")])
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: MPI_ERR_OTHER"):
         DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
 
