@@ -27,7 +27,6 @@ SAMPLE = [
 USUAL = (
     ("gpt", "full_shard"),
     ("gpt", "offload"),
-    ("mixture", "experts over 4, recomputed"),
 )
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen

@@ -54,6 +54,7 @@ def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
     return waits.host_bytes, waits.disk_bytes
 
 
+@pytest.mark.slow
 def test_bytes_of_the_host_and_of_the_disk_are_those_that_ranks_take(world: Any, tmp_path: Path) -> None:
     log = trace(subjects.subject_of("gpt", CASE), replace(subjects.run_of("gpt", CASE), device="cuda"))
     inputs = inputs_of(log)
