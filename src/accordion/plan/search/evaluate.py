@@ -287,17 +287,17 @@ def frugal_space(space: Space) -> Space:
 
 
 def on_fewer(space: Space, known: Mapping[Choice, Log], say: Say) -> tuple[list[Candidate], Mapping[Choice, Log]]:
-    """On ever fewer GPUs, the choice of the space that takes least memory, until it does not fit; and what was traced.
+    """On ever more GPUs, the choice of the space that takes least memory, until it fits; and what was traced.
 
     `known`: logs that were traced before.
     """
     frugal = frugal_space(space)
-    evaluator = Evaluator(frugal, say, known)
     tried: list[Candidate] = []
-    for choice in sorted(frugal.choices(), key=lambda c: -c.gpus):
-        if choice.gpus == space.cluster.num_gpus:
-            continue
-        tried.append(evaluator.candidate(_with_states(choice, frugal.search.offloads[0])))
-        if not tried[-1].fits:
+    for choice in sorted(frugal.choices(), key=lambda c: c.gpus):
+        if choice.gpus == space.cluster.num_gpus or (tried and tried[-1].fits):
             break
-    return tried, evaluator.traces.traced
+        # One number of GPUs at a time: mostly the first that is not too small is traced, and no other.
+        evaluator = Evaluator(replace(frugal, cluster=replace(frugal.cluster, gpus=[choice.gpus])), say, known)
+        tried.append(evaluator.candidate(_with_states(choice, frugal.search.offloads[0])))
+        known = evaluator.traces.traced
+    return tried, known
