@@ -48,6 +48,13 @@ def killed(rank, mesh, path, background):
     save(path, model, background=background).wait()
 
 
+def killed_with_an_engine(rank, mesh, path):
+    model = acc.shard(nn.Linear(4, 4), mesh)
+    if rank == 1:
+        end_in_write(signal.SIGKILL)
+    save(path, model)
+
+
 def killed_at_its_begin(rank, mesh, path):
     """Before the others have anything to tell it."""
     if rank == 1:
@@ -132,6 +139,11 @@ def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
     assert text.startswith("another rank has ended, cannot be reached, or did not come here in time")
     assert waited_s < SOON_S
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".stack")] == []
+
+
+def test_a_rank_killed_in_a_save_of_a_sharded_model_is_named(tmp_path):
+    ((_, text),) = ended(tmp_path, 2, killed_with_an_engine, tmp_path / "c")
+    assert "cannot agree on a checkpoint: rank 1 has ended without a word" in text
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.safety.liveness.hub import hubs_of_job
 
 T = TypeVar("T")
 BY_CALLER = "!"  # before what others hear of a `UsageError`
@@ -97,10 +98,12 @@ class Team:
                 dist.all_gather(parts, rows, group=group)
                 rows = torch.cat(parts)
             return rows.cpu()
-        except RuntimeError as error:  # a backend's own words tell of its sockets and pairs
+        except RuntimeError as error:
+            # A backend's own words tell of its sockets and pairs; the hub of a model on these ranks knows what became of them.
+            known = next((hub.others(self.ranks) for hub in hubs_of_job() if set(self.ranks) <= set(hub.ranks)), "")
             raise CheckpointError(
                 "another rank has ended, cannot be reached, or did not come here in time, so that ranks cannot agree on a "
-                f"checkpoint: {str(error).splitlines()[0][:QUOTED]}"
+                f"checkpoint: {known and f'{known}; '}{str(error).splitlines()[0][:QUOTED]}"
             ) from error
 
 
