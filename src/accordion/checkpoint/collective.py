@@ -100,10 +100,11 @@ class Team:
             return rows.cpu()
         except RuntimeError as error:
             # A backend's own words tell of its sockets and pairs; the hub of a model on these ranks knows what became of them.
-            known = next((hub.others(self.ranks) for hub in hubs_of_job() if set(self.ranks) <= set(hub.ranks)), "")
+            words = [hub.others(self.ranks) for hub in hubs_of_job() if set(self.ranks) <= set(hub.ranks)][:1]
+            words.append(str(error).splitlines()[0][:QUOTED])
             raise CheckpointError(
                 "another rank has ended, cannot be reached, or did not come here in time, so that ranks cannot agree on a "
-                f"checkpoint: {known and f'{known}; '}{str(error).splitlines()[0][:QUOTED]}"
+                f"checkpoint: {'; '.join(filter(None, words))}"
             ) from error
 
 

@@ -164,30 +164,30 @@ def _export(
         check_model(files)
         if kind == "safetensors":  # ties are in the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
-            made = [HF_SINGLE]
+            names = [HF_SINGLE]
         elif kind == "torch":
             torch.save(_with_aliases(files, dtype), begun / "model.pt")
-            made = ["model.pt"]
+            names = ["model.pt"]
         elif kind == "dcp":
             from torch.distributed.checkpoint.state_dict_saver import save
 
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
                 save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
-            made = sorted(Local(begun).sizes())
+            names = sorted(Local(begun).sizes())
         else:
             sources = sources_of(files, dtype)
             if like is not None:
                 plain = plain_names(source.name for source in sources)
                 sources = [replace(source, name=plain[source.name]) for source in sources]
-            made = write_shards(begun, sources, SHARD_BYTES)
-            made += _configuration(files, begun, like, dtype)
-            made += [name for name in beside(begun) if name not in made]
+            names = write_shards(begun, sources, SHARD_BYTES)
+            names += _configuration(files, begun, like, dtype)
+            names += [name for name in beside(begun) if name not in names]
         if kind in FILES:
-            (begun / made[0]).rename(at)
+            (begun / names[0]).rename(at)
             return [str(at)]
         begun.rename(at)
-    return [str(at / name) for name in made]
+    return [str(at / name) for name in names]
 
 
 def check_model(files: Files) -> None:

@@ -227,11 +227,11 @@ def _parsed(text: bytes) -> Manifest:
 
 
 def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """For `json.loads`: an object whose keys are there once. Raises `ValueError`."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return an object of `json.loads`. Raises `ValueError` if it has a key twice."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return values
 
 
 def _check_values(optimizer: Json, extra: Json, saved_by: Json) -> None:

@@ -111,9 +111,9 @@ def _checked(
     """Return what this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank."""
     if len(set(team.gathered(files.digest))) > 1:
         here = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        said = joined(team.shared(here), team.index, here)
+        folders = joined(team.shared(here), team.index, here)
         raise CheckpointError(
-            f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
+            f"ranks were given other checkpoints, {folders}; pass the path of the same one on all ranks."
         )
     wanted = team.agree(lambda: contents(model, optimizer, only))
     same_kind_on_all(wanted, team)

@@ -162,14 +162,14 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
     """Return another process group of these `ranks` of a communicator, made once in a job. A collective over all of its ranks."""
-    kept = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
-    groups = _torch.kept_with_job(kept)
+    key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
+    groups = _torch.kept_with_job(key)
     if not groups:
         name = f"accordion/{common_name([] if communicator.is_fake else [communicator])}/{ranks[0]}"
         timeout, options = _torch.options_of(communicator.group, device)
         bound_to = None if device.type == "cpu" else device
         groups = [_torch.named_group(name, ranks, bound_to, timeout, options)]
-        _torch.keep_with_job(kept, groups[0])
+        _torch.keep_with_job(key, groups[0])
     return groups[0]
 
 

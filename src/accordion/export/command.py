@@ -98,6 +98,33 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     for key in ("source", "target"):
         if not getattr(options, key).strip() or "\0" in getattr(options, key):
             raise UsageError(f"{key.upper()} is empty; give a path.")
+    form, is_file = _form_of(options)
+    kind, path = located(options.source)
+    if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
+        return _of_checkpoint(path, options, form, dtype, cache)
+    if form in OF_CHECKPOINTS:
+        raise UsageError(
+            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
+            "`accordion checkpoint convert` makes a checkpoint of one."
+        )
+    if "://" in options.target:
+        raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
+    stored = find_model(options.source, cache, like=options.like)
+    at = Path(os.path.abspath(options.target))
+    if form == "onnx" and is_file:
+        return _onnx_file(stored, at, dtype)
+    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "peft": _peft}[form]
+    with draft_of(at) as draft:
+        files = write(stored, draft, dtype)
+        if form == "safetensors":
+            (draft / files[0]).rename(at)
+            return Exported([str(at)], [])
+        draft.rename(at)
+    return Exported([str(at / name) for name in files], [])
+
+
+def _form_of(options: ExportOptions) -> tuple[str, bool]:
+    """Return the format to write, and True if TARGET is the name of a file of it. Raises `UsageError`."""
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
     if form == "gguf":
@@ -111,28 +138,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
         raise UsageError(
             f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
-    kind, path = located(options.source)
-    if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
-        return _of_checkpoint(path, options, form, dtype, cache)
-    if form in OF_CHECKPOINTS:
-        raise UsageError(
-            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
-            "`accordion checkpoint convert` makes a checkpoint of one."
-        )
-    if "://" in options.target:
-        raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
-    stored = find_model(options.source, cache, like=options.like)
-    at = Path(os.path.abspath(options.target))
-    if form == "onnx" and named is not None:
-        return _onnx_file(stored, at, dtype)
-    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "peft": _peft}[form]
-    with draft_of(at) as draft:
-        files = write(stored, draft, dtype)
-        if form == "safetensors":
-            (draft / files[0]).rename(at)
-            return Exported([str(at)], [])
-        draft.rename(at)
-    return Exported([str(at / name) for name in files], [])
+    return form, named is not None
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:

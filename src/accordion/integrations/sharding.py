@@ -113,9 +113,9 @@ class FirstRanksBuffers(Observer):
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         if self._engine.depth:
             return
-        found = (module._buffers.get(key) for module, key in self._places)  # as modules have them now
+        current = (module._buffers.get(key) for module, key in self._places)
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in {id(buffer): buffer for buffer in found if buffer is not None}.values():
+        for buffer in {id(buffer): buffer for buffer in current if buffer is not None}.values():
             of_dtype.setdefault(buffer.dtype, []).append(buffer)
         with torch.no_grad():
             for buffers in of_dtype.values():

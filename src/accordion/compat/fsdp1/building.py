@@ -37,10 +37,10 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     with _hidden(root, ignored):
         master = _master(root)
         precision = arguments.precision(master, root=True)
-        held = [(name, theirs) for name, wrapper, theirs in inner if has_params(wrapper)]
-        overrides: dict[Any, Precision] = {n: theirs.precision(master, root=False) for n, theirs in held}
-        places: dict[Any, Offload] = {n: theirs.offload for n, theirs in held}
-        made = {
+        own_arguments = [(name, theirs) for name, wrapper, theirs in inner if has_params(wrapper)]
+        overrides: dict[Any, Precision] = {n: theirs.precision(master, root=False) for n, theirs in own_arguments}
+        places: dict[Any, Offload] = {n: theirs.offload for n, theirs in own_arguments}
+        on_meta = {
             id(module)
             for module in root.modules()
             if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
@@ -64,8 +64,8 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             log.warning(
                 "ranks built different parameters: the first rank's are taken (torch's class keeps rows of each rank's)"
             )
-    if made:
-        _materialise(root, made, [(wrapper, given) for _, wrapper, given in wrappers])
+    if on_meta:
+        _materialise(root, on_meta, [(wrapper, given) for _, wrapper, given in wrappers])
 
 
 def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
@@ -110,20 +110,20 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
             module._parameters.update({name: now.get(name, p) for name, p in before.items()})
 
 
-def _materialise(root: nn.Module, made: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Give values to the modules `made`, which had something on the meta device.
+def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
+    """Give values to the modules with ids in `on_meta`, which had something on the meta device.
 
     They come from the `param_init_fn` of the nearest wrapper, else from `reset_parameters`.
     """
     # Inner wrappers come later, and win.
     functions = {id(module): given.param_init_fn for wrapper, given in wrappers for module in wrapper.modules()}
     own = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]
-    if not any(functions.values()) and all(id(m) in made for m in own):
+    if not any(functions.values()) and all(id(m) in on_meta for m in own):
         initialise(root)
         return
 
     def init(module: nn.Module) -> None:
-        if id(module) not in made:
+        if id(module) not in on_meta:
             return
         function = functions[id(module)]
         if function is not None:

@@ -191,8 +191,8 @@ def _check(module: nn.Module, policy: Any) -> None:
             "a FullyShardedDataParallel inside this module has been used already (its policy, parameters, state or forward), so "
             "it cannot become a unit of another; wrap the outermost before that, or leave the policy to the outermost."
         )
-    held = {id(m) for wrapper in inside for m in walk(wrapper)}
-    loose = [m for m in walk(module) if id(m) not in held and any(p is not None for p in m._parameters.values())]
+    wrapped = {id(m) for wrapper in inside for m in walk(wrapper)}
+    loose = [m for m in walk(module) if id(m) not in wrapped and any(p is not None for p in m._parameters.values())]
     if isinstance(module, CONTAINERS) and (loose or policy is not None):
         raise UsageError(
             f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "

@@ -114,7 +114,7 @@ def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:
 
 
 def layout_beside(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
-    """Where the sharded parameter lies. Raises `UsageError` where it is a DTensor that cannot be composed with `mesh`."""
+    """Return the layout of a sharded parameter. Raises `UsageError` for a DTensor that cannot be composed with `mesh`."""
     if spmd is not None:
         return _on_all_axes(name, param, c, mesh, spmd)
     if isinstance(param, DTensor):
@@ -126,9 +126,9 @@ def layout_beside(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | 
 def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
-        found = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
+        kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise UsageError(
-            f"parameter {name!r} is {found}, and dp_mesh_dims was given with the mesh {spmd.mesh}; make every parameter a "
+            f"parameter {name!r} is {kind}, and dp_mesh_dims was given with the mesh {spmd.mesh}; make every parameter a "
             "DTensor on that mesh first, with distribute_module, or leave dp_mesh_dims out."
         )
     dp = spmd.axes([*spmd.replicate, *spmd.shard])
