@@ -28,7 +28,7 @@ def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int 
     file.write_text(json.dumps(content))
     all_words = ["--train.deepspeed", str(file), *words]
     config = command.read(all_words)
-    return translated(config, command.given(all_words), num_ranks)
+    return translated(config, frozenset(command._values(all_words)), num_ranks)
 
 
 def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> Non
     recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
     run.write_text(as_yaml(recorded))
     words = ["--config", str(run)]
-    assert translated(command.read(words), command.given(words), 2) == recorded
+    assert translated(command.read(words), frozenset(command._values(words)), 2) == recorded
 
 
 def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
