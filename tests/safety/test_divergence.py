@@ -30,12 +30,12 @@ IN_STREAMS = pytest.mark.cpu(
 @contextlib.contextmanager
 def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
     """Ranks ask each other after half a second and not after four."""
-    before = divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S
-    divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = 0.5, 0.2, lost_s
+    before = divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S
+    divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = 0.5, 0.2, lost_s
     try:
         yield
     finally:
-        divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = before
+        divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = before
 
 
 # What rank 1 does where the others train, and what its message or theirs names.

@@ -294,7 +294,7 @@ def test_what_comes_in_after_shard_is_refused(mesh, how: str) -> None:
     if how in ("a frozen one", "another model"):
         model(tokens)
         return
-    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
+    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' was added to the model after shard\(\)"):
         model(tokens)
     with acc.full_params(model):
         model.blocks[0](torch.zeros(1, 2, 32, device=device()))  # full parameters in the registry are no additions

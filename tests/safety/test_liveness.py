@@ -44,7 +44,7 @@ def test_a_wait_that_is_long_is_told_once() -> None:
 
 
 def test_a_message_is_one_line() -> None:
-    message = Post(rank=1, model="m", said={"what": "gathers\n\u00e9"})
+    message = Post(rank=1, model="m", report={"what": "gathers\n\u00e9"})
     line = encoded(message)
     assert line.count(b"\n") == 1
     assert decoded(line.rstrip(b"\n")) == message
@@ -63,7 +63,7 @@ def test_a_meeting_ends_when_all_have_come_and_says_what_differs() -> None:
         for hub in hubs:
             over = hub.over("m")
             assert over is not None
-            assert over.said is None if second == "a" else [tuple(one) for one in over.said or []] == said
+            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == said
             assert not hub.is_called("m")
             assert hub.over("m") is None
 
@@ -100,7 +100,7 @@ def test_ranks_say_where_they_are() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = "nothing is heard of rank {}, whose process has not begun, is stopped, or hangs"
+    silent = "there is no answer from rank {}, whose process has not started, is stopped, or hangs"
     first, last = hub_of(0, 4), hub_of(3, 4)
     first.receive(HasEnded(rank=1, text=wording.LOST_END.format(12)))
     first.receive(HasEnded(rank=7, text="is of another model"))
@@ -178,7 +178,7 @@ def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
 ) -> None:
     monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
     told = wording.end_of(WORDS.format(first=first).splitlines())
-    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo lets a process crash")
+    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
     assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 

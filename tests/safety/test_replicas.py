@@ -41,7 +41,7 @@ def test_replicas_that_drift_are_named(alone, tmp_path, strategy, when):
     strategy = STRATEGIES[strategy]
     other = 2 if strategy.hybrid else 1  # it holds the rows of rank 0
     for text in alone.run_mesh(*mesh_of(strategy), drifts, strategy, when, str(tmp_path / "save")):
-        assert text.startswith(f"replicas differ: rank {other} has other numbers than rank 0 in "), text
+        assert text.startswith(f"replicas differ: rank {other} has other values than rank 0 in "), text
         assert when == "in training" or "in head.weight;" in text
     assert not (tmp_path / "save").exists()
 
@@ -58,7 +58,7 @@ def test_ranks_are_held_against_the_first_that_has_their_rows():
         2: {"shard": 0, "digests": {"a": "1", "b": "2"}},
         3: {"shard": 1, "digests": {"a": "3", "b": "5"}},
     }
-    assert different(heard) == "rank 3 has other numbers than rank 1 in b"
+    assert different(heard) == "rank 3 has other values than rank 1 in b"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool], ids=str)

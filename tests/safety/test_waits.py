@@ -81,22 +81,23 @@ def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
         DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
 
 
-@pytest.mark.parametrize("asks_in_vain", [False, True])
+@pytest.mark.parametrize("cannot_ask", [False, True])
 def test_who_waits_for_a_rank_that_says_nothing_names_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asks_in_vain: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cannot_ask: bool
 ) -> None:
     """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
-    for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
+    for name, seconds in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
         monkeypatch.setattr(divergence, name, seconds)
     alone_here = DivergenceMonitor([], [0, 1], hub_of(0, 2))
-    alone_here.asks_in_vain = asks_in_vain
+    alone_here.cannot_ask = cannot_ask
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(DivergenceError, match=r"ranks have come to nothing new in 1 s"),
+        pytest.raises(DivergenceError, match=r"ranks have made no progress for 1 s"),
     ):
         alone_here.meet({"what": "begins a forward"})
-    hint = f" {divergence.UNHEARD}" if asks_in_vain else ""
-    assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model." + hint]
+    hint = f" {divergence.CANNOT_ASK}" if cannot_ask else ""
+    text = "rank 0 begins a forward, and there is no answer from rank 1; all ranks must call the model."
+    assert caplog.messages == [text + hint]
 
 
 def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ TRAINS = {"what": "gathers unit 0 (root)"}
     [
         ({0: TRAINS, 1: TRAINS}, ADVICE),
         ({0: TRAINS, 1: {**TRAINS, "evaluates": True}}, "rank 1 runs a forward without gradients"),
-        ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "each of ranks 0, 2 has left out"),
+        ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "each of ranks 0, 2 has skipped"),
         ({0: {**TRAINS, "left_out": True}, 1: {**TRAINS, "left_out": True}}, ADVICE),
         ({0: {**TRAINS, "left_out": True, "caught": "failed: OutOfMemoryError"}, 1: TRAINS}, "rank 0 has caught an error"),
         ({0: {"what": "saves a checkpoint"}, 1: TRAINS}, "rank 0 saves a checkpoint alone; all ranks must do it"),

@@ -109,7 +109,7 @@ def ends() -> Iterator[Way]:
             sentence = "nothing new" if moment == "before_training" else "unheard"
             deeds = {moment: is_killed(signal.SIGSTOP)}
             name = f"rank {one} is stopped, as by Ctrl-Z, {where}"
-            yield Way(name, sentence, f"nothing is heard of rank {one}", deeds, step=step, one=one, stays=True)
+            yield Way(name, sentence, f"there is no answer from rank {one}", deeds, step=step, one=one, stays=True)
     for how in ("raises", "exits with 0", "is killed"):
         yield Way(f"{how} before shard", "before shard", deeds={"before_shard": ENDS[how][0]}, step=0)
 
@@ -267,7 +267,7 @@ def alone() -> Iterator[Way]:
         stays=True,
     )
     yield Way(
-        "loops for ever", "absent|unheard", "while True|nothing is heard of rank 1", {"loader": loops}, stays=True
+        "loops for ever", "absent|unheard", "while True|there is no answer from rank 1", {"loader": loops}, stays=True
     )
     yield Way("holds Python's lock", "unheard", deeds={"loader": holds_lock}, stays=True)
     yield Way("leaves the process group", "left", deeds={"loader": leaves_group})
