@@ -97,7 +97,7 @@ def test_the_screen_says_what_to_do_where_something_is_to_be_done(
     out = capfd.readouterr().out
     assert "warning   " in out
     assert "means: a checkpoint of a billion parameters with AdamW takes" in out
-    assert "do: take a faster disk for --run.dir" in out
+    assert "do: use a faster disk for --run.dir" in out
     assert max(map(len, out.splitlines())) <= 110
     assert "problem: 0, " in out.splitlines()[-1]
 
@@ -263,7 +263,7 @@ def test_a_full_disk(machine: Any, tmp_path: Path) -> None:
         code, found = machine("--dir", str(folder))
     assert code == 1
     said(found, "disk.write", "problem", "No space left")
-    said(found, "disk.space", "problem", "make room")
+    said(found, "disk.space", "problem", "free space")
 
 
 def test_a_finding_says_what_to_do() -> None:
