@@ -43,7 +43,7 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """The decision that ranks repeat the last forward up to step `num_done` of forward `root`, where other ranks are already."""
+    """The decision that ranks repeat the last forward up to step `num_done` of forward `root`, which others have reached."""
 
     root: int
     num_done: int | None  # None: to the end
@@ -121,7 +121,7 @@ class OrderAgreement(Observer):
         """Agree on the step if it is not the expected one; meanwhile make dummy calls of the units that others enter first."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
-        if self._silent or (self.trusts_history and self._expected.comes(FORWARD, step)):
+        if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
             return
         training = f"training {len(step.trained)} of {len(unit.params)} parameters"
         doing = training if differentiable else "without gradients"
@@ -154,7 +154,7 @@ class OrderAgreement(Observer):
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         """If the last backward did not use the unit at this point, agree before its collectives begin."""
         event = (unit.index, unit.trained.indices)
-        if not self._expected.comes(BACKWARD, event):
+        if not self._expected.matches(BACKWARD, event):
             self._expected.note(BACKWARD, event)
         elif not self._at_once:
             return

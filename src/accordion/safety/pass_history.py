@@ -15,7 +15,7 @@ MANY = 1024
 class PassHistory:
     """The events of the last pass of each kind (a forward, a backward), and which kind of pass followed which.
 
-    `begin`, `comes` and `end` return True if the pass or event was expected. After an unexpected event the next ones are
+    `begin`, `matches` and `end` return True if the pass or event was expected. After an unexpected event the next ones are
     compared from the first later place in the last pass that matches.
     """
 
@@ -38,7 +38,7 @@ class PassHistory:
         self._open[phase] = (kind, [], [0])
         return known
 
-    def comes(self, phase: Phase, event: Hashable) -> bool:
+    def matches(self, phase: Phase, event: Hashable) -> bool:
         """Return True and record `event` if it was expected; otherwise return False."""
         if phase not in self._open:
             return False
@@ -52,7 +52,7 @@ class PassHistory:
 
     def note(self, phase: Phase, event: Hashable) -> None:
         """Record `event`, expected or not."""
-        if self.comes(phase, event) or phase not in self._open:
+        if self.matches(phase, event) or phase not in self._open:
             return
         kind, events, at = self._open[phase]
         events.append(event)

@@ -76,11 +76,11 @@ def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
         for inner in module.modules():
             for name in TAKES_WHOLE:
                 inner.__dict__.pop(name, None)
-        forward, own = module.__dict__.pop(OWN_FORWARD, (None, None))
+        forward, original = module.__dict__.pop(OWN_FORWARD, (None, None))
         if forward is not None and module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
+            if original is not None:
+                module.__dict__["forward"] = original
     for module in hooks.unit.module_params.modules():
         module.__dict__.pop("_apply", None)
 
@@ -120,12 +120,12 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
     torch runs no hooks after a KeyboardInterrupt, so the engine is reset here. If a forward reads a weight outside of its unit,
     which is a shard there, torch's error about mixed tensors is replaced by one that names the unit.
     """
-    own, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
+    original, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
 
     @wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
+            return original(*args, **kwargs) if original is not None else function(reference(), *args, **kwargs)
         except Exception as error:
             if MIXED in str(error):
                 raise read_outside(error, engine.units) from error
@@ -134,9 +134,9 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
             engine.reset()
             raise
 
-    forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(original or module.forward)  # type: ignore[attr-defined]
     module.__dict__["forward"] = forward
-    module.__dict__[OWN_FORWARD] = (forward, own)
+    module.__dict__[OWN_FORWARD] = (forward, original)
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:

@@ -28,7 +28,7 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """What `rank` does with a model: `what` it does, the `ranks` it waits for, or why it `failed`; None withdraws a report."""
+    """A report of `rank` about a model: `what` it does, the `ranks` it waits for, or why it `failed`; None withdraws it."""
 
     model: str
     report: dict[str, Any] | None
