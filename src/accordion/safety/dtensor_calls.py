@@ -249,8 +249,8 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         WAIT_S,
         log.warning,
         [
-            "this rank reads a DTensor with .item(), float() or bool(), and waits for the parts of other ranks: read it on "
-            "every rank, or read this rank's part alone with .to_local()."
+            "this rank reads a DTensor with .item(), float() or bool(), and waits for the other ranks' parts: read it on every "
+            "rank, or read this rank's part alone with .to_local()."
         ],
     )
     waits.daemon = True

@@ -46,8 +46,8 @@ class NotForDDP:
 
     def __iter__(self) -> NoReturn:
         raise UsageError(
-            "this model is sharded, so it must not be wrapped in DistributedDataParallel, which needs whole parameters; remove "
-            "the wrapper: gradients are reduced already. For Trainer, Accelerator and Lightning see accordion.integrations."
+            "this model is sharded, and DistributedDataParallel cannot wrap it, since it needs whole parameters; remove the "
+            "wrapper: gradients are reduced already. For Trainer, Accelerator and Lightning see accordion.integrations."
         )
 
 
