@@ -110,9 +110,7 @@ class DivergenceMonitor(Observer):
                 "before, or shard it again in the next process group."
             )
         if self.broken is not None:
-            raise DivergenceError(
-                f"ranks of this model have diverged before; restart the job. The first error: {self.broken}"
-            )
+            raise DivergenceError(f"ranks of this model have diverged before; restart the job: {self.broken}")
 
     # -- the moments of a step
 
@@ -185,11 +183,7 @@ class DivergenceMonitor(Observer):
         over = self._until(hub, lambda: hub.over(name), report["what"])
         self.forget()
         self._num_met += 1
-        return (
-            None
-            if over.reports is None
-            else {rank: {**json.loads(text), **facts} for rank, text, facts in over.reports}
-        )
+        return None if over.reports is None else {r: {**json.loads(text), **facts} for r, text, facts in over.reports}
 
     @property
     def _meeting(self) -> str:
