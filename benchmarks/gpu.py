@@ -226,9 +226,9 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
 
 
 def world_of(device: str, num_ranks: int = 1, **more: Any) -> World:
-    patience_s = 1800.0 if device == "cpu" else TIMEOUT_S
+    timeout_s = 1800.0 if device == "cpu" else TIMEOUT_S
     return World(
-        num_ranks=num_ranks, device_type=device, threads=1 if device == "cpu" else 8, patience_s=patience_s, **more
+        num_ranks=num_ranks, device_type=device, threads=1 if device == "cpu" else 8, timeout_s=timeout_s, **more
     )
 
 

@@ -23,61 +23,61 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 _c10d = torch._C._distributed_c10d
 
-# The fast path in C++, where there is one.
+# The fast path in C++, if this version has one.
 _new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 
 StridedShard = _StridedShard
-"""Rows cut first by a later mesh axis; what a parameter is under an optimizer sharded over replicas too (all versions)."""
+"""Placement of rows sharded by a later mesh axis first; used if an optimizer is sharded over replicas too (all versions)."""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
+"""Return the id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
 
 NO_BACKWARD = -1
-"""What `current_graph_task` gives outside of a backward."""
+"""Result of `current_graph_task` outside of a backward."""
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward on this thread."""
+    """Return True if autograd runs a backward on this thread."""
     return current_graph_task() != NO_BACKWARD
 
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
+"""Return True if the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
 
 
 def walks_everything(leaf: Tensor) -> bool:
-    """Whether the running backward was asked for no gradients in particular, by `inputs` or `autograd.grad`.
+    """Return True if the running backward computes all gradients, without `inputs` and not by `autograd.grad`.
 
-    `leaf`: one of its graph for which nobody asks: where some are asked for, the engine will not execute its node.
+    `leaf`: a leaf of the graph that no caller names in `inputs`, so the engine executes its node only in a full backward.
     """
     return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def saving_hook() -> Callable[[Tensor], Any] | None:
-    """The hook of `saved_tensors_hooks` that packs what autograd saves now, the innermost one; no public name."""
+    """Return the innermost active pack hook of `saved_tensors_hooks`; None without one. No public name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
-    """`tensor.register_hook` of what nobody takes away again: without a handle, 3.5 us in place of 7.8 with a view of its own."""
+    """Register a permanent hook on the gradient of `tensor`: without a handle 3.5 us instead of 7.8, including a new view."""
     if tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(function)
         return
-    # An ordered one, as torch makes it: handles of the hooks that others set later hold it weakly. Their ids are not negative.
+    # An OrderedDict, as in torch: handles of hooks that are registered later refer to it weakly. Their ids are not negative.
     tensor._backward_hooks = OrderedDict({-1: function})
     tensor.grad_fn._register_hook_dict(tensor)
 
 
 def node_of(tensor: Tensor) -> Any:
-    """The node that is given the gradient of a tensor: its own, or for a leaf the one that accumulates."""
+    """Return the autograd node that receives the gradient of `tensor`: its `grad_fn`, or the AccumulateGrad of a leaf."""
     return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def reserve_number() -> int:
-    """A number in the order of this thread's autograd nodes, newer than all before and older than all to come.
+    """Return an unused sequence number for an autograd node of this thread, for `set_number`. No public names.
 
-    autograd runs the newest node that is ready. A node takes a number when it is made; this one is dropped. No public names.
+    autograd runs the ready node with the highest number first. Creating a node increments the number.
     """
     number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     torch._C._functions.UndefinedGrad()
@@ -85,18 +85,18 @@ def reserve_number() -> int:
 
 
 def set_number(tensor: Tensor, number: int) -> None:
-    """Give the node of a tensor another place in that order; not while the node waits to run. No public name."""
+    """Set the sequence number of the node of `tensor`, which must not be waiting to run. No public name."""
     assert tensor.grad_fn is not None
     tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
 def queue_callback(function: Callable[[], None]) -> None:
-    """Run `function` when the backward that runs now has ended without raising. No public name."""
+    """Call `function` after the running backward has ended without an error. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor without the autograd function that `to_local` makes (96 against 0.05 us for nine)."""
+    """Return the local tensor of a DTensor without the autograd function of `to_local` (0.05 instead of 96 us for nine)."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
@@ -104,58 +104,59 @@ _version, _local = attrgetter("_version"), attrgetter("_local_tensor")
 
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes of DTensors are those of any tensor. Else torch looks in their class, at each read, for a
-`__torch_function__` that does nothing: 1.6 thousand instructions. Documented by torch, though it has no public name."""
+"""Context manager for fast reads of DTensor attributes: without it, each read looks for a `__torch_function__` that does
+nothing, which takes 1.6 thousand instructions. Documented by torch, though it has no public name."""
 
 
 def versions_of(tensors: Sequence[Tensor]) -> int:
-    """The sum of what autograd counts of writes to DTensors, and of writes to their local tensors, which it counts apart."""
+    """Return the sum of the version counters of DTensors and of their local tensors, which autograd counts separately."""
     with plain_attributes():
         return int(sum(map(_version, tensors)) + sum(map(_version, map(_local, tensors))))
 
 
 def own_versions_of(tensors: Sequence[Tensor]) -> int:
-    """The same without what is written to local tensors, as steps off the device do."""
+    """Return the sum of the version counters of DTensors, without writes to local tensors (as by offloaded steps)."""
     with plain_attributes():
         return int(sum(map(_version, tensors)))
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Give a DTensor other memory, for the same object: optimizers hold it. torch's FSDP2 does the same; no public name."""
+    """Set the local tensor of a DTensor, which stays the same object for optimizers, as in torch's FSDP2. No public name."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
-    """A DTensor with the placement of `like` around `local`, without checks: `DTensor.from_local` costs 55 us, this 1.3."""
+    """Return a DTensor of `local` with the placement of `like`, without checks: 1.3 us; `DTensor.from_local` takes 55."""
     return _new_dtensor(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
 
 
 def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[DTensor | None]:
-    """`as_dtensor` of each; None where there is none."""
+    """Return `as_dtensor` of each pair of local tensor and `like`; None for None."""
     new, kind = _new_dtensor, DTensor
     pairs = zip(rows, like, strict=True)
     return [None if x is None else new(kind, x, p._spec, requires_grad=False) for x, p in pairs]  # type: ignore[attr-defined]
 
 
-# Documented by torch as a beta interface: one call and on an accelerator one kernel for many tensors.
+# Documented by torch as a beta interface. One call, and on an accelerator one kernel, for many tensors.
 foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 find_non_finite_: Callable[[list[Tensor], Tensor, Tensor], None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""`GradScaler`'s own: (tensors, found, scale) writes 1 into `found` where an element is inf or NaN, scales by `scale`."""
+"""The function of `GradScaler`: (tensors, flag, scale) writes 1 into `flag` if any element is inf or NaN, and multiplies by
+`scale`."""
 
 
 def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
-    """Row r of `out` (num_chunks, n) becomes the r-th chunk of dim 0 of every tensor, padded, one after the other; casts."""
-    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
+    """Write the r-th chunk along dim 0 of each tensor, padded and cast, one after the other into row r of `out`."""
+    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)  # out: (num_chunks, n)
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """What users and libraries set on a parameter as attributes; `_is_param` is how torch marks a DTensor as one."""
+    """Return the attributes that users and libraries set on `param`; `_is_param` is torch's mark of a DTensor parameter."""
     return {name: value for name, value in vars(param).items() if name != "_is_param"}
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Let the hooks of a leaf run for another: the very mappings, so that the handles that callers hold still remove them.
+    """Have the hooks of leaf `old` run for `new`; both share the mappings, so that handles still remove hooks.
 
     `register_hook` and `register_post_accumulate_grad_hook` set these attributes too. No public names.
     """
@@ -166,7 +167,7 @@ def hand_over_hooks(old: Tensor, new: Tensor) -> None:
 
 
 def has_hooks(leaf: Tensor) -> bool:
-    """Whether a leaf has hooks that `hand_over_hooks` would hand over."""
+    """Return True if a leaf has hooks that `hand_over_hooks` would pass to another leaf."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -174,30 +175,30 @@ _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """Return each leaf's gradient, and whether a new one is autograd's to take: to run hooks, or to drop it for a frozen leaf."""
+    """Return (gradient of each leaf, a flag for each leaf that has hooks or is frozen, so that autograd must accumulate)."""
     with plain_attributes():
         hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
         return list(map(_grad, leaves)), hooked
 
 
 def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
-    """The indices of those that require gradients."""
+    """Return the indices of the leaves that require gradients."""
     with plain_attributes():
         return tuple(compress(range(len(leaves)), map(_trains, leaves)))
 
 
 def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storage of each DTensor, which has no memory, without a call of Python for each.
+    """Return the storage of each DTensor itself, which has no memory, without a Python call for each.
 
-    `p.data = x` gives `p` the storage of `x`, and leaves the local tensor in which DTensor keeps its numbers as it was (all
-    versions). While somebody holds a storage, torch returns the same object for it again.
+    `p.data = x` gives `p` the storage of `x` and does not change the local tensor of `p` (all versions). While there is a
+    reference to a storage, torch returns the same Python object for it.
     """
     with plain_attributes():
         return list(map(Tensor.untyped_storage, tensors))
 
 
 def transforms_active() -> bool:
-    """Return True inside a transform of torch.func, or of `make_fx`, which `linearize` uses. No public names (all versions)."""
+    """Return True in a transform of torch.func or under `make_fx`, which `linearize` uses. No public names (all versions)."""
     proxies = torch._C._TorchDispatchModeKey.PROXY
     return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxies) is not None
 
@@ -209,21 +210,21 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)` without what torch does around it for transforms of torch.func, 9 us of 21: none may be active.
+    """Call `function.apply(*args)` without support for transforms of torch.func, which may not be active: 12 instead of 21 us.
 
-    The method is public only as overridden; the one in C takes the same arguments (all versions).
+    Only the Python override of the method is public; the one in C takes the same arguments (all versions).
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def run_at_once(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Decorator: autograd calls a node's backward itself, without what torch looks up on the way to it. No public name."""
+    """Decorator that has autograd call `function.backward` directly, without torch's lookups. No public name."""
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return function
 
 
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.disable(function)`, which takes 10 us a unit and step, for that only where Dynamo looks."""
+    """Return `torch.compiler.disable(function)` without its cost of 10 us a unit and step outside of Dynamo."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
 
@@ -233,38 +234,38 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs) if get_eval_frame_callback() is None else careful(*args, **kwargs)
 
     skip_code(called.__code__)
-    vars(called).update(vars(careful))  # by which Dynamo knows what it must not trace
+    vars(called).update(vars(careful))  # the marks with which Dynamo skips a function
     return called
 
 
 def has_rule(operator: Any) -> bool:
-    """Whether DTensor knows an operator. No public name."""
+    """Return True if DTensor has a sharding rule for `operator`. No public name."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
-    return any(operator in known for known in rules)
+    return any(operator in table for table in rules)
 
 
 DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
-"""What of a module DistributedDataParallel asks for before all else. No public name (2.11 to 2.15)."""
+"""Attribute of a module that DistributedDataParallel reads before anything else. No public name (2.11 to 2.15)."""
 
 
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors; False if something is asked already.
+    """Register `answer(operator, args, kwargs)` as the handler of an operator on DTensors.
 
-    No public name.
+    Returns False, and changes nothing, if there is another handler. No public name.
     """
     answers: Any = DTensor._op_dispatcher._custom_op_handlers
     return answers.setdefault(operator, answer) is answer
 
 
 def drop_answer(operator: Any) -> None:
-    """Leave an operator on DTensors to torch again. No public name."""
+    """Remove the handler of an operator on DTensors. No public name."""
     answers: Any = DTensor._op_dispatcher._custom_op_handlers
     answers.pop(operator, None)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor itself does for an operator that has an answer. No public name."""
+    """Call an operator on DTensors without its handler. No public name."""
     answers: Any = DTensor._op_dispatcher._custom_op_handlers
     answer = answers.pop(operator, None)
     try:
@@ -275,28 +276,26 @@ def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor of which another is a view, as autograd has it."""
+    """Return the tensor of which `tensor` is a view, according to autograd; None if it is no view."""
     return tensor._base
 
 
 def settle_before_unscale() -> None:
-    """Let `torch.amp.GradScaler.unscale_` be right where sharded gradients lie on the host of an accelerator; set once.
+    """Make `torch.amp.GradScaler.unscale_` correct for sharded gradients on the host of an accelerator; has effect once.
 
-    It copies its scale to the host without waiting, into pinned memory, and the kernel of the host reads that at once (2.11 to
-    2.15): gradients times anything. So the host waits for the copy here, after it and before the kernel.
+    torch copies the scale to pinned memory without waiting, and the CPU kernel reads it at once (2.11 to 2.15), so gradients
+    are multiplied by a random value. The handler waits for the copy before the kernel.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    known = handlers[operator]
-    if getattr(known, "func", None) is not _unscale_settled:
-        handlers[operator] = partial(_unscale_settled, known)
+    handler = handlers[operator]
+    if getattr(handler, "func", None) is not _unscale_settled:
+        handlers[operator] = partial(_unscale_settled, handler)
 
 
 def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`args`: gradients, the flag of an overflow and the scale; the last two are on the device of the gradients' own rows.
-
-    Only offloaded gradients have rows on the host and a mesh of accelerators.
-    """
+    # `args`: gradients, overflow flag and scale; the last two are on the device of the gradients' local tensors. Only offloaded
+    # gradients have local tensors on the host and a mesh of accelerators.
     grads: Sequence[DTensor] = args[0]
     if args[2].device.type == "cpu" and any(grad.device_mesh.device_type != "cpu" for grad in grads):
         torch.accelerator.current_stream().synchronize()
@@ -304,16 +303,16 @@ def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any
 
 
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """Hooks of `register_post_accumulate_grad_hook`, for gradients that do not come through autograd's accumulation."""
+    """Return the hooks of `register_post_accumulate_grad_hook`, to call them if autograd does not accumulate the gradient."""
     return list((param._post_accumulate_grad_hooks or {}).values())
 
 
 def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
-    """For each gradient that a `torch.autograd.Function` was given, first thing: whether nobody else can read its memory.
+    """Return, for each gradient, True if nobody else has a reference to its memory. Call it first in a Function's backward.
 
-    autograd hands one tensor to several nodes (`x + w`), keeps it for a node still to come, and hooks may have stored it.
-    Counts of references tell: of the Python object, of the tensor, of the storage. Autograd's own accumulation asks the
-    same in C++ (`AccumulateGrad` steals or clones); a count that is too high costs a copy.
+    autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
+    reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`, which
+    steals or clones. A count that is too high costs a copy.
     """
     return [_references(grads, i) in _alone() for i in range(len(grads))]
 
@@ -322,7 +321,7 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
     grad = grads[i]
     if grad is None or grad.layout != torch.strided:
         return ()
-    base = grad._base  # a view keeps the tensor of which it is one: a product's transpose is the gradient of nn.Linear
+    base = grad._base  # a view refers to its base: the gradient of nn.Linear is the transpose of a product
     of_base = () if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
     storage = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
     return sys.getrefcount(grad), grad._use_count(), storage, *of_base  # type: ignore[attr-defined]
@@ -330,45 +329,45 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
 
 @cache
 def _alone() -> list[tuple[int, ...]]:
-    """What the counts are where nobody else has a gradient: asked of two, a view among them, since versions differ."""
-    found: list[tuple[int, ...]] = []
+    """Return the reference counts of unshared gradients, measured for a plain one and a view, since versions differ."""
+    counts: list[tuple[int, ...]] = []
 
-    @run_at_once  # as those who ask: what lies between holds references too
-    class Asks(torch.autograd.Function):
+    @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too
+    class Counts(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
             return tuple(x.detach() for x in inputs)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            found.extend([_references(grads, i) for i in range(len(grads))])
+            counts.extend([_references(grads, i) for i in range(len(grads))])
             return grads
 
     with torch.enable_grad():
         both = [torch.ones(1, 1, requires_grad=True, device="cpu") for _ in range(2)]
-        plain, viewed = Asks.apply(*both)  # type: ignore[no-untyped-call]
+        plain, viewed = Counts.apply(*both)  # type: ignore[no-untyped-call]
         (plain * 2 + viewed.t() * 2).backward()
-    return found
+    return counts
 
 
 def holders_of_memory(tensor: Tensor) -> int:
-    """How many tensors and the like hold a tensor's memory; only comparable with another answer for the same. No public name."""
+    """Return the reference count of the tensor's storage; compare it only with another count of the same. No public name."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def default_store() -> Any:
-    """The key-value store through which the ranks of this job met. No public name."""
+    """Return the key-value store of this job's process group. No public name."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def _options(kind: Any, async_op: bool) -> Any:
-    """Options of a collective. `asyncOp=False` keeps NCCL on the current stream instead of a hidden one of its own."""
+    # `asyncOp=False` keeps NCCL on the current stream instead of its internal one.
     options = kind()
     options.asyncOp = async_op
     return options
 
 
-# Each is called with `async_op`. What reduces, sums.
+# Each returns new options of a collective, given `async_op`. Reductions sum.
 gather_options: Callable[[bool], Any] = partial(_options, _c10d.AllgatherOptions)
 exchange_options: Callable[[bool], Any] = partial(_options, _c10d.AllToAllOptions)
 reduce_scatter_options: Callable[[bool], Any] = partial(_options, _c10d.ReduceScatterOptions)
@@ -376,7 +375,7 @@ all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOpt
 
 
 def checks_groups() -> bool:
-    """Whether torch puts a wrapper that compares what ranks ask around each backend: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Return True under TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch wraps backends to compare the ranks' calls."""
     return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
 
 
@@ -387,18 +386,18 @@ BEFORE_2_13 = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
-"""Methods of process groups, and their names in torch 2.11 and 2.12; groups that are written in Python have one of the two."""
+"""Methods of process groups, and their names in torch 2.11 and 2.12; groups written in Python may have either name."""
 
 
 def collective(group: Any, name: str) -> Callable[..., Any]:
-    """Return the method of a process group that has this name since torch 2.13."""
+    """Return the method of a process group that is called `name` since torch 2.13."""
     return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
 
 
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
-    """Of the backend that serves `device` in a group: its time-out, and new options with all else that a caller may set.
+    """Return (timeout, new options) of the backend of `group` for `device`; the options copy what a caller may set for NCCL.
 
-    None where it has no such thing. No public names: `options` of a backend is one for NCCL's and gloo's alone (2.11 to 2.13).
+    Each is None if the backend has none. No public names: only NCCL's and gloo's `options` are public (2.11 to 2.13).
     """
     try:
         backend = group._get_backend(device)
@@ -407,7 +406,7 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
         return None, None
     fresh, nccl = None, getattr(torch.distributed, "ProcessGroupNCCL", None)
     if nccl is not None and isinstance(options, nccl.Options):
-        fresh = nccl.Options()  # not a copy: it would say of which communicator it was split off
+        fresh = nccl.Options()  # a copy would name the communicator from which it was split
         for name in ("is_high_priority_stream", "config"):
             if hasattr(options, name):
                 setattr(fresh, name, getattr(options, name))
@@ -418,12 +417,12 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 def named_group(
     name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
 ) -> Any:
-    """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.15).
+    """Return a new process group of `ranks` with an agreed `name`; only these ranks call this. No public way (2.11 to 2.15).
 
-    `new_group(use_local_synchronization=True)` names it after the number of groups that a rank knows. Where ranks know
-    different ones, `new_group([0])` suffices, each waits for the others under a name of its own, for good.
-    Nor is it split off the job's communicator, as torch does where `init_process_group` was given a device: all ranks of
-    the job would have to take part. A job that is bound to a device takes groups of that device alone.
+    `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
+    different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
+    not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
+    job would have to take part. A job that is bound to a device allows groups of that device alone.
     """
     c10d: Any = torch.distributed.distributed_c10d
     device = c10d._get_default_group().bound_device_id or device
@@ -439,12 +438,12 @@ def named_group(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor, or a parameter's data, is of torch's own class, or stands for such a one in a fake mode."""
+    """Return True if a tensor, or a parameter's data, is a plain `Tensor` or a fake tensor, not another subclass."""
     return type(tensor.data) is Tensor or isinstance(tensor.data, _fake.FakeTensor)
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of which a subclass is made, if it tells them (`__tensor_flatten__`); a plain one itself."""
+    """Yield the plain tensors inside a tensor subclass that has `__tensor_flatten__`; yield a plain tensor itself."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
@@ -453,33 +452,33 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def keep_with_job(name: str, thing: Any) -> None:
-    """Keep a thing as long as the job has process groups: `destroy_process_group` forgets it.
+    """Keep a reference to `thing` until `destroy_process_group`.
 
-    Kept among torch's own tags of groups, which no public name reaches (2.11 to 2.15): a group of C++ takes no attributes.
+    The reference is among torch's tags of groups (no public name, 2.11 to 2.15), since C++ groups take no attributes.
     """
     torch.distributed.distributed_c10d._world.tags_to_pg[name] = [thing]
 
 
 def kept_with_job(name: str) -> list[Any]:
-    """What `keep_with_job` was given under names that begin so, since the job's groups were made."""
+    """Return the things that `keep_with_job` keeps under names that begin with `name`."""
     tags = torch.distributed.distributed_c10d._world.tags_to_pg
     return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
 
 
 def abandon_works(group: Any, works: list[Any]) -> None:
-    """Keep works of gloo in flight that nobody will wait for, and never destroy their group.
+    """Keep references to unfinished gloo works that nobody will wait for, and to their group, which is never destroyed.
 
-    Dropping a send or a receive closes its connection, and the destructor of a group waits for its collectives, at exit too,
-    up to the time-out. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
+    Deleting a send or receive closes its connection, and the destructor of a group waits for its collectives up to the
+    timeout, at exit too. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
     """
     keep_with_job(f"accordion/abandoned/{id(works)}", works)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...); no public name.
+    """Return the name of the backend of `group` for `device` ("nccl", "gloo", "fake", ...). No public name.
 
-    A group that is written in Python may be all there is: torch's own of threads in place of ranks, which its tests use.
+    A group written in Python may have no backends, such as the one with threads as ranks in torch's tests.
     """
     try:
         return str(group._get_backend(device).name()).lower()
@@ -490,16 +489,16 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def timeout_s_of_job() -> float:
-    """Seconds after which a collective of this job's process group fails. No public name."""
+    """Return the seconds after which a collective of the job's process group fails. No public name."""
     group: Any = torch.distributed.group.WORLD
-    types = [] if group is None else group._device_types  # none of a group that is written in Python
+    types = [] if group is None else group._device_types  # empty for a group written in Python
     options = getattr(group._get_backend(types[0]), "options", None) if types else None
-    found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
-    return float(found.total_seconds())
+    timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(timeout.total_seconds())
 
 
 def ranks_of(mesh: Any) -> list[int]:
-    """All ranks of a mesh by their number in the job; also where tensors made now are fake. No public name."""
+    """Return all ranks of `mesh` by their number in the job; works in a fake tensor mode too. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -507,21 +506,21 @@ def ranks_of(mesh: Any) -> list[int]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 by itself; of a kind that does not say, yes."""
-    ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    if ask is None:
+    """Return True if the device multiplies bfloat16 without emulation, or its module has no such query."""
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if is_supported is None:
         return True
-    return bool(ask(including_emulation=False) if device.type == "cuda" else ask())
+    return bool(is_supported(including_emulation=False) if device.type == "cuda" else is_supported())
 
 
 def runtime_version(device_type: str) -> str | None:
-    """Of the library that torch was built with for such devices (CUDA's, ROCm's, XPU's); None where torch does not say."""
-    known = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
-    return known or getattr(torch.version, device_type, None)
+    """Return the version of the runtime (CUDA, ROCm, XPU) that torch was built with; None if torch has none."""
+    version = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
+    return version or getattr(torch.version, device_type, None)
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """What makes events of a device module for which a thread waits without spinning; None where it has no such kind."""
+    """Return a factory of events on which a thread waits without spinning; it returns None if `module` has no such events."""
     try:
         module.Event(blocking=True)
     except TypeError:
@@ -530,17 +529,17 @@ def blocking_events(module: Any) -> Callable[[], Any]:
 
 
 def sleep_on_device() -> None:
-    """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; elsewhere nothing. No public name."""
+    """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; else do nothing. No public name."""
     if torch.cuda.is_available():
         torch.cuda._sleep(2_000_000)
 
 
 ASSERT_BYTES = 250
-"""CUDA's kernel is given the text by value and refuses 255 bytes (all versions)."""
+"""CUDA's kernel gets the text by value and refuses 255 bytes (all versions)."""
 
 
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Stop the device where `condition` is false, with the first `ASSERT_BYTES` of `text`; the host goes on. No public name."""
+    """Stop the device if `condition` is false, with the first `ASSERT_BYTES` of `text`; the host continues. No public name."""
     torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
@@ -549,14 +548,12 @@ def assert_on_device(condition: Tensor, text: str) -> None:
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DispatchMode = TorchDispatchMode
-"""Base of modes that see every operator and may act before it. No public name (all versions)."""
+"""Base class of modes that intercept every operator. No public name (all versions)."""
 
 
 class EagerMode(TorchDispatchMode):
-    """Base of modes under which nothing is compiled: torch's switch that keeps its compiler out costs a tenth of their time.
-
-    No public name (all versions).
-    """
+    """Base class of modes without torch's check for its compiler, which takes a tenth of their time; nothing is compiled under
+    them. No public name (all versions)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -564,35 +561,35 @@ class EagerMode(TorchDispatchMode):
 
 
 def mutates(func: Any) -> bool:
-    """Whether an operator, as a dispatch mode sees it, writes into one of its arguments. No public name."""
+    """Return True if an operator of a dispatch mode writes into one of its arguments. No public name."""
     return bool(func._schema.is_mutable)
 
 
 # -- for bench
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
-"""What a rank would import for seconds; none of it starts threads or looks for a device (all versions)."""
+"""Modules whose import takes seconds; none starts threads or looks for a device (all versions)."""
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from every other one that is alive. No public name."""
+    """Return a number that no other live storage has. No public name."""
     return int(storage._cdata)
 
 
 def fake_store() -> Any:
-    """A store for a process group of which only this rank exists; importing its module makes the backend "fake" known."""
+    """Return a store for a process group in which only this rank exists; the import registers the backend "fake"."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def group_name(group: Any) -> str:
-    """Under which name torch knows a process group; of C++ ones an attribute that is not documented (all versions)."""
+    """Return the name of a process group; C++ groups have it in an undocumented attribute (all versions)."""
     return str(group.group_name)
 
 
 def name_of_group(group: Any) -> str:
-    """Under which name torch knows a process group written in Python, which has none of its own. No public name."""
+    """Return torch's name of a process group written in Python, which has no name attribute. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
@@ -600,17 +597,17 @@ def name_of_group(group: Any) -> str:
 
 
 def is_wrap_policy(policy: object) -> bool:
-    """Whether `policy` is one of the policy objects of torch.distributed.fsdp.wrap; their base has no public name."""
+    """Return True if `policy` is a policy object of torch.distributed.fsdp.wrap; their base class has no public name."""
     return callable(getattr(policy, "_run_policy", None))
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The modules that a policy object names, with keyword arguments for the wrapper of each. No public name."""
+    """Return the modules that a policy object selects, each with the keyword arguments of its wrapper. No public name."""
     return dict(policy._run_policy(root, set(), arguments))
 
 
 def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
-    """The classes that FSDP's MixedPrecision leaves in float32, batch norms by default. No public name."""
+    """Return the classes that FSDP's MixedPrecision leaves in float32, by default batch norms. No public name."""
     return tuple(getattr(mixed, "_module_classes_to_ignore", ()))
 
 
@@ -618,9 +615,7 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """The mesh of which these are slices, with their axes in this order; also where tensors made now are fake. No public name;
-    torch's FSDP2 does the same.
-    """
+    """Return the mesh with the axes of all `slices`, as in torch's FSDP2; works in a fake tensor mode too. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -628,7 +623,7 @@ def joined_mesh(*slices: Any) -> Any:
 
 
 def flattened_mesh(mesh: Any, name: str) -> Any:
-    """The axes of a mesh as one; also where tensors made now are fake. No public name; torch's FSDP2 does the same."""
+    """Return `mesh` with its axes flattened into one, as torch's FSDP2 does; works in a fake tensor mode too. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -636,24 +631,24 @@ def flattened_mesh(mesh: Any, name: str) -> Any:
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
-    """Whether `grad_dtype` was set on a parameter, and to what: None takes gradients of any dtype.
+    """Return (True if `grad_dtype` was set on a parameter, its value); the value None allows gradients of any dtype.
 
-    Before torch 2.15, which keeps whether it was set, the parameter's own dtype counts as unset.
+    Before torch 2.15, which records if it was set, the parameter's own dtype counts as not set.
     """
-    asked = param.grad_dtype
-    was_set = getattr(param, "_has_grad_dtype_override", asked != param.dtype)
-    return bool(was_set), asked
+    dtype = param.grad_dtype
+    was_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
+    return bool(was_set), dtype
 
 
 def keep_grad_dtype(old: Tensor, new: Tensor) -> None:
-    """Let a leaf take gradients of the dtype that was set for another, if one was."""
-    was_set, asked = asked_grad_dtype(old)
+    """Copy `grad_dtype` from leaf `old` to leaf `new`, if it was set."""
+    was_set, dtype = asked_grad_dtype(old)
     if was_set:
-        new.grad_dtype = asked
+        new.grad_dtype = dtype
 
 
 def like_in(like: Tensor, dtype: torch.dtype) -> DTensor:
-    """A stand-in without memory for `as_dtensor(s)`: a DTensor placed as `like`, in another dtype. No public name."""
+    """Return a DTensor without memory, placed as `like`, with another dtype, as `like` of `as_dtensor`. No public name."""
     spec = copy.copy(like._spec)  # type: ignore[attr-defined]
     spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
     local = torch.empty(local_of(like).shape, dtype=dtype, device="meta")
@@ -661,9 +656,9 @@ def like_in(like: Tensor, dtype: torch.dtype) -> DTensor:
 
 
 def pass_hooks_by(mode: Any) -> Any:
-    """A mode of `create_selective_checkpoint_contexts` whose results no hook on saved tensors sees, as of ever; returns it.
+    """Set a mode of `create_selective_checkpoint_contexts` to hide its results from saved tensor hooks, and return it.
 
-    torch 2.15 warns of a choice to come where such hooks are around, and takes it from `checkpoint` alone. No public name.
+    This is the behaviour of all versions so far; torch 2.15 warns if it is not chosen under such hooks. No public name.
     """
     if hasattr(mode, "respect_saved_tensors_hooks"):
         mode.respect_saved_tensors_hooks = False
@@ -671,16 +666,16 @@ def pass_hooks_by(mode: Any) -> Any:
 
 
 def data_parallel_mesh_dims() -> Any:
-    """`torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has and 2.11 has not: None there."""
+    """Return `torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has; None in torch 2.11."""
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "DataParallelMeshDims", None)
 
 
 def fsdp_module_base() -> type:
-    """The class that FSDP2 mixes into modules, if torch's pipelines use its public methods alone (2.15 on), else `object`.
+    """Return FSDP2's class for modules if torch's pipelines use its public methods alone (2.15 on), else `object`.
 
-    Where they reach into what is behind it (2.11 to 2.14), a module that is no instance of it is an ordinary one to them.
+    In 2.11 to 2.14 pipelines use private state of its instances, and treat other modules as ordinary ones.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -688,21 +683,21 @@ def fsdp_module_base() -> type:
 
 
 def gradient_reduction_handle() -> type:
-    """What `FSDPModule.finalize_backward` returns an instance of (2.15 on), else `object`."""
+    """Return the class of the result of `FSDPModule.finalize_backward` (2.15 on), else `object`."""
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "GradientReductionHandle", object)
 
 
 def reduces_in_own_dtype() -> bool:
-    """Whether FSDP2 without a `reduce_dtype` reduces in the parameter's dtype (2.15 on), and not in that of the computation."""
+    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on) instead of the compute dtype."""
     import torch.distributed.fsdp as fsdp
 
     return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())
 
 
 def is_shard_placement_result(value: object) -> bool:
-    """Whether it is FSDP2's word for a parameter with a mesh of its own, which has no public name (2.13 on: 2.11 lacks it)."""
+    """Return True if `value` is FSDP2's `ShardPlacementResult`, for a parameter with its own mesh. No public name (2.13 on)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     kind = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -710,14 +705,14 @@ def is_shard_placement_result(value: object) -> bool:
 
 
 def composed_with(module: Any) -> set[str]:
-    """Names of torch's composable functions that were applied to a module, "replicate" and "fully_shard" among them."""
+    """Return the names of torch's composable functions that were applied to a module, such as "replicate"."""
     from torch.distributed._composable.contract import _get_registry
 
     return set(_get_registry(module) or ())
 
 
 def mark_fully_sharded(module: Any) -> None:
-    """Have torch's composable functions (`replicate`) leave a module's parameters alone, as those of its own `fully_shard`."""
+    """Have torch's composable functions (`replicate`) skip a module's parameters, as after torch's own `fully_shard`."""
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
@@ -736,9 +731,7 @@ def asks_for_values(error: BaseException) -> bool:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """A mode in which tensors have shapes and no memory. Of an operator that fails it says nothing beside the error, which torch
-    writes to the log with a traceback. No public name (all versions).
-    """
+    """Context manager for fake tensors, without torch's log of failed operators. No public name (all versions)."""
     log = logging.getLogger(_fake.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -749,28 +742,29 @@ def fake_tensors() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `Module.compile` was called, of it or of a module inside. No public name (all versions)."""
+    """Return True if `Module.compile` was called on the model or a module inside. No public name (all versions)."""
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """What `torch.compile` was given; other modules as they are. No public name (all versions)."""
+    """Return the module that `torch.compile` wrapped, or `model` if it is no wrapper. No public name (all versions)."""
     inner = vars(model).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else model
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""How a dispatch mode is asked for the device of a fake tensor: two of three calls."""
+"""The operator that reads the device of a fake tensor: two of three calls of a dispatch mode."""
 
 
 def told_device(tensor: Any) -> Any:
-    """The answer without the modes below; None where the tensor is no fake one. No public name (all versions)."""
+    """Return the device of a fake tensor without dispatch modes; None for other tensors. No public name (all versions)."""
     return tensor.fake_device if isinstance(tensor, _fake.FakeTensor) else None
 
 
 def fake_metadata(tensor: Any) -> Any:
-    """Shape, strides, dtype and device of a fake tensor, with its mode; None if its values are known too, or it is another kind
-    of tensor. No public name (all versions).
+    """Return (shape, strides, dtype, device) of a fake tensor; None for another kind, complex dtypes, and known values.
+
+    No public name (all versions).
     """
     if type(tensor) is not _fake.FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
@@ -780,9 +774,9 @@ def fake_metadata(tensor: Any) -> Any:
 
 
 def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
-    """Return a function that makes fake tensors like `tensor` in memory of their own, in a fifth of the time of the mode.
+    """Return a function that creates fake tensors like `tensor`, in a fifth of the time of the fake mode.
 
-    None if `tensor` does not fill its memory. No public name (all versions).
+    Returns None if `tensor` does not fill its storage. No public name (all versions).
     """
     metadata = fake_metadata(tensor)
     if metadata is None or tensor.storage_offset():
@@ -801,9 +795,9 @@ def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
 
 
 def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator that views a fake tensor, in a tenth of the time of the mode; None for other tensors.
+    """Return the result of a view operator on a fake tensor, in a tenth of the time of the fake mode; None for other tensors.
 
-    As in the mode, the operator's kernel for the meta device makes it. No public name (all versions).
+    As in the fake mode, the operator's kernel for the meta device computes it. No public name (all versions).
     """
     tensor: Any = args[0] if args else None
     if fake_metadata(tensor) is None:
@@ -813,16 +807,16 @@ def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
     if isinstance(out, Tensor):
         return _fake.FakeTensor(mode, out, device)
-    return type(out)(_fake.FakeTensor(mode, part, device) for part in out)
+    return type(out)(_fake.FakeTensor(mode, each, device) for each in out)
 
 
 def forget_references() -> None:
-    """Let `are_ours` find out anew what the counts of references are, which differ between real and fake tensors."""
+    """Have `are_ours` measure reference counts again; they differ between real and fake tensors."""
     _alone.cache_clear()
 
 
 def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator, as a dispatch mode sees it, was given for an argument; None where it has none of that name."""
+    """Return the value of an operator's argument `name` in a dispatch mode; None if the operator has no such argument."""
     names = [argument.name for argument in func._schema.arguments]
     if name in kwargs or name not in names:
         return kwargs.get(name)
@@ -834,32 +828,32 @@ WITHOUT_KERNEL = (
     *("aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift"),
     *("aten._unsafe_view", "aten.set_"),
 )
-"""How the names of operators begin that move no numbers; one of them has no public name."""
+"""Beginnings of the names of operators that run no kernel; one of them has no public name."""
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What an operator, as a dispatch mode sees it, was given, each with the name in its schema."""
-    given = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
-    return given + list(kwargs.items())
+    """Return (name in the schema, value) of each argument of an operator in a dispatch mode."""
+    positional = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
+    return positional + list(kwargs.items())
 
 
 def hooks_after_any_step() -> list[Any]:
-    """Return the hooks that torch calls after the step of every optimizer; they are listed under no public name."""
+    """Return the hooks that torch calls after the step of every optimizer. No public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
 
 
 def mutated_arguments(func: Any) -> list[str]:
-    """Names of the arguments into which an operator writes."""
+    """Return the names of the arguments into which an operator writes."""
     return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextmanager
 def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter `inside` wherever DTensor works out shapes by running an operator on tensors of the full shapes.
+    """Context manager that enters `inside()` while DTensor runs an operator on fake tensors of the full shapes.
 
-    Those are no part of a rank's step; torch's own FSDPMemTracker counts them (2.13). No public name (2.11 to 2.13).
+    These tensors are no part of a rank's step; torch's FSDPMemTracker counts them (2.13). No public name (2.11 to 2.13).
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -879,10 +873,10 @@ def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Ite
 
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let functions stand in the place of operators of aten on CPU tensors, for every caller and on every thread.
+    """Context manager that replaces aten operators on CPU tensors by `functions`, for all callers and threads.
 
-    Registered where autograd begins, so that it records what a function calls. Only for operators that are made of others, of
-    which nothing is registered there. What takes a library's functions away again has no public name (2.11 to 2.13).
+    They are registered for autograd, which records the operators that they call. Only for composite operators, which have no
+    kernel there. The method that removes the registration has no public name (2.11 to 2.13).
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -894,15 +888,14 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 
 
 def fake_collectives() -> None:
-    """Let torch's own collectives run on fake tensors; importing this module is what registers them (all versions)."""
+    """Register torch's collectives for fake tensors, by an import (all versions)."""
     import torch.distributed._tools.fake_collectives  # noqa: F401
 
 
 class WholeVectors:
-    """Mixed into `torch.optim.LBFGS`: it computes with vectors of all elements, in the same order on every rank.
+    """Mixin for `torch.optim.LBFGS` that computes with full vectors, equal on every rank.
 
-    DTensor does not flatten rows that do not divide by the ranks. The methods that read gradients and write parameters have no
-    public name (2.11 to 2.15).
+    DTensor cannot flatten rows that do not divide by the ranks. The overridden methods have no public name (2.11 to 2.15).
     """
 
     _params: list[Tensor]
@@ -911,12 +904,12 @@ class WholeVectors:
         return torch.cat([_whole(p, p.grad).flatten() for p in self._params])
 
     def _add_grad(self, step_size: Any, vector: Tensor) -> None:
-        parts = vector.split([p.numel() for p in self._params])
-        for p, part in zip(self._params, parts, strict=True):
-            change = part.view(p.shape)
+        chunks = vector.split([p.numel() for p in self._params])
+        for p, chunk in zip(self._params, chunks, strict=True):
+            change = chunk.view(p.shape)
             if isinstance(p, DTensor):
                 rows = distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None)
-                assert local_of(rows).shape == local_of(p).shape, "rows are where distribute_tensor puts them"
+                assert local_of(rows).shape == local_of(p).shape, "each rank has the rows of distribute_tensor"
                 change = as_dtensor(local_of(rows).to(local_of(p).device), p)
             p.add_(change, alpha=step_size)
 
@@ -932,26 +925,26 @@ def _whole(p: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the `step` in its instance is what torch's schedulers put there, to know of each step (all versions)."""
+    """Return True if a scheduler has replaced `optimizer.step` on the instance, to count steps (all versions)."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Put such a step there as a scheduler would now, in place of that of the class which the optimizer had before."""
+    """Replace `optimizer.step` on the instance as a scheduler does, for an optimizer whose class has changed since."""
     owner = ref(optimizer)
 
     @wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        held: Any = owner()
-        held._opt_called = True
-        return type(held).step(held, *args, **kwargs)
+        instance: Any = owner()
+        instance._opt_called = True
+        return type(instance).step(instance, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     vars(optimizer)["step"] = step
 
 
 def homes_of_fully_shard() -> list[Any]:
-    """The modules of torch from which programs import it; the second is older than the first and still in use (all versions)."""
+    """Return the modules of torch from which programs import `fully_shard`; the second is an older, still used one."""
     import torch.distributed._composable.fsdp as older
     import torch.distributed.fsdp as public
     import torch.distributed.fsdp._fully_shard as inner

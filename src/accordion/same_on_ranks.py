@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same: what `shard` is given, the model's structure, and values by checksum."""
+"""Check that all ranks have the same arguments of `shard`, model structure and values; values are compared by checksum."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from accordion.tensor_checksum import checksum, checksums
 from accordion.units import Owned
 
 log = logging.getLogger("accordion")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Facts = dict[str, str]
-"""What a rank holds, by a name that messages show; differences are told in this order."""
+"""What a rank has; keys are the names in messages, which list differences in the order of the dict."""
 
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 
@@ -36,31 +36,31 @@ SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 # -- any facts
 
 
-def differences(facts: Facts, watch: DivergenceMonitor, what: str) -> str:
-    """Empty where all ranks hold the same facts; else which ranks differ from the first, and in what. A collective.
+def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
+    """Return a text, equal on all ranks, that names the ranks whose `facts` differ from the first rank's, and the facts.
 
-    The answer is the same on all ranks. They compare a digest of 8 bytes, and only where these differ anything more is said.
-    `what` a rank does here, for the messages of those that wait for it.
+    The text is empty if all are equal. A collective: ranks compare a digest of 8 bytes, and send more only if digests differ.
+    `what`: what this rank does here, for messages of ranks that wait for it.
     """
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:16]
-    found = watch.meet({"what": what, "digest": digest})
-    if found is None:
+    digests = monitor.meet({"what": what, "digest": digest})
+    if digests is None:
         return ""
-    rank, first = dist.get_rank(), min(found)
-    heard = watch.meet({"what": what, "rank": rank, "facts": facts if rank == first else None})
-    assert heard is not None, "each rank says its own number"
-    theirs = heard[first]["facts"]
-    unlike = [
+    rank, first = dist.get_rank(), min(digests)
+    reports = monitor.meet({"what": what, "rank": rank, "facts": facts if rank == first else None})
+    assert reports is not None, "reports have different ranks"
+    theirs = reports[first]["facts"]
+    differing = [
         f"{name} {facts.get(name, 'not at all')} (rank {first}: {theirs.get(name, 'not at all')})"
         for name in dict.fromkeys([*theirs, *facts])
         if facts.get(name) != theirs.get(name)
     ]
-    told = watch.meet({"what": what, "rank": rank, "unlike": unlike[:SHOWN_FACTS], "num": len(unlike)})
-    assert told is not None, "each rank says its own number"
+    answers = monitor.meet({"what": what, "rank": rank, "unlike": differing[:SHOWN_FACTS], "num": len(differing)})
+    assert answers is not None, "reports have different ranks"
     each = [
-        f"rank {r} has {'; '.join(said['unlike'])}{_more(said['num'] - SHOWN_FACTS, 'more')}"
-        for r, said in told.items()
-        if said["num"]
+        f"rank {r} has {'; '.join(answer['unlike'])}{_more(answer['num'] - SHOWN_FACTS, 'more')}"
+        for r, answer in answers.items()
+        if answer["num"]
     ]
     return " / ".join(each[:SHOWN_RANKS]) + _more(len(each) - SHOWN_RANKS, "more ranks")
 
@@ -69,7 +69,7 @@ def _more(count: int, what: str) -> str:
     return f" and {count} {what}" if count > 0 else ""
 
 
-# -- what `shard` is given
+# -- arguments of `shard`
 
 
 def same_structure(
@@ -80,9 +80,9 @@ def same_structure(
     arguments: Mapping[str, str] | None = None,
     refused: UsageError | None = None,
 ) -> None:
-    """Raise `DivergenceError` on every rank where ranks hold other arguments, units or parameters, naming what differs.
+    """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks; the error names them.
 
-    `refused`: why this rank goes on no further, which it raises when the others have heard of it.
+    `refused`: this rank's own error, which it raises after the comparison, so that the other ranks do not wait for it.
     """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
@@ -97,30 +97,30 @@ def same_structure(
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
     facts = {"a refusal:": "none" if refused is None else str(refused), **facts}
-    unlike = differences(facts, monitor_of(context), "compares its model and settings")
+    differing = differences(facts, monitor_of(context), "compares its model and settings")
     if refused is not None:
         raise refused
-    if unlike:
+    if differing:
         raise DivergenceError(
-            f"ranks hold different models or settings: {unlike}; build the same model with the same arguments on every rank."
+            f"ranks hold different models or settings: {differing}; build the same model with the same arguments on every rank."
         )
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Dtype and shape. With `sync` a rank may have on the meta device what the first one has."""
+    """Return dtype, shape, placements and "on meta" as text. With `sync`, "on meta" is left out: it may differ between ranks."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
-    place = " on meta" if tensor.is_meta and not sync else ""
-    lies = f" as {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{place}"
+    device = " on meta" if tensor.is_meta and not sync else ""
+    placements = f" as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{placements}{device}"
 
 
 COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
-"""Fields of a sharding that are compared by unit or parameter, or in words of their own."""
+"""Fields of a `Sharding` that are not compared as they are, but by unit or parameter, or in another form."""
 
 
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
-    """Return the arguments of `shard` that hold for the whole model, on which ranks must agree."""
+    """Return the arguments of `shard` for the whole model, as text; they must be equal on all ranks."""
     changed, recomputed = sharding.as_config(), sharding.checkpointing
     asked = "none" if not recomputed.every else "full" if recomputed.every == 1 else f"every:{recomputed.every}"
     return {
@@ -134,18 +134,18 @@ def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collec
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """What ranks must agree on of each unit's settings, the root's first; of another unit only what is not the root's."""
+    """Return the settings of units that must be equal on all ranks: all of the root, which comes first, and others' changes."""
     facts: Facts = {}
     root: Facts = {}
     for name, precision, offload in zip(names, precisions, offloads, strict=True):
-        own = _settings(precision, offload)
-        facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in own.items() if v != root.get(key)}
-        root = root or own
+        settings = _settings(precision, offload)
+        facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in settings.items() if v != root.get(key)}
+        root = root or settings
     return facts
 
 
 def _settings(precision: Precision, offload: Offload) -> Facts:
-    """Of one unit. Folders of a tier and bytes of budgets may be each rank's own."""
+    # Folders of tiers and byte budgets may differ between ranks.
     kinds = ("params", "reduce", "output", "master", "buffers", "cast_inputs")
     places = {
         "params": offload.params,
@@ -162,12 +162,12 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
     }
 
 
-def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
-    """What `make` gives. Where it raises one of our errors on some rank it is raised on all: none goes on and waits for it."""
-    made: Made | None = None
+def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
+    """Return `make()`; if it raises a `UsageError` or `OffloadError` on any rank, every rank raises an error. A collective."""
+    result: Result | None = None
     error: AccordionError | None = None
     try:
-        made = make()
+        result = make()
     except (UsageError, OffloadError) as caught:
         error = caught
     failed, communicators = torch.tensor([float(error is not None)], device=context.device), _communicators(context)
@@ -177,27 +177,27 @@ def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
         raise error
     if communicators and failed.item():
         raise UsageError(
-            f"{int(failed.item())} other ranks refused what they were given, or could not get what it takes; they say why."
+            f"{int(failed.item())} other ranks refused their arguments or lack a resource; see their errors for the reason."
         )
-    assert made is not None, "what is made is an object"
-    return made
+    assert result is not None, "`make` returns an object"
+    return result
 
 
 # -- values
 
 
 def same_given(
-    given: Mapping[str, Any], watch: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
+    values: Mapping[str, Any], monitor: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
 ) -> str:
-    """Empty where all ranks were given tensors of the same forms and values, and `also` the same; else what differs.
+    """Return `differences` of the tensors in `values` (dtype, shape, values) and of `also`; empty if equal. A collective.
 
-    A collective. `given`: by a name that messages show; of what is no tensor its type is compared. `what` it is given to.
+    `values`: by name in messages; of objects that are no tensors the types are compared. `what`: the function they are given to.
     """
-    if not watch.listens:
+    if not monitor.listens:
         return ""
-    sums = checksums({key: t for key, t in given.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)})
-    facts = {key: f"{form_of(value)} {sums.get(key, '')}".rstrip() for key, value in given.items()}
-    return differences({**facts, **(also or {})}, watch, f"compares what {what} is given")
+    sums = checksums({key: t for key, t in values.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)})
+    facts = {key: f"{form_of(value)} {sums.get(key, '')}".rstrip() for key, value in values.items()}
+    return differences({**facts, **(also or {})}, monitor, f"compares what {what} is given")
 
 
 ValueOf = Callable[[Owned], Tensor | None]
@@ -210,99 +210,105 @@ def same_values(
     sync: bool,
     own_contexts: Mapping[int, ShardingContext] | None = None,
 ) -> ValueOf:
-    """What gives the value from which each parameter is cut, None for one on meta; with `sync` the first rank's, for all.
+    """Compare values between ranks, and return a function that gives the value from which each parameter is sharded.
 
-    Where ranks hold other values, of parameters or of buffers in the state dict, raises `DivergenceError` on every rank, naming
-    them. Other buffers are each rank's own: those that differ are told in a warning. `own_contexts`: by id, of parameters that
-    are the same on some of the ranks alone. With `sync` what is given must be called for every parameter, on all ranks in the
-    same order: it communicates, and one full parameter is in memory at a time.
+    The function returns None for a parameter on the meta device. With `sync` it returns the first rank's value; then all ranks
+    must call it for every parameter in the same order, since it communicates and only one full parameter is in memory at a time.
+
+    Args:
+        own_contexts: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.
+
+    Raises:
+        DivergenceError: on every rank, if parameters or buffers of the state dict differ. Other buffers get a warning.
     """
     communicators = _communicators(context)
     if sync and communicators:
         named = {f"parameter {o.names[0]!r}": o.original for o in owned}
-        made = _made_on_first(named, context)
-        taken = {id(o) for o, is_made in zip(owned, made, strict=True) if is_made}
-        return lambda o: first_ranks(o.original, context) if id(o) in taken else None
+        flags = _real_on_first(named, context)
+        real = {id(o) for o, is_real in zip(owned, flags, strict=True) if is_real}
+        return lambda o: first_ranks(o.original, context) if id(o) in real else None
     if communicators:
-        kept = dict(buffers_of(model))
-        others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
-        alone = own_contexts or {}
-        _same_on_their_ranks([o for o in owned if id(o) in alone], alone, context)
-        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in alone}
-        facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
-        unlike = differences(checksums(facts), monitor_of(context), "compares its values")
-        if unlike:
+        saved = dict(buffers_of(model))
+        others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in saved}
+        contexts = own_contexts or {}
+        _same_on_their_ranks([o for o in owned if id(o) in contexts], contexts, context)
+        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in contexts}
+        facts |= {f"buffer {name!r}": buffer for name, buffer in saved.items()}
+        differing = differences(checksums(facts), monitor_of(context), "compares its values")
+        if differing:
             raise DivergenceError(
-                f"values differ between ranks: {unlike}; seed every rank alike before building the model, load the same weights, "
-                "or pass sync=True to take the first rank's. A buffer that is meant to be each rank's own is one with "
-                "persistent=False: of others the first rank's is saved for all."
+                f"values differ between ranks: {differing}; use the same seed on every rank before building the model, load the "
+                "same weights, or pass sync=True to take the first rank's values. If each rank needs its own value of a buffer, "
+                "register it with persistent=False; of other buffers the first rank's value is saved for all."
             )
         forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
         sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
-        held = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
-        apart = differences(held, monitor_of(context), "compares its buffers")
-        if apart and all(communicator.rank == 0 for communicator in communicators):
+        texts = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
+        differing = differences(texts, monitor_of(context), "compares its buffers")
+        if differing and all(communicator.rank == 0 for communicator in communicators):
             log.warning(
-                "buffers outside of the state dict differ between ranks: %s; each rank keeps its own, and sync=True takes the "
+                "buffers outside of the state dict differ between ranks: %s; each rank keeps its own; pass sync=True to take the "
                 "first rank's.",
-                apart,
+                differing,
             )
-    return lambda o: None if o.original.is_meta else _part_of(o).detach()
+    return lambda o: None if o.original.is_meta else _local_of(o).detach()
 
 
-def _part_of(o: Owned) -> Tensor:
-    """What this rank holds of a parameter before it is sharded."""
+def _local_of(o: Owned) -> Tensor:
+    """Return this rank's tensor of a parameter before it is sharded."""
     return _torch.local_of(o.original) if isinstance(o.original, DTensor) else o.original
 
 
 def _same_on_their_ranks(
     owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
 ) -> None:
-    """Raise `DivergenceError` on every rank of the model where ranks of a parameter's own mesh hold other values of it."""
+    """Raise `DivergenceError` on every rank of the model if a parameter's values differ between the ranks of its own mesh."""
     if not owned:
         return
-    unlike = torch.zeros(len(owned), device=context.device)
+    differs = torch.zeros(len(owned), device=context.device)
     for i, o in enumerate(owned):
-        if not _part_of(o).is_meta:
-            low, high = extremes(checksum(_part_of(o)).to(context.device), _communicators(contexts[id(o)]))
-            unlike[i] = (low != high).item()
-    reduced(unlike, _communicators(context), dist.ReduceOp.MAX)
-    wrong = [o.names[0] for o, is_unlike in zip(owned, unlike.tolist(), strict=True) if is_unlike]
+        if not _local_of(o).is_meta:
+            low, high = extremes(checksum(_local_of(o)).to(context.device), _communicators(contexts[id(o)]))
+            differs[i] = (low != high).item()
+    reduced(differs, _communicators(context), dist.ReduceOp.MAX)
+    wrong = [o.names[0] for o, is_wrong in zip(owned, differs.tolist(), strict=True) if is_wrong]
     if wrong:
         listed = ", ".join(map(repr, wrong[:SHOWN_FACTS])) + _more(len(wrong) - SHOWN_FACTS, "more")
         raise DivergenceError(
-            f"values differ between ranks of a parameter's own mesh: {listed}; seed these ranks alike before "
-            "building the model, or load the same weights on them."
+            f"values differ between ranks of a parameter's own mesh: {listed}; use the same seed on these ranks before building "
+            "the model, or load the same weights on them."
         )
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """The first rank's value of a tensor, on the device; where this rank's is real it is overwritten. A collective."""
+    """Return the first rank's value of `tensor`, on the device. A collective; it overwrites `tensor` if that is on the device."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data
 
 
-def _made_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
-    """Which of them the first rank holds off the meta device, the same on all ranks. Raises `DivergenceError` on every rank
-    where another rank holds more than the first, whose values all shall take."""
+def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
+    """Return True for each tensor that is not on the meta device on the first rank; the list is equal on all ranks.
+
+    Raises `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective.
+    """
     if not named:
         return []
-    own = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
-    first = own.clone()
+    is_meta = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
+    first = is_meta.clone()
     broadcast([first], _communicators(context))
-    missing = first > extremes(own, _communicators(context))[0]
+    missing = first > extremes(is_meta, _communicators(context))[0]
     if missing.any():
         names = [name for name, is_missing in zip(named, missing.tolist(), strict=True) if is_missing]
         raise DivergenceError(
-            f"sync=True takes the first rank's values, and {len(names)} tensors are on the meta device there and real on another "
+            f"sync=True takes the first rank's values, but {len(names)} tensors are on the meta device there and real on another "
             f"rank, the first is {names[0]}; load the weights on the first rank, the others may be on meta."
         )
-    return [not is_meta for is_meta in first.tolist()]
+    return [not flag for flag in first.tolist()]
 
 
 def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Each buffer once, by name; without `all_of_them` those that a state dict holds."""
+    """Yield (name, buffer) of each buffer once: those of the state dict, or all with `all_of_them`."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -314,15 +320,15 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move buffers to the device and cast them as their units ask; with `sync` all take the first rank's.
+    """Move buffers to the device and cast them to their unit's precision; with `sync`, take the first rank's values.
 
-    `precisions`: by id of a unit's module, the root's among them.
+    `precisions`: by id of a unit's module; the root's must be among them.
     """
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
-        for buffer, is_made in zip(named.values(), _made_on_first(named, context), strict=True):
-            if is_made:
+        for buffer, is_real in zip(named.values(), _real_on_first(named, context), strict=True):
+            if is_real:
                 synced[id(buffer)] = first_ranks(buffer, context)
 
     def place(module: nn.Module, precision: Precision) -> None:
@@ -339,6 +345,6 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
 
 
 def _communicators(context: ShardingContext) -> list[Communicator]:
-    """Those on which somebody answers."""
+    """Return the communicators that have real other ranks."""
     communicators = [axis.gather for axis in (context.shard, context.replicate)]
     return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]

@@ -129,7 +129,7 @@ def ended(tmp_path, num_ranks, work, *args, timeout_s=TIMEOUT_S):
 @pytest.mark.parametrize(("num_ranks", "work"), [(2, partial(killed, background=True)), (3, killed_at_its_begin)])
 def test_a_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks, work):
     for waited_s, text in ended(tmp_path, num_ranks, work, tmp_path / "c"):
-        assert text.startswith("the checkpoint in the background was not written: rank 1 has ended without a word")
+        assert text.startswith("the checkpoint in the background was not written: rank 1 has ended without a report")
         assert waited_s < SOON_S
     assert not (tmp_path / "c").exists()
 
@@ -143,7 +143,7 @@ def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
 
 def test_a_rank_killed_in_a_save_of_a_sharded_model_is_named(tmp_path):
     ((_, text),) = ended(tmp_path, 2, killed_with_an_engine, tmp_path / "c")
-    assert "cannot agree on a checkpoint: rank 1 has ended without a word" in text
+    assert "cannot agree on a checkpoint: rank 1 has ended without a report" in text
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""`accordion doctor` finds each fault that is planted, says what it means and what to do, and finds none on a healthy machine."""
+"""`accordion doctor` finds each simulated fault, with its meaning and a remedy, and finds none on a healthy machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Found]:
-    """Exit code and findings by name."""
+    """Run `accordion doctor`; return (exit code, findings by name)."""
     capfd.readouterr()
     code = cli.main(["doctor", "--device", "cpu", "--json", *words])
     data = json.loads(capfd.readouterr().out)
@@ -51,7 +51,7 @@ def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Found
 def machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Found]]:
-    """The command as it looks at the machine, without ranks."""
+    """Return a function that runs the command on this machine with a simulated rank."""
 
     class NoTeam:
         def __init__(self, *_: Any) -> None:
@@ -89,7 +89,7 @@ def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_screen_says_what_to_do_where_something_is_to_be_done(
+def test_the_screen_shows_the_remedy_of_a_warning(
     machine: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "SLOW", 1e15)
@@ -97,19 +97,19 @@ def test_the_screen_says_what_to_do_where_something_is_to_be_done(
     out = capfd.readouterr().out
     assert "warning   " in out
     assert "means: a checkpoint of a billion parameters with AdamW takes" in out
-    assert "do: take a faster disk for --run.dir" in out
+    assert "do: use a faster disk for --run.dir" in out
     assert max(map(len, out.splitlines())) <= 110
     assert "problem: 0, " in out.splitlines()[-1]
 
 
 def torchrun(words: list[str], nproc: int) -> int:
-    """The command itself, whose ranks import for seconds what the tests' fork server has."""
+    """Run the command under torchrun; its ranks import for seconds, unlike those of the tests' fork server."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
     return subprocess.run([*run, "accordion", *words], check=False, stdin=subprocess.DEVNULL).returncode
 
 
 @pytest.mark.parametrize("run", [forked.under_torchrun, pytest.param(torchrun, marks=pytest.mark.slow)])
-def test_ranks_of_torchrun_look_together(
+def test_ranks_of_torchrun_run_one_exam(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], run: Callable[[list[str], int], int]
 ) -> None:
     words = ["doctor", "--device", "cpu", "--dir", str(tmp_path), "--json"]
@@ -150,7 +150,7 @@ def test_faults_of_ranks_are_found(
 
 
 def test_faults_between_machines() -> None:
-    """Of answers as several machines would give them."""
+    """The answers are those of several machines."""
     own = {"host": "a", "torch": "2.13.0", "right": True, "device_name": "NVIDIA H100 80GB HBM3"}
     own |= {"num_bytes": 10**7, "gather_s": 1.0, "copy_bytes_per_s": 1e9}
     group, _, rate = ranks.judged([own, {**own, "host": "b", "torch": "2.12.1"}], "cuda")
@@ -164,7 +164,7 @@ def test_faults_between_machines() -> None:
     assert (failed.severity, "rank 1 failed: RuntimeError: no kernel" in failed.found) == ("problem", True)
 
 
-def test_an_error_of_the_group_is_a_finding(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise BenchError("contender 'doctor' did not answer within 5 s on rank 1.")
 
@@ -220,11 +220,11 @@ def test_an_unsupported_torch_and_other_packages(machine: Any, monkeypatch: pyte
         ("3", False),
     ],
 )
-def test_ranges_of_versions(version: str, fits: bool) -> None:
+def test_version_ranges_are_compared(version: str, fits: bool) -> None:
     assert software.requirement_of("torch<2.16,>=2.11").takes(version) == fits
 
 
-def test_every_own_requirement_is_read() -> None:
+def test_all_requirements_of_this_package_are_parsed() -> None:
     for line in metadata.requires(software.NAME) or []:
         need = software.requirement_of(line)
         assert str(need).replace(" ", "").startswith(need.package)
@@ -232,7 +232,7 @@ def test_every_own_requirement_is_read() -> None:
         assert len(need.bounds) == sum(bool({*"<>=!"} & {*one}) for one in asked), line
 
 
-def test_devices_that_torch_does_not_see(tmp_path: Path) -> None:
+def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     cpu = Devices("cpu", 0)
     if torch.accelerator.is_available():
@@ -246,7 +246,7 @@ def test_devices_that_torch_does_not_see(tmp_path: Path) -> None:
 # -- faults of disks
 
 
-def test_a_slow_disk(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_a_warning(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "BUDGET_S", 0.2)
     for name in ("pwrite", "pread"):
         real = getattr(os, name)
@@ -257,15 +257,15 @@ def test_a_slow_disk(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         said(found, f"disk.{name}", "warning", "MB/s", "minutes")
 
 
-def test_a_full_disk(machine: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
     with disks.mounted(tmp_path / "memory", "size=4m") as folder:
         disks.fill(folder)
         code, found = machine("--dir", str(folder))
     assert code == 1
     said(found, "disk.write", "problem", "No space left")
-    said(found, "disk.space", "problem", "make room")
+    said(found, "disk.space", "problem", "free space")
 
 
-def test_a_finding_says_what_to_do() -> None:
+def test_a_finding_must_have_a_remedy() -> None:
     with pytest.raises(AssertionError, match="what to do"):
         Finding(check="a.b", severity="warning", found="it", means="that")

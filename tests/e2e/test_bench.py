@@ -104,7 +104,7 @@ def test_a_rank_that_fails_or_dies_ends_its_team(tmp_path):
     ):
         team.ask("dies")
     with pytest.raises(BenchError, match="contender 'A' did not answer within 0 s on rank 0"):
-        WorkerTeam("A", World(num_ranks=1, patience_s=0.0), Diary, ("A", ""))
+        WorkerTeam("A", World(num_ranks=1, timeout_s=0.0), Diary, ("A", ""))
 
 
 def test_what_a_rank_sends_is_counted():

@@ -253,7 +253,7 @@ def check_apart(mesh) -> list[str]:
     with logged() as messages:
         for step in range(4):
             check_step(mesh, model, plain, step, calls=step == 0 or mesh.get_rank() != step % 2)
-    return [message for message in messages if "different ways" in message]
+    return [message for message in messages if "call different units" in message]
 
 
 @IN_STREAMS

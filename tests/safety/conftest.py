@@ -1,4 +1,4 @@
-"""A pool of ranks for tests after which it cannot be used."""
+"""A pool of ranks for tests that make it unusable."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture
 def alone(world: Any) -> Iterator[Any]:
-    """The pool, started anew afterwards: what diverged ranks have left in their groups would meet the next test."""
+    """Return the pool, which restarts after the test: messages that diverged ranks left would reach the next test."""
     yield world
     world.close()

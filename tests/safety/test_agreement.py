@@ -1,4 +1,4 @@
-"""What ranks must share is compared before anything is changed: the message names the rank and both values, on every rank."""
+"""`shard` compares arguments, models and values before it changes anything; errors name the rank and both values everywhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def argued(mesh: Any) -> dict[str, str]:
-    """The message of this rank for each argument that rank 1 gives otherwise."""
+    """Return this rank's error for each argument that differs on rank 1."""
     texts = {}
     for name, (mine, others, _) in ARGUMENTS.items():
         model = models.plain()
@@ -75,7 +75,7 @@ def argued(mesh: Any) -> dict[str, str]:
     return texts
 
 
-def test_arguments_that_differ_are_named_with_both_values(world):
+def test_different_arguments_are_named_with_both_values(world):
     first, *others = world.run(3, argued)
     assert all(other == first for other in others)
     for name, (_, _, words) in ARGUMENTS.items():
@@ -118,7 +118,7 @@ def built(mesh: Any) -> dict[str, str]:
     return texts
 
 
-def test_models_that_differ_are_named_by_parameter_with_both_forms(world):
+def test_different_models_are_named_by_parameter_with_both_shapes(world):
     first, second = world.run(2, built)
     assert first == second
     for name, (_, words) in BUILDS.items():
@@ -129,7 +129,7 @@ def test_models_that_differ_are_named_by_parameter_with_both_forms(world):
 
 
 def meshed(mesh: Any) -> list[str]:
-    """Ranks give meshes of other groups; what each is told. Then all give the same one, and train."""
+    """Pass different meshes on different ranks and return the errors; then pass equal ones, and train."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
     rows, columns = mesh["shard"], mesh["replicate"]
     texts = []
@@ -167,8 +167,8 @@ def test_meshes_of_other_groups_are_named_on_every_rank(world):
     assert "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (4,) of ranks [0, 1, 2, 3]" in third
 
 
-def test_a_circle_is_told_when_two_looks_have_found_it():
-    """Posts are read one after the other, while their ranks go on: what was not there at the last look may be none."""
+def test_a_wait_cycle_is_reported_after_two_polls():
+    """Posts are read one after the other while their ranks continue, so a cycle in one poll may be no cycle."""
     store = dist.HashStore()
     mine, theirs, later = (
         meshes._MeshWait(store, rank, f"{name} of ranks [0, 1]", [0, 1])
@@ -193,8 +193,8 @@ def test_a_circle_is_told_when_two_looks_have_found_it():
 
 
 @on_mesh((2, 2), ("replicate", "shard"))
-def test_ranks_that_come_late_from_another_mesh_are_waited_for(mesh: Any) -> None:
-    """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
+def test_shard_waits_for_ranks_that_are_late_from_another_mesh(mesh: Any) -> None:
+    """Some ranks shard over another mesh first: the others wait, and all continue."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
     if rank == 3:
         time.sleep(1.5)
@@ -205,7 +205,7 @@ def test_ranks_that_come_late_from_another_mesh_are_waited_for(mesh: Any) -> Non
 
 
 def alone_on_it(mesh: Any) -> str:
-    """Rank 1 takes a mesh of its own; nobody comes to the one that rank 0 gives, and that says so within the job's time-out."""
+    """Rank 1 passes another mesh than rank 0, which raises within the job's timeout; return the error of rank 0."""
     text, both = "", mesh["replicate"].get_group()
     if dist.get_rank():
         acc.shard(models.plain(), mesh=mesh["shard"])
@@ -237,7 +237,7 @@ def valued(mesh: Any) -> str:
     return str(caught.value)
 
 
-def test_values_that_differ_name_the_rank_and_the_parameter(world):
+def test_different_values_are_named_by_rank_and_parameter(world):
     for text in world.run(3, valued):
         assert "rank 2 has parameter 'blocks.0.up.weight' with checksum " in text, text
         assert "rank 1" not in text, text
@@ -245,7 +245,7 @@ def test_values_that_differ_name_the_rank_and_the_parameter(world):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
-def test_a_checksum_counts_values_and_their_places(dtype):
+def test_a_checksum_depends_on_values_and_positions(dtype):
     tensor = torch.arange(1, 13).remainder(5).view(3, 4).to(dtype)
     swapped = tensor.clone()
     swapped[0, 0], swapped[2, 1] = tensor[2, 1].clone(), tensor[0, 0].clone()
@@ -287,12 +287,12 @@ def buffered(mesh: Any, strategy: acc.Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
-def test_buffers_of_the_state_dict_are_equal_others_are_each_ranks_own(world, strategy):
+def test_buffers_of_the_state_dict_must_be_equal_and_others_may_differ(world, strategy):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), buffered, STRATEGIES[strategy])
 
 
 @on_world(2)
-def test_statistics_of_a_batch_norm_that_differ_are_an_error(mesh: Any) -> None:
+def test_different_batch_norm_statistics_raise(mesh: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with torch.no_grad():
         model[1](torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_rank())))
@@ -333,12 +333,12 @@ def loaded_on_first(mesh: Any, strategy: acc.Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_first_rank_loads_and_the_others_are_on_meta(world, strategy):
+def test_sync_copies_the_first_rank_to_ranks_on_meta(world, strategy):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_on_first, STRATEGIES[strategy])
 
 
 @on_world(2)
-def test_the_first_rank_has_what_all_shall_take(mesh: Any) -> None:
+def test_sync_refuses_tensors_that_are_on_meta_on_the_first_rank_alone(mesh: Any) -> None:
     model = nn.Linear(8, 8, device="cpu" if mesh.get_rank() else "meta")
     with pytest.raises(
         acc.DivergenceError, match=r"2 tensors are on the meta device there .* the first is parameter 'weight'"
@@ -385,13 +385,13 @@ def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard_optim"])
-def test_full_tensors_that_differ_are_refused_before_anything_changes(world, strategy):
+def test_loading_different_full_tensors_raises_before_anything_changes(world, strategy):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
 
 
 @on_world(2)
-def test_rows_are_loaded_by_one_rank_alone(mesh: Any) -> None:
-    """A state dict of rows needs nobody else."""
+def test_one_rank_alone_can_load_its_shards(mesh: Any) -> None:
+    """Loading a sharded state dict is no collective."""
     model = acc.shard(models.plain(), mesh=mesh)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = held(model)
@@ -419,13 +419,13 @@ def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
 
 
 @pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=IN_STREAMS)])
-def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, num_steps):
+def test_a_load_on_the_first_rank_alone_is_reported_if_the_others_train(alone, num_steps):
     for text in alone.run(2, loads_alone, num_steps, True):
         assert "rank 0 loads full tensors (load_state_dict)" in text, text
         assert "rank 1 " in text, text
 
 
-def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
+def test_a_load_on_the_first_rank_alone_names_the_rank_that_never_joins(alone):
     text, _ = alone.run(2, loads_alone, 2, False)
     assert "this rank loads full tensors (load_state_dict)" in text
     assert "rank 1 is outside of the model" in text, text

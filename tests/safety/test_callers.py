@@ -1,4 +1,4 @@
-"""A sharded model is called by the process that sharded it, from one thread at a time; others are refused at once, by name."""
+"""Only the process that sharded a model may call it, from one thread at a time; other calls raise at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def called_in_a_child(mesh) -> str:
 
 @pytest.mark.cpu("a device does not outlive a fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_is_refused(world):
+def test_a_call_in_a_forked_process_is_refused(world):
     for said in world.run(2, called_in_a_child):
         assert said.startswith("UsageError: a sharded model was called in process")
-        assert "forked from process" in said
+        assert "a fork of process" in said
 
 
 def called_by_two_threads(mesh) -> list[str]:
@@ -74,7 +74,7 @@ def called_by_two_threads(mesh) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_second_thread_is_refused_and_the_first_goes_on(world, num_ranks):
+def test_a_call_from_a_second_thread_is_refused_and_the_first_continues(world, num_ranks):
     for said in world.run(num_ranks, called_by_two_threads):
         assert len(said) == 1, said
         assert said[0].startswith("UsageError: a sharded model was called from two threads at once")

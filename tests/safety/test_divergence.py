@@ -1,4 +1,4 @@
-"""Ranks that do different things: a named error on every rank within seconds, never a hang, never another unit's numbers."""
+"""Ranks that diverge get an error with both units on every rank within seconds: no hang, and no values of another unit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ IN_STREAMS = pytest.mark.cpu(
 
 @contextlib.contextmanager
 def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
-    """Ranks ask each other after half a second and not after four."""
-    before = divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S
-    divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = 0.5, 0.2, lost_s
+    """Context manager: ranks report a wait after half a second instead of four."""
+    before = divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S
+    divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = 0.5, 0.2, lost_s
     try:
         yield
     finally:
-        divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = before
+        divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = before
 
 
 # What rank 1 does where the others train, and what its message or theirs names.
@@ -59,7 +59,7 @@ def goes(model: nn.Module, how: str, step: int) -> None:
 
 
 def apart(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
-    """The message of this rank after `steps` good steps."""
+    """Return this rank's error if ranks diverge after `steps` correct steps."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
     for step in range(steps):
         one_loss(model, step).backward()
@@ -71,7 +71,7 @@ def apart(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) ->
 
 
 def go_on(model: nn.Module, how: str) -> None:
-    """Where the first step after does not show it, ranks wait for each other in the next."""
+    """Run three steps in which rank 1 diverges; if the first one does not raise, a later one does."""
     for step in range(3):
         if dist.get_rank() == 1:
             goes(model, how, step)
@@ -84,35 +84,35 @@ def named(texts: list[str], how: str) -> bool:
 
 
 @pytest.mark.parametrize(("how", "num_ranks"), [(how, 2 + i % 2) for i, how in enumerate(ELSEWHERE)])
-def test_in_the_first_step_every_rank_names_the_units(alone, how, num_ranks):
-    """Ranks come to each step of it together, so both values and ranks are in the message."""
+def test_divergence_in_the_first_step_names_the_units_on_every_rank(alone, how, num_ranks):
+    """Ranks agree on each unit of the first step, so the error has both units and ranks."""
     texts = alone.run(num_ranks, apart, acc.FULL_SHARD, how, 0)
     assert named(texts, how), texts
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("how", ELSEWHERE)
-def test_in_a_later_step(alone, how):
+def test_divergence_in_a_later_step_is_named(alone, how):
     texts = alone.run(2, apart, acc.FULL_SHARD, how, 2)
     assert named(texts, how), texts
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"no_shard", "hybrid_shard"}.__contains__))
-def test_in_a_later_step_of_every_strategy(alone, strategy):
+def test_divergence_in_a_later_step_is_named_with_every_strategy(alone, strategy):
     strategy = STRATEGIES[strategy]
     texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)
     assert all("unit" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_asked_for_it_is_named_in_any_step(alone, strategy):
+def test_debug_order_names_divergence_in_any_step(alone, strategy):
     texts = alone.run(2, apart, STRATEGIES[strategy], "forwards_again", 2, debug="order")
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
 def saves_alone(mesh, folder: str) -> str:
-    """The first rank saves alone, as a program with an unsharded model does."""
+    """Save on the first rank alone, as a program with an unsharded model does."""
     model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
     for step in range(2):
         one_loss(model, step).backward()
@@ -125,13 +125,13 @@ def saves_alone(mesh, folder: str) -> str:
 
 
 @IN_STREAMS
-def test_what_is_of_all_ranks_and_done_by_one_is_named(alone, tmp_path):
+def test_a_collective_of_one_rank_alone_is_named(alone, tmp_path):
     for text in alone.run(2, saves_alone, str(tmp_path)):
         assert "rank 0 saves a checkpoint, rank 1 gathers unit 0 (root)" in text
 
 
 def raises_alone(mesh, steps: int) -> str:
-    """Rank 1 raises in its forward; the others wait for it in vain."""
+    """Raise in the forward of rank 1, for which the others wait; return their errors."""
     model = acc.shard(models.plain(), mesh=mesh)
     for step in range(steps):
         one_loss(model, step).backward()
@@ -153,18 +153,21 @@ def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
 def never_comes(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     if dist.get_rank() == 0:
-        with impatient(lost_s=2.0), pytest.raises(acc.DivergenceError, match=r"begins a forward .* nothing new in 2 s"):
+        with (
+            impatient(lost_s=2.0),
+            pytest.raises(acc.DivergenceError, match=r"begins a forward .* no progress for 2 s"),
+        ):
             one_loss(model)
     leave_together(mesh)  # without a word, as one that waits on its device
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_without_end(alone):
+def test_a_wait_for_a_rank_that_never_joins_ends(alone):
     alone.run(2, never_comes)
 
 
 @on_world(2)
-def test_a_rank_that_comes_late_is_waited_for(mesh) -> None:
-    """A rank that comes late is no error."""
+def test_a_late_rank_is_no_error(mesh) -> None:
+    """A rank that joins late raises no error."""
     model = acc.shard(models.plain(), mesh=mesh)
     with impatient():
         for step in range(2):
@@ -186,7 +189,7 @@ class Spoils(torch.autograd.Function):
 
 
 def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
-    """On the last rank alone something becomes NaN or inf in the second step; what every rank says then."""
+    """Create NaN or inf on the last rank alone in the second step; return this rank's error."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="finite")
     one_loss(model, 0).backward()
     block = model.blocks[1]
@@ -204,7 +207,7 @@ def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["parameters", "forward", "backward"])
-def test_nan_and_inf_are_found_in_the_unit_and_phase_where_they_came_up(world, where):
+def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, where):
     for strategy in STRATEGIES.values():
         texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
         assert len(set(texts)) == 1
@@ -215,7 +218,7 @@ def test_nan_and_inf_are_found_in_the_unit_and_phase_where_they_came_up(world, w
 
 
 @on_world(2)
-def test_finite_numbers_pass(mesh) -> None:
+def test_finite_values_pass(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
     for step in range(2):
         one_loss(model, step).backward()

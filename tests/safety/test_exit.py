@@ -1,4 +1,4 @@
-"""A rank that fails alone ends at once: nothing at the exit of its process waits for other ranks or for its device."""
+"""A rank that fails alone exits at once, without waiting for other ranks or for its device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Outcomes = dict[str, tuple[int | None, str, bool]]
 
 
 def fail_alone(device: str, folder: Path) -> Outcomes:
-    """Run `tests.support.fails_alone` for all of ALONE at a time; the time-out of their process groups is 900 s."""
+    """Run `tests.support.fails_alone` for all of ALONE at once; the timeout of the process groups is 900 s."""
     done = run_python("-m", "tests.support.fails_alone", device, folder, *ALONE, timeout_s=EXIT_S + 60)
     assert done.returncode == 0, done.stderr
     outcomes: Outcomes = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Exceptions, the end of a model, and what is refused: the model is usable after it, or its memory is back."""
+"""After an exception or a refusal a model is usable, and after its end its memory is freed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.support.sample import sampled
 
 
 class RaisesBack(torch.autograd.Function):
-    """The identity, whose backward raises."""
+    """Identity with a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
@@ -54,7 +54,7 @@ class RaisesBack(torch.autograd.Function):
 
 
 class Fails(Pair):
-    """Raises where and what it is told."""
+    """Module that raises a given error at a given point."""
 
     where: str | None = None
     error: type[BaseException] = PlantedError
@@ -74,7 +74,7 @@ def raises(*_: Any) -> None:
 
 
 def planted(model: Chain, name: str) -> list[Any]:
-    """Make the second of three units fail; returns handles of hooks."""
+    """Make the second of three units fail; return the handles of the hooks."""
     unit = model.units[1]
     kind, _, what = name.partition(": ")
     if kind != "hook":
@@ -116,7 +116,7 @@ def failing(name: str) -> tuple[Callable[[], Chain], dict[str, Any], str]:
 
 
 def run_failing(model: Chain) -> None:
-    """A step that fails; nothing of it stays but what is in the engine."""
+    """Run a step that fails, and keep no reference to it outside of the engine."""
     with pytest.raises((PlantedError, KeyboardInterrupt)):
         plain_run(model, 0)
 
@@ -162,7 +162,7 @@ def test_after_an_exception_the_model_is_as_before(world, name, num_ranks):
 
 
 def watched(model: Chain) -> list[weakref.ref[Any]]:
-    """What must go with the model: modules, units, the memory of shards and of full parameters."""
+    """Return weak references to all that must be freed with the model: modules, units, memory of shards and full parameters."""
     found: list[Any] = [model, *model.units, model.first]
     for unit in units_of(model):
         found += [unit, *unit.groups, *(g.shard_buffer for g in unit.groups)]
@@ -220,7 +220,7 @@ ENDS = [
 
 @pytest.mark.parametrize("when", ENDS)
 @on_ranks
-def test_a_deleted_model_lets_its_memory_go_at_once(world, when, num_ranks):
+def test_a_deleted_model_frees_its_memory_at_once(world, when, num_ranks):
     world.run(num_ranks, deleted, when)
 
 
@@ -232,12 +232,12 @@ def deleted_between(mesh) -> None:
         out.sum().backward()
 
 
-def test_a_model_deleted_before_the_backward_is_a_named_error(world):
+def test_a_backward_after_the_model_was_deleted_raises(world):
     run_on_all(world, deleted_between, ranks=FEW)
 
 
 @on_world(2)
-def test_copies_and_pickles_are_refused_with_the_way_to_do_it(mesh) -> None:
+def test_copies_and_pickles_are_refused_with_advice(mesh) -> None:
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     plain_run(model, 0)
     for target in (model, model.units[0], nn.Sequential(model)):
@@ -253,7 +253,7 @@ def test_copies_and_pickles_are_refused_with_the_way_to_do_it(mesh) -> None:
 @pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
 @on_world(2)
 def test_the_backward_of_a_graph_older_than_the_weights_is_refused(mesh, strategy: acc.Strategy) -> None:
-    """forward - step - backward of the old graph: torch refuses weights that were written since, and so must shards."""
+    """Forward, step, backward of the old graph: torch refuses modified weights, and so must a sharded model."""
     plain = seeded(Chain)
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
     for m in (plain, model):
@@ -277,7 +277,7 @@ def test_the_backward_of_a_graph_older_than_the_weights_is_refused(mesh, strateg
 
 @pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
 @on_world(2)
-def test_what_comes_in_after_shard_is_refused(mesh, how: str) -> None:
+def test_parameters_added_after_shard_are_refused(mesh, how: str) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     tokens, _ = batch(model)
     model(tokens)
@@ -294,7 +294,7 @@ def test_what_comes_in_after_shard_is_refused(mesh, how: str) -> None:
     if how in ("a frozen one", "another model"):
         model(tokens)
         return
-    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
+    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' was added to the model after shard\(\)"):
         model(tokens)
     with acc.full_params(model):
         model.blocks[0](torch.zeros(1, 2, 32, device=device()))  # full parameters in the registry are no additions
@@ -306,7 +306,7 @@ def test_what_comes_in_after_shard_is_refused(mesh, how: str) -> None:
 
 
 def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
-    """The side streams have no memory for the start of communication number `at`."""
+    """Have the side streams run out of memory at the start of communication number `at`."""
     plain, count = SideStream.start, itertools.count()
 
     def start(side_stream: SideStream, *args: Any) -> Any:
@@ -318,14 +318,14 @@ def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def two_dtypes() -> nn.Module:
-    """Units that are gathered in two dtypes: batch norms stay in float32."""
+    """Return a model whose units are gathered in two dtypes: batch norms stay in float32."""
     parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*parts, nn.Linear(16, 16))
 
 
 @on_mesh((2, 2), ("replicate", "shard"))
 def test_a_gather_that_could_not_begin_is_begun_anew(mesh) -> None:
-    """As a loop does that catches the error and goes on with what fits."""
+    """A loop catches the error and continues with a batch that fits."""
     x, found = torch.randn(4, 16).to(device()), []
     for at in (-1, *range(8)):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that train on the same data are warned of once; other equal inputs are not."""
+"""If data-parallel ranks train on the same data, there is one warning; other equal inputs cause none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARNS = "got the same inputs in their first two training steps"
 
 
 class Net(nn.Module):
-    """Takes data, a mask, and any object that hides its tensors; `recomputes` its layers in the backward."""
+    """Model of data, a mask, and an object that hides its tensors; `recomputes` its layers in the backward."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def trains(mesh: Any, strategy: acc.Strategy, name: str, recomputes: bool = Fals
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_equal_inputs_are_warned_of_once_if_they_are_data(world, name):
+def test_ranks_warn_once_of_equal_inputs(world, name):
     assert world.run(2, trains, acc.FULL_SHARD, name) == [STEPS[name][1], False]
 
 
@@ -108,7 +108,7 @@ def test_a_recomputed_forward_counts_once(world):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_under_every_strategy(world, strategy):
+def test_equal_inputs_are_found_with_every_strategy(world, strategy):
     for name in ("the same batches", "batches of each rank"):
         said = world.run_mesh(*mesh_of(strategy), trains, strategy, name)
         assert said == [STEPS[name][1], *[False] * (len(said) - 1)]
@@ -116,7 +116,7 @@ def test_under_every_strategy(world, strategy):
 
 @on_mesh((2,), ("dp_cp",))
 def test_ranks_that_share_data_are_not_compared(mesh: Any) -> None:
-    """Over an axis of sequence parallelism ranks have one batch."""
+    """Ranks of a sequence parallel axis have the same batch."""
     engine = engine_of(acc.shard(Net(), mesh))
     assert engine is not None
     assert engine.observers.find(FirstInputs) is None
@@ -127,7 +127,7 @@ def digest(tensors: list[Tensor]) -> int | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.complex64])
-def test_a_digest_is_of_all_tensors(dtype: torch.dtype) -> None:
+def test_a_digest_depends_on_all_tensors(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     same, other = digest([torch.ones(()), tensor]), digest([torch.zeros(()), tensor])
     assert same == digest([torch.ones(()), tensor.clone().T]) != other

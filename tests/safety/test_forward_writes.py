@@ -1,4 +1,4 @@
-"""Writes to parameters that no version counter sees: they take effect, or are refused with what to write in their place."""
+"""Writes to parameters that no version counter sees take effect, or are refused with advice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def nothing(weight: Tensor) -> None:
 
 
 class Layer(nn.Linear):
-    """Writes into its weight in each forward in training."""
+    """Layer that writes into its weight in each training forward."""
 
     write: Callable[[Tensor], None] = staticmethod(nothing)
 
@@ -49,7 +49,7 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Sequential):
-    """Layers of which the forward may leave some out."""
+    """Layers, some of which a forward may skip."""
 
     def __init__(self, write: Callable[[Tensor], None] = nothing) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def step(model: nn.Module, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
 
 
 def step_and_read(model: nn.Module) -> None:
-    """Step once; on a device the result of the check is read when it is on the host, at the end of the next forward."""
+    """Step once, and on a device once more, whose forward reads the result of the check."""
     step(model)
     if device().type != "cpu":
         torch.accelerator.synchronize()
@@ -87,7 +87,7 @@ def full(model: nn.Module) -> list[Tensor]:
 
 
 def written(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
-    """Refused by the unit's name if full parameters are freed, and kept if shards are the full parameters."""
+    """A write raises with the unit's name if full parameters are freed, and takes effect if shards are the full parameters."""
     for write, is_frozen in ((normalise, False), (flip, True)):
         plain, model = Net(write), Net(write)
         for m in (plain, model):
@@ -111,16 +111,16 @@ def written(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
     [{}, {"checkpoint_activations": "full"}, {"precision": acc.Precision(params=torch.bfloat16)}],
     ids=["plain", "checkpointed", "bf16"],
 )
-def test_a_write_through_data_is_refused_or_kept(world, options):
+def test_a_write_through_data_is_refused_or_takes_effect(world, options):
     run_all(world, partial(written, options=options))
 
 
-def test_a_write_through_data_on_one_rank_alone(world):
+def test_a_write_through_data_on_one_rank_alone_raises(world):
     world.run(1, written, acc.FULL_SHARD, {})
 
 
 @on_world(2)
-def test_a_write_through_data_under_fully_shard(mesh) -> None:
+def test_a_write_through_data_raises_under_fully_shard(mesh) -> None:
     model = Net(normalise)
     for layer in model:
         compat.fully_shard(layer, mesh=mesh)
@@ -231,7 +231,7 @@ OFFLOADS = [
 
 
 def written_in_place(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
-    """As averages are put in the place of weights for an evaluation: full copies that are kept must follow."""
+    """Full parameters that stay in memory must follow, as if averages replace weights for an evaluation."""
     plain, model = Net(), acc.shard(Net(), mesh=mesh, units={Layer}, strategy=strategy, **options)
     x = torch.ones(2, 6, device=device())
     tolerance = 0.05 if "precision" in options else 1e-6

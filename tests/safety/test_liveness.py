@@ -1,4 +1,4 @@
-"""The failure detector without sockets: what ranks report of each other, and how it is worded."""
+"""The failure detector without sockets: reports of ranks, and their sentences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_poll_returns_the_first_answer_or_none_in_time() -> None:
     assert poll(lambda: None, 0.0) is None
 
 
-def test_a_wait_that_is_long_is_told_once() -> None:
+def test_once_after_calls_once() -> None:
     told: list[str] = []
     look = once_after(2.0, lambda: told.append("slow"))
     for waited_s in (1.0, 3.0, 4.0):
@@ -44,14 +44,14 @@ def test_a_wait_that_is_long_is_told_once() -> None:
 
 
 def test_a_message_is_one_line() -> None:
-    message = Post(rank=1, model="m", said={"what": "gathers\n\u00e9"})
+    message = Post(rank=1, model="m", report={"what": "gathers\n\u00e9"})
     line = encoded(message)
     assert line.count(b"\n") == 1
     assert decoded(line.rstrip(b"\n")) == message
     assert decoded(b"Fatal Python error: Aborted") is None
 
 
-def test_a_meeting_ends_when_all_have_come_and_says_what_differs() -> None:
+def test_a_meeting_ends_when_all_have_joined_and_returns_reports_that_differ() -> None:
     hubs = hubs_of(3)
     for second in ("a", "b"):
         hubs[1].arrive("m", 3, "a", wakes=True)
@@ -63,12 +63,12 @@ def test_a_meeting_ends_when_all_have_come_and_says_what_differs() -> None:
         for hub in hubs:
             over = hub.over("m")
             assert over is not None
-            assert over.said is None if second == "a" else [tuple(one) for one in over.said or []] == said
+            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == said
             assert not hub.is_called("m")
             assert hub.over("m") is None
 
 
-def test_the_first_cause_is_told_and_an_echo_only_without_one() -> None:
+def test_cause_returns_the_first_error_and_a_secondary_one_only_without_it() -> None:
     hubs = hubs_of(4)
     hubs[2].say_ended("waited in vain", echo=True)
     hubs[2].say_ended("is not said twice")
@@ -82,7 +82,7 @@ def test_the_first_cause_is_told_and_an_echo_only_without_one() -> None:
     assert hubs[3].gone([1, 2]) == (2, "waited in vain")
 
 
-def test_a_closed_connection_is_an_end_unless_the_rank_has_said_why() -> None:
+def test_a_closed_connection_is_an_end_unless_the_rank_reported_one() -> None:
     hubs = hubs_of(3)
     hubs[0].receive(HasEnded(rank=1, text="failed: ValueError"))
     for rank in (1, 2):
@@ -90,7 +90,7 @@ def test_a_closed_connection_is_an_end_unless_the_rank_has_said_why() -> None:
     assert hubs[0].lost == {1: "failed: ValueError", 2: wording.SILENT_END}
 
 
-def test_ranks_say_where_they_are() -> None:
+def test_ranks_report_their_positions() -> None:
     hubs = hubs_of(3)
     hubs[1].position.phase, hubs[2].position.doing = "in the forward of step 2", "gathers unit 1"
     where = hubs[2].where([0, 1, 2])
@@ -100,7 +100,7 @@ def test_ranks_say_where_they_are() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = "nothing is heard of rank {}, whose process has not begun, is stopped, or hangs"
+    silent = "there is no answer from rank {}, whose process has not started, is stopped, or hangs"
     first, last = hub_of(0, 4), hub_of(3, 4)
     first.receive(HasEnded(rank=1, text=wording.LOST_END.format(12)))
     first.receive(HasEnded(rank=7, text="is of another model"))
@@ -120,7 +120,7 @@ def test_the_first_rank_compares_steps() -> None:
     assert [hub.steps_differ_at("m") for hub in hubs] == [2 + hub_module.NOTICED_STEPS] * 3
 
 
-def test_our_own_error_is_an_echo_if_it_names_another_rank() -> None:
+def test_our_own_error_is_secondary_if_it_names_another_rank() -> None:
     error = DivergenceError("rank 1 has ended")
     assert not wording.is_echo(error)
     error.of_rank = 1
@@ -129,7 +129,7 @@ def test_our_own_error_is_an_echo_if_it_names_another_rank() -> None:
 
 
 def effects_of_shard(mesh: Any) -> set[str]:
-    """The names of the threads that it starts."""
+    """Call `shard`; return the names of the threads that it starts."""
     before = sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM)
     threads = set(threading.enumerate())
     acc.shard(models.plain(), mesh=mesh)
@@ -146,14 +146,14 @@ def test_shard_starts_one_thread_and_leaves_hooks_alone(world: Any) -> None:
 # -- how it is worded
 
 
-def test_files_of_torch_are_known_as_such_through_a_link(tmp_path: Path) -> None:
+def test_files_of_torch_are_recognised_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "torch")
     for name in ("torch", "link"):
         assert f"{tmp_path}/{name}/" in wording.spellings(f"{tmp_path}/link/__init__.py")
 
 
-def test_an_error_that_is_handled_is_told_with_its_place() -> None:
+def test_a_handled_error_is_reported_with_its_place() -> None:
     try:
         raise ValueError("bad sample\nand more")
     except ValueError as error:
@@ -173,17 +173,17 @@ Thread 0x02 (most recent call first):
 
 
 @pytest.mark.parametrize(("first", "line"), [("Thread", 321), ("Current thread", 7)])
-def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
+def test_a_crash_is_reported_with_the_line_of_the_crashed_or_the_main_thread(
     monkeypatch: pytest.MonkeyPatch, first: str, line: int
 ) -> None:
     monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
     told = wording.end_of(WORDS.format(first=first).splitlines())
-    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo lets a process crash")
+    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
     assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 
 def waited_behind(handled: BaseException, waits: int) -> BaseException:
-    """What comes of `handled` where so many handlers around it wait in vain."""
+    """Return the error that follows `handled` if `waits` nested handlers each wait for others and time out."""
     try:
         try:
             if waits == 1:
@@ -200,7 +200,7 @@ def waited_behind(handled: BaseException, waits: int) -> BaseException:
     [(ValueError("bad sample"), " while it handles ValueError: bad sample"), (RuntimeError("gloo: Broken pipe"), "")],
 )
 @pytest.mark.parametrize("waits", [1, 2])
-def test_who_waits_in_vain_while_it_handles_an_error_tells_of_that_and_of_no_other_wait(
+def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wait(
     waits: int, handled: Exception, says: str
 ) -> None:
     text = wording.failure(waited_behind(handled, waits), "after the backward of step 2")
@@ -211,7 +211,7 @@ def test_who_waits_in_vain_while_it_handles_an_error_tells_of_that_and_of_no_oth
     ), text
 
 
-def test_who_waits_in_vain_because_it_was_interrupted_tells_of_that() -> None:
+def test_a_wait_that_fails_after_an_interrupt_reports_the_interrupt() -> None:
     for waits in (1, 2):
         text = wording.failure(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
         assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"

@@ -1,4 +1,4 @@
-"""A sharded parameter that meets a plain tensor: torch's error gets a note with the ways out, or is replaced by ours."""
+"""An operator with a sharded parameter and a plain tensor: torch's error gets a note with advice, or is replaced by ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 class Clip(nn.Module):
-    """Two towers, a scale that the loss uses, and parts that people call by hand."""
+    """Two towers, a scale that the loss uses, and submodules that users call directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ TOKENS, IMAGE, ROWS = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.r
 
 
 def in_a_loss(loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any], None]:
-    """A step whose loss has a term on sharded weights, which makes all of it a DTensor."""
+    """Run a step whose loss has a term with sharded weights, so that the loss is a DTensor."""
 
     def step(model: Any) -> None:
         out = model(TOKENS, IMAGE)
@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 @on_world(2)
-def test_a_sharded_parameter_beside_a_plain_tensor_is_torchs_error_with_advice_or_ours(mesh: Any, name: str) -> None:
+def test_mixing_a_sharded_parameter_and_a_plain_tensor_raises_advice(mesh: Any, name: str) -> None:
     torch.manual_seed(0)
     model = acc.shard(Clip(), mesh, units={Block})
     mistake, says = MISTAKES[name]
@@ -95,8 +95,8 @@ def test_a_sharded_parameter_beside_a_plain_tensor_is_torchs_error_with_advice_o
 
 
 @on_world(2)
-def test_a_term_on_weights_as_the_advice_says(mesh: Any) -> None:
-    """As the advice says: gradients are those of the unsharded model."""
+def test_a_loss_term_written_as_advised_has_the_right_gradients(mesh: Any) -> None:
+    """The gradients equal those of the unsharded model."""
     torch.manual_seed(0)
     plain = Clip()
     model = acc.shard(copy.deepcopy(plain), mesh, units={Block})
@@ -127,7 +127,7 @@ model(TOKENS, IMAGE)
 """
 
 
-def test_an_error_that_ends_the_program_has_the_advice_and_other_ranks_hear_of_one_that_wrote_alone(tmp_path):
+def test_an_error_that_ends_the_program_prints_the_advice_and_reaches_other_ranks(tmp_path):
     pytest.importorskip("safetensors")
     run_python("-c", PROGRAMS, tmp_path)  # until none of them has its output open
     said = {path.name: path.read_text() for path in tmp_path.glob("*[01]")}

@@ -1,4 +1,4 @@
-"""What users of other engines complained of, as far as no other test holds it; the numbers are of a collection of complaints."""
+"""Complaints of users of other engines that no other test covers; the numbers are those of a collection of complaints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TiedStack(nn.Module):
 
 
 def load_tied(mesh, folder: str) -> tuple[int, int, int]:
-    """Bytes that a rank took at most to shard and load, on the host and on a device, and its shard.
+    """Return the peak bytes to shard and load, on the host and on a device, and the bytes of the shard.
 
     A simulated device's memory is the host's, and counts as the device's.
     """
@@ -66,10 +66,10 @@ def load_tied(mesh, folder: str) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted where Linux tells it")
 def test_03_04_05_loading_takes_the_full_model_on_every_rank(world, tmp_path):
-    """Tied weights, no efficient loading, twice the memory: a rank takes its shard, and less than one tensor beside it.
+    """Complaint: tied weights, no efficient loading, twice the memory. A rank needs its shard and less than one more tensor.
 
-    On a device the places of full parameters are laid out as well, those of the largest unit at once as a forward has them;
-    here that is the whole model. Memory that nobody writes to is none on a host.
+    A device also reserves full parameters, of the largest unit at once as in a forward; here that is the whole model. On a
+    host, memory that is never written takes nothing.
     """
     tensors = {}
     for i, name in enumerate(["embed.weight", *(f"layers.{i}.weight" for i in range(6))]):
@@ -84,7 +84,7 @@ def test_03_04_05_loading_takes_the_full_model_on_every_rank(world, tmp_path):
 
 
 def surprised(mesh) -> list[set[str]]:
-    """The units of each forward that were not gathered ahead."""
+    """Return the units of each forward that were not prefetched."""
     model = acc.shard(models.seeded(num_blocks=5), mesh=mesh)
     plain, late = Engine.acquire, set()
 
@@ -105,7 +105,7 @@ def surprised(mesh) -> list[set[str]]:
 
 
 def test_16_trace_invalidation_turns_prefetch_off(world):
-    """A unit left out, and one that comes back, is one wrong guess each; the rest of that forward is gathered ahead."""
+    """A skipped unit, and one that is called again, is one wrong guess each; the rest of the forward is prefetched."""
     for first, second, left_out, back, last in world.run(2, surprised):
         assert first == {f"blocks.{i}" for i in range(5)}, "nothing is known before the first"
         assert second == last == set()
@@ -114,7 +114,7 @@ def test_16_trace_invalidation_turns_prefetch_off(world):
 
 
 def clip(mesh, strategy: acc.Strategy) -> tuple[float, int]:
-    """The norm, and how many collectives it took."""
+    """Return (norm, number of collectives)."""
     model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
     one_loss(model).backward()
     with Wire() as wire:
@@ -138,7 +138,7 @@ def test_20_clip_grad_norm_gathers_or_is_wrong(world, strategy):
 
 @on_world(3)
 def test_25_generate_is_slow_or_hangs(mesh) -> None:
-    """Ranks make sequences of different lengths from full weights, and say nothing to each other."""
+    """Ranks generate sequences of different lengths from full weights without communication."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     found = []
     for m in (plain, model):
@@ -159,7 +159,7 @@ def flat_gradient(weight: Tensor) -> Tensor:
 
 
 @on_world(2)
-def test_flattening_rows_that_do_not_divide_says_what_to_do(mesh) -> None:
+def test_flattening_uneven_rows_raises_with_advice(mesh) -> None:
     model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
     model(torch.ones(2, 5, device=device())).sum().backward()
     weight = model.weight

@@ -1,4 +1,4 @@
-"""Replicas that drift without a write that anybody counts: named while they train, and before they are saved."""
+"""Replicas that become different without a counted write are named in training, and before they are saved."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def drifts(mesh, strategy: acc.Strategy, when: str, folder: str) -> str:
 
 @pytest.mark.parametrize("strategy", REPLICATED)
 @pytest.mark.parametrize("when", ["in training", "before a save"])
-def test_replicas_that_drift_are_named(alone, tmp_path, strategy, when):
+def test_different_replicas_are_named(alone, tmp_path, strategy, when):
     strategy = STRATEGIES[strategy]
     other = 2 if strategy.hybrid else 1  # it holds the rows of rank 0
     for text in alone.run_mesh(*mesh_of(strategy), drifts, strategy, when, str(tmp_path / "save")):
-        assert text.startswith(f"replicas differ: rank {other} has other numbers than rank 0 in "), text
+        assert text.startswith(f"replicas differ: rank {other} has other values than rank 0 in "), text
         assert when == "in training" or "in head.weight;" in text
     assert not (tmp_path / "save").exists()
 
 
-def test_replicas_that_are_alike_pass(world, tmp_path):
+def test_equal_replicas_pass(world, tmp_path):
     for name, strategy in STRATEGIES.items():
         assert set(world.run_mesh(*mesh_of(strategy), drifts, strategy, "", str(tmp_path / name))) == {""}
 
 
-def test_ranks_are_held_against_the_first_that_has_their_rows():
+def test_ranks_are_compared_with_the_first_rank_that_has_their_shard():
     heard = {
         0: {"shard": 0, "digests": {"a": "1", "b": "2"}},
         1: {"shard": 1, "digests": {"a": "3", "b": "4"}},
         2: {"shard": 0, "digests": {"a": "1", "b": "2"}},
         3: {"shard": 1, "digests": {"a": "3", "b": "5"}},
     }
-    assert different(heard) == "rank 3 has other numbers than rank 1 in b"
+    assert different(heard) == "rank 3 has other values than rank 1 in b"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool], ids=str)
@@ -74,7 +74,7 @@ def test_any_bit_changes_a_checksum(dtype, num):
         assert checksum(-values) != checksum(values)
 
 
-def test_a_checksum_tells_places_apart():
+def test_a_checksum_depends_on_positions():
     square = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     assert checksum(square) != checksum(square.flip(0))
     rows = torch.arange(3.0 * ROW)

@@ -1,4 +1,4 @@
-"""Units that only some ranks call: the losses and gradients of the model without sharding, in any order, from any step on."""
+"""If only some ranks call a unit, losses and gradients equal those without sharding, in any order, from any step on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WHOLE: Way = (0, 1, 2, (3, (0, 1)))
 
 
 class Tower(nn.Module):
-    """A unit with units inside."""
+    """Unit with inner units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Tower(nn.Module):
 
 
 class Paths(nn.Module):
-    """Blocks and a tower, which a rank calls in an order of its own."""
+    """Blocks and a tower, which each rank calls in its own order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Paths(nn.Module):
 
 
 def paths(mesh, **options: Any) -> tuple[nn.Module, Paths]:
-    """Sharded, and the same without sharding."""
+    """Return (sharded model, equal model without sharding)."""
     plain, model = seeded(Paths), seeded(Paths)
     return acc.shard(model, mesh=mesh, units={models.Block, Tower}, **options), plain
 
@@ -76,7 +76,7 @@ def numbers(step: int) -> Tensor:
 
 
 def check_step(mesh, model: nn.Module, plain: Paths, way: Way, step: int, no_sync: int = 0) -> None:
-    """A step of several backwards, all but the last not communicated, has the loss and gradients that it has unsharded."""
+    """Run a step of several backwards, all but the last under no_sync; compare loss and gradients with the unsharded model."""
     for m in (model, plain):
         m.zero_grad()
     for part in range(no_sync + 1):
@@ -92,7 +92,7 @@ def check_step(mesh, model: nn.Module, plain: Paths, way: Way, step: int, no_syn
 
 
 def run_ways(mesh, strategy: acc.Strategy, ways: Sequence[Sequence[Way]], **options: Any) -> list[str]:
-    """Steps in each of which rank r goes the way r of that step; what the log said."""
+    """Run steps in which rank r takes way r; return the log's warnings of different units."""
     no_sync = options.pop("no_sync", 0)
     model, plain = paths(mesh, strategy=strategy, **options)
     with logged() as messages:
@@ -101,7 +101,7 @@ def run_ways(mesh, strategy: acc.Strategy, ways: Sequence[Sequence[Way]], **opti
             with torch.no_grad():
                 way = of_ranks[(dist.get_rank() + 1) % len(of_ranks)]
                 torch.testing.assert_close(model(numbers(step), way), plain(numbers(step), way), rtol=1e-6, atol=0)
-    return [message for message in messages if "different ways" in message]
+    return [message for message in messages if "call different units" in message]
 
 
 # What ranks 0 and 1 call; others as these in turn.
@@ -122,7 +122,7 @@ SHOWN = {"leaves_one_out", "calls_none", "swaps", "a_tower_of_its_own"}
 
 
 @pytest.mark.parametrize("how", sampled(APART, SHOWN.__contains__))
-def test_from_the_first_step_on(world, how):
+def test_ranks_may_skip_units_from_the_first_step_on(world, how):
     for num_ranks in (2, 3):
         said = world.run(num_ranks, run_ways, acc.FULL_SHARD, [APART[how]] * 2)
         assert all(len(lines) == 1 for lines in said), said
@@ -130,8 +130,8 @@ def test_from_the_first_step_on(world, how):
 
 @IN_STREAMS
 @pytest.mark.parametrize("how", sampled(APART, lambda how: how not in SHOWN or how == "leaves_one_out"))
-def test_from_a_later_step_on(world, how):
-    """Others wait in a collective by then, where they notice."""
+def test_ranks_may_skip_units_from_a_later_step_on(world, how):
+    """By then the other ranks wait in a collective, where they poll for meetings."""
     said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [APART[how]] * 2 + [(WHOLE,)])
     assert all(len(lines) == 1 for lines in said), said
 
@@ -141,14 +141,14 @@ LATER = ("full_shard", "no_shard", "hybrid_shard", "no_sync", "full", "offload")
 
 
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, lambda name: name not in LATER))
-def test_of_every_strategy(world, strategy):
+def test_ranks_may_skip_units_with_every_strategy(world, strategy):
     ways = [APART["leaves_one_out"], APART["ends_early"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, LATER.__contains__))
-def test_of_every_strategy_from_a_later_step_on(world, strategy):
+def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(world, strategy):
     ways = [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
@@ -165,22 +165,22 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", sampled(OPTIONS, lambda name: name not in LATER))
-def test_with_what_else_a_model_may_have(world, name):
+def test_ranks_may_skip_units_with_each_option(world, name):
     apart, options = OPTIONS[name]
     world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], APART[apart], (WHOLE,)], **options)
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("name", sampled(OPTIONS, LATER.__contains__))
-def test_with_what_else_a_model_may_have_from_a_later_step_on(world, name):
+def test_ranks_may_skip_units_with_each_option_from_a_later_step_on(world, name):
     apart, options = OPTIONS[name]
     world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), APART[apart]], **options)
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
-    """Steps of ways at random: layers dropped, called again, in another order; now and then all ranks alike.
+    """Return random steps: layers are skipped, called again or reordered; in some steps all ranks take one way.
 
-    The first that are apart only leave out: more than the last forward had, after that one's end, is refused by name.
+    In the first step that differs, ranks only skip units: a unit after the end of the last forward would be refused.
     """
     rng = random.Random(seed)
 
@@ -214,20 +214,20 @@ def run_drawn(mesh, seeds: Sequence[int]) -> None:
 
 @IN_STREAMS
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_layers_dropped_at_random(world, num_ranks):
+def test_ranks_may_drop_layers_at_random(world, num_ranks):
     world.run(num_ranks, run_drawn, range(3))
 
 
 @IN_STREAMS
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_many_layers_dropped_at_random(world, num_ranks):
+def test_ranks_may_drop_layers_at_random_in_many_programs(world, num_ranks):
     world.run(num_ranks, run_drawn, range(100, 160), timeout_s=600)
 
 
 @on_world(3)
-def test_frozen_blocks(mesh) -> None:
-    """A frozen block that one rank calls with an input that needs a gradient, another without, and another not at all."""
+def test_ranks_may_call_frozen_blocks_in_different_ways(mesh) -> None:
+    """One rank calls a frozen block with an input that requires a gradient, another one without, and a third one never."""
     model, plain = paths(mesh)
     for m in (model, plain):
         m.blocks[1].requires_grad_(False)
@@ -237,8 +237,8 @@ def test_frozen_blocks(mesh) -> None:
 
 @pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
 @on_world(2)
-def test_the_common_case_says_nothing(mesh, no_sync: int, settled: int) -> None:
-    """With accumulation what follows depends on more than the last pass, and on no more than the last 32."""
+def test_equal_steps_hold_no_meetings(mesh, no_sync: int, settled: int) -> None:
+    """With gradient accumulation the next pass depends on several last passes, at most 32."""
     model, plain = paths(mesh)
     watch = engine_in(model).context.waiter
     for step in range(settled):
@@ -251,7 +251,7 @@ def test_the_common_case_says_nothing(mesh, no_sync: int, settled: int) -> None:
 
 
 def evaluates(mesh, strategy: acc.Strategy) -> None:
-    """Apart in a forward that no backward follows, while others are on in the next one."""
+    """Skip a unit on rank 1 in forwards without a backward, while the other rank may be in the next one."""
     model, plain = paths(mesh, strategy=strategy)
     check_step(mesh, model, plain, WHOLE, 0)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def evaluates(mesh, strategy: acc.Strategy) -> None:
 
 
 def unequal(mesh, strategy: acc.Strategy) -> None:
-    """Full copies stand: rank 0 evaluates more batches than the others, in ways of its own, and training goes on."""
+    """Full parameters are resident: rank 0 evaluates more batches in different ways, and training continues."""
     model, plain = paths(mesh, strategy=strategy)
     for step in range(3):
         check_step(mesh, model, plain, WHOLE, step)
@@ -273,7 +273,7 @@ def unequal(mesh, strategy: acc.Strategy) -> None:
 
 
 @IN_STREAMS
-def test_evaluations(world):
+def test_ranks_may_skip_units_in_evaluations(world):
     for strategy in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD):
         world.run(2, evaluates, strategy)
     for strategy in (acc.SHARD_OPTIM, acc.NO_SHARD):
@@ -282,8 +282,8 @@ def test_evaluations(world):
 
 @IN_STREAMS
 @on_world(2)
-def test_under_no_sync(mesh) -> None:
-    """In a pass that nobody communicates in."""
+def test_ranks_may_skip_units_under_no_sync(mesh) -> None:
+    """Ranks skip a tower in passes without communication."""
     for strategy in (acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD):
         model, plain = paths(mesh, strategy=strategy)
         for step in range(4):
@@ -292,8 +292,8 @@ def test_under_no_sync(mesh) -> None:
 
 
 @on_world(2)
-def test_a_unit_of_two_modules(mesh) -> None:
-    """A unit of two modules, the second of which has a unit inside that one rank leaves out."""
+def test_ranks_may_skip_a_unit_inside_a_unit_of_two_modules(mesh) -> None:
+    """One rank skips a unit inside the second module of a unit of two modules."""
     plain, model = seeded(Paths), seeded(Paths)
     compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
     compat.fully_shard([model.blocks[0], model.blocks[3]], mesh=mesh)
@@ -303,7 +303,7 @@ def test_a_unit_of_two_modules(mesh) -> None:
 
 
 def extra(mesh) -> str:
-    """Rank 1 calls one more unit when the others wait in their backward."""
+    """Call one more unit on rank 1 when the others wait in their backward; return the error."""
     model, _ = paths(mesh)
     for step in range(2):
         model(numbers(step), WHOLE).backward()
@@ -315,7 +315,7 @@ def extra(mesh) -> str:
 
 
 @IN_STREAMS
-def test_what_comes_too_late_is_named_on_every_rank(world):
+def test_a_unit_that_one_rank_calls_too_late_is_named_on_every_rank(world):
     try:
         texts = world.run(2, extra)
     finally:
@@ -357,12 +357,12 @@ LEAVE = UnitCall(0, False, 1, (), leaves=True)
         ([said(None, num_done=None, must="a"), said(None, num_done=None, must="b")], None),
     ],
 )
-def test_what_is_inside_comes_first_and_then_the_order_of_the_model(statements, chosen):
+def test_choose_takes_inner_steps_first_then_the_order_of_the_model(statements, chosen):
     assert choose(statements) == chosen
     assert choose(statements[::-1]) == chosen
 
 
-def test_expected_says_what_follows() -> None:
+def test_pass_history_predicts_the_next_event() -> None:
     expected = PassHistory()
     for events in ("abc", "abc"):
         expected.begin(0, "kind")
@@ -370,8 +370,8 @@ def test_expected_says_what_follows() -> None:
             expected.note(0, event)
         expected.end(0)
     expected.begin(0, "kind")
-    assert expected.comes(0, "a")
-    assert not expected.comes(0, "c")
+    assert expected.matches(0, "a")
+    assert not expected.matches(0, "c")
     assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == ("b", 1, 2)
     expected.note(0, "c")
     assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == (None, 2, 0)

@@ -1,4 +1,4 @@
-"""Ranks that step differently are named in the next backward, with what differs and since which step; others pass."""
+"""Ranks that step differently are named in the next backward, with each difference and its first step; others pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_STEPS = 12  # a reduce bears the digest at once; over the hub all say how th
 
 
 def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -> str:
-    """What this rank says where the last one does something else in step 3."""
+    """Return this rank's error if the last rank does something else in step 3."""
     is_other = dist.get_rank() == mesh.size() - 1
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **more)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -90,14 +90,14 @@ def test_ranks_that_step_differently_are_named(alone, how):
     ],
     ids=["states on host", "reduced in bf16"],
 )
-def test_also_where_no_reduce_bears_the_digest(alone, how, more):
+def test_ranks_that_step_differently_are_named_if_no_reduce_carries_the_digest(alone, how, more):
     for text in alone.run(2, partial(trains, **more), acc.FULL_SHARD, how, True):
         assert text.startswith("ranks step differently since step 3: "), text
         assert f"rank 1 has {SAID[how]}" in text
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "full_shard"])
-def test_under_every_strategy(alone, strategy):
+def test_ranks_that_step_differently_are_named_with_every_strategy(alone, strategy):
     wrapped = strategy in ("no_shard", "hybrid_shard_optim")  # torch's AdamW over DTensors is the costlier one
     texts = alone.run_mesh(*mesh_of(STRATEGIES[strategy]), trains, STRATEGIES[strategy], "lr", wrapped)
     assert all(f"has {SAID['lr']}" in text for text in texts), texts
@@ -110,13 +110,13 @@ ALIKE = [(strategy, wrapped) for strategy in STRATEGIES for wrapped in (True, Fa
     ("strategy", "wrapped"),
     sampled(ALIKE, lambda strategy, wrapped: wrapped or strategy in ("full_shard", "hybrid_shard")),
 )
-def test_who_step_alike_pass(world, strategy, wrapped):
+def test_ranks_that_step_equally_pass(world, strategy, wrapped):
     assert set(world.run_mesh(*mesh_of(STRATEGIES[strategy]), trains, STRATEGIES[strategy], "alike", wrapped)) == {""}
 
 
 @on_world(2)
-def test_a_model_is_collected_in_the_midst_of_a_step(mesh) -> None:
-    """A model is collected while torch walks through its hooks after a step."""
+def test_a_model_may_be_collected_during_a_step(mesh) -> None:
+    """A model is collected while torch iterates over its hooks after a step."""
     kept: list[Any] = []
 
     def drop(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a wait for a collective takes for its end."""
+"""How waits for collectives end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.hubs import hub_of
 
 
 class EndsLate:
-    """A work that has ended once a wait for it was given up, as any may between these two words of its backend."""
+    """Work that ends while its wait times out."""
 
     def __init__(self, failure: str | None = None) -> None:
         self._failure = failure
@@ -40,19 +40,19 @@ def waits_for(work: EndsLate) -> None:
     DivergenceMonitor([], [0]).wait(Pending(communicator, [work]), "gathers unit 1")
 
 
-def test_what_ends_while_a_wait_is_given_up_has_ended() -> None:
+def test_a_work_that_ends_during_a_timeout_has_ended() -> None:
     work = EndsLate()
     waits_for(work)
     assert work.waits == 2
 
 
-def test_what_fails_while_a_wait_is_given_up_has_failed() -> None:
+def test_a_work_that_fails_during_a_timeout_raises() -> None:
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: Connection closed by peer"):
         waits_for(EndsLate("Connection closed by peer"))
 
 
 class EndsItself:
-    """A work of torch's nccl2, NCCL or MPI: to it a timeout is an order, after which it is over for good."""
+    """Work of torch's nccl2, NCCL or MPI, which a wait with a timeout aborts."""
 
     def __init__(self, failure: str | None = None) -> None:
         self.timeouts: list[object] = []
@@ -69,7 +69,7 @@ class EndsItself:
             )
 
 
-def test_no_work_but_one_of_gloo_is_waited_for_with_a_timeout() -> None:
+def test_only_works_of_gloo_are_waited_for_with_a_timeout() -> None:
     work = EndsItself()
     DivergenceMonitor([], [0]).wait(Pending(Communicator(None, torch.device("cpu")), [work], [work]), "gathers unit 1")
     assert work.timeouts == []
@@ -81,26 +81,27 @@ def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
         DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
 
 
-@pytest.mark.parametrize("asks_in_vain", [False, True])
-def test_who_waits_for_a_rank_that_says_nothing_names_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asks_in_vain: bool
+@pytest.mark.parametrize("cannot_ask", [False, True])
+def test_a_wait_for_a_rank_that_sends_nothing_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cannot_ask: bool
 ) -> None:
-    """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
-    for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
+    """One rank evaluates, and the other waits at a barrier that the engine does not see."""
+    for name, seconds in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
         monkeypatch.setattr(divergence, name, seconds)
     alone_here = DivergenceMonitor([], [0, 1], hub_of(0, 2))
-    alone_here.asks_in_vain = asks_in_vain
+    alone_here.cannot_ask = cannot_ask
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(DivergenceError, match=r"ranks have come to nothing new in 1 s"),
+        pytest.raises(DivergenceError, match=r"ranks have made no progress for 1 s"),
     ):
         alone_here.meet({"what": "begins a forward"})
-    hint = f" {divergence.UNHEARD}" if asks_in_vain else ""
-    assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model." + hint]
+    hint = f" {divergence.CANNOT_ASK}" if cannot_ask else ""
+    text = "rank 0 begins a forward, and there is no answer from rank 1; all ranks must call the model."
+    assert caplog.messages == [text + hint]
 
 
-def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's kernel refuses a text of 255 bytes when it is launched, whether the condition holds or not."""
+def test_the_text_of_a_device_assert_is_shorter_than_cudas_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's kernel refuses a text of 255 bytes at its launch, even if the condition is true."""
     texts: list[bytes] = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, text: texts.append(text.encode()))
     for name in ("blocks.1", "base_model.model." + "layers." * 40, "\u00e9" * 300):
@@ -109,7 +110,7 @@ def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pyte
     assert texts[0].endswith(b"(blocks.1)")
 
 
-def test_who_has_left_its_process_group_is_told_so_at_its_next_forward() -> None:
+def test_a_forward_after_the_process_group_was_destroyed_raises() -> None:
     monitor = DivergenceMonitor([], [0])
     monitor.check()
     monitor.listens = True

@@ -1,4 +1,4 @@
-"""Programs in which one rank diverges from the others: every other rank says why, first and truly, and ends in time."""
+"""In programs in which one rank diverges, every other rank first prints the right sentence, and ends in time."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def what_becomes_of(names: Sequence[str]) -> list[dict[str, Any]]:
     return outcomes
 
 
-def test_a_sample_of_ways_is_told_truly_and_in_time() -> None:
+def test_a_sample_of_ways_prints_its_sentence_in_time() -> None:
     outcomes = what_becomes_of(SAMPLE)
     assert [one["way"] for one in outcomes if not one["true"]] == [], outcomes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_ways_to_part(sentence: str) -> None:
-    """All that have a sentence of the page print it, in time."""
+def test_all_ways_print_their_sentence_in_time(sentence: str) -> None:
+    """All programs that have the sentence in `docs/ways-to-part.md` print it in time."""
     names = [name for name, way in WAYS.items() if way.sentence.split("|")[0] == sentence]
     assert names, "each sentence of the page has a way"
     outcomes = what_becomes_of(names)
@@ -49,7 +49,7 @@ def test_ways_to_part(sentence: str) -> None:
     assert wrong == []
 
 
-def test_there_are_as_many_ways_as_the_page_says() -> None:
+def test_the_page_states_the_number_of_ways() -> None:
     assert len(WAYS) == 255
     assert all(set(way.sentence.split("|")) <= set(SENTENCES) for way in WAYS.values())
 
@@ -62,12 +62,12 @@ TRAINS = {"what": "gathers unit 0 (root)"}
     [
         ({0: TRAINS, 1: TRAINS}, ADVICE),
         ({0: TRAINS, 1: {**TRAINS, "evaluates": True}}, "rank 1 runs a forward without gradients"),
-        ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "each of ranks 0, 2 has left out"),
+        ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "each of ranks 0, 2 has skipped"),
         ({0: {**TRAINS, "left_out": True}, 1: {**TRAINS, "left_out": True}}, ADVICE),
         ({0: {**TRAINS, "left_out": True, "caught": "failed: OutOfMemoryError"}, 1: TRAINS}, "rank 0 has caught an error"),
         ({0: {"what": "saves a checkpoint"}, 1: TRAINS}, "rank 0 saves a checkpoint alone; all ranks must do it"),
         ({0: {"what": "saves a checkpoint"}, 1: {"what": "saves a checkpoint"}}, ADVICE),
     ],
 )  # fmt: skip
-def test_what_people_usually_did(said: dict[int, dict[str, Any]], expected: str) -> None:
+def test_advice_names_the_usual_cause(said: dict[int, dict[str, Any]], expected: str) -> None:
     assert advice(said).startswith(expected)

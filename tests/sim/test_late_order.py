@@ -26,7 +26,7 @@ def leaves_late(mesh, log: str) -> None:
     torch.accelerator.synchronize()
     logging.getLogger("accordion").addHandler(logging.FileHandler(f"{log}/{mesh.get_local_rank()}"))
     with (
-        mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0),
+        mock.patch.multiple(divergence, REPORT_AFTER_S=0.1, POLL_S=0.05, LOST_S=6.0),
         mock.patch.object(hub, "NAMED_S", 1.0),
         logged() as said,
     ):
@@ -39,10 +39,10 @@ def leaves_late(mesh, log: str) -> None:
 
 def test_who_waits_says_what_each_does_and_who_waits_on_its_device_is_told_by_a_thread(world, tmp_path):
     with pytest.raises(
-        AssertionError, match=r"rank 1 .* at test_late_order.py:\d+ .* ranks have come to nothing new"
+        AssertionError, match=r"rank 1 .* at test_late_order.py:\d+ .* ranks have made no progress"
     ) as found:
         world.run(2, leaves_late, str(tmp_path))
-    assert divergence.UNHEARD in str(found.value)
+    assert divergence.CANNOT_ASK in str(found.value)
     said = (tmp_path / "1").read_text()
     assert "rank 0 enters unit 3 (blocks.2) in its forward" in said
     assert "`torch.accelerator.synchronize()  # for good` and may wait for it on its device" in said

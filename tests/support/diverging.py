@@ -1,7 +1,6 @@
 """Scripts in which one rank diverges from the others, and a way to run many of them.
 
-Processes are forked from this one, which has imported what they need; a rank then ends as a script of Python's own does, hooks
-and exit code included.
+Processes are forked from this one, which has done all imports; a rank then ends like a Python script, with exit hooks and code.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ ONE = 1  # the rank that parts, unless the way says another
 
 
 class Script:
-    """One rank's training; a way overrides what the one rank does elsewhere, by the name of the moment.
+    """One rank's training; the deeds of a way run on its one rank at the moments that they are named after.
 
-    `model`, `optimizer`: as a user makes them. `here`: whether this is the rank that parts, in the step in which it does.
+    `model`, `optimizer`: those of a user. `here`: this rank diverges in this step.
     """
 
     strategy = acc.FULL_SHARD
@@ -60,14 +59,14 @@ class Script:
         return self.is_one and self.step == self.way.step
 
     def leaves_out(self, name: str) -> bool:
-        """Return True if this rank leaves something out now."""
+        """Return True if this rank skips `name` in this step."""
         leaves_out = self.here and name in self.way.deeds
         if leaves_out:
             self._at()
         return leaves_out
 
     def moment(self, name: str) -> None:
-        """The way's own deed, at the moment that it names; first what all ranks do then."""
+        """Run the deeds of moment `name`: first that of all ranks, then that of this rank."""
         parts = self.here and name in self.way.deeds
         if parts:
             self._at()
@@ -157,16 +156,16 @@ Deed = Callable[[Script], Any]
 
 
 def nothing(script: Script) -> None:
-    """The deed of ways that leave something out."""
+    """Do nothing: the deed of ways that skip something."""
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
 
-    `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
-    that rank says it too. `one_says`: it alone does. `all_do`: by moment, what every rank does. `stays`: that rank ends when the
-    others have. `is_own`: the ranks run as under `accordion run`, so that others hear where a process crashes.
+    `deeds`: functions that rank `one` runs in step `step`, by moment. `others_...`: arguments of rank `one` alone. `all_say`: it
+    prints the sentence too. `one_says`: only it does. `all_do`: functions that every rank runs, by moment. `stays`: it ends after
+    the others. `is_own`: ranks run as under `accordion run`, so that others report the line of a crash.
     """
 
     name: str
@@ -204,7 +203,7 @@ class Way:
 
 @dataclass
 class Outcome:
-    """What became of one way. `said`: by rank, the first sentence that says why it ends. `seconds`: until all had ended."""
+    """The outcome of one way. `said`: by rank, the first sentence that tells why it ends. `seconds`: until all had ended."""
 
     way: Way
     seconds: float
@@ -214,7 +213,7 @@ class Outcome:
 
 
 def sentence_of(text: str) -> str:
-    """The first line that tells why a process ends: ours, or the last line of a traceback."""
+    """Return the first line that tells why a process ends: a message of Accordion, or the last line of a traceback."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]  # torch puts it before each
     for line in lines:
         if re.match(r"(accordion: |accordion\.errors\.\w+Error: |child: )", line):

@@ -11,7 +11,7 @@ from accordion.safety.liveness.messages import HubMessage, decoded, encoded
 
 
 class DirectLinks(HubLinks):
-    """HubLinks whose messages other hubs receive without a thread, after a way through JSON."""
+    """HubLinks whose messages other hubs receive in the same thread, as JSON."""
 
     def __init__(self, ranks: Sequence[int], rank: int, hubs: dict[int, Hub]) -> None:
         super().__init__(ranks, rank)
@@ -34,5 +34,5 @@ def hubs_of(num_ranks: int) -> list[Hub]:
 
 
 def hub_of(rank: int, num_ranks: int) -> Hub:
-    """Return the hub of one rank whose others never answer."""
+    """Return the hub of one rank; the others never answer."""
     return Hub(DirectLinks(range(num_ranks), rank, {}))

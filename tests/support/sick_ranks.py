@@ -1,4 +1,4 @@
-"""Ranks of `accordion doctor` with a fault each: functions of a module, for they travel by name."""
+"""Ranks of `accordion doctor` with one fault each: functions of a module, since they are pickled by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accordion.workers.ranks import Seat
 
 
 def slow(seat: Seat) -> RankExam:
-    """Every gather takes long."""
+    """Return an exam whose gathers are slow."""
 
     def slow_gather(link, full, shard, plain=ranks._gather):
         time.sleep(0.5)
@@ -22,7 +22,7 @@ def slow(seat: Seat) -> RankExam:
 
 
 def wrong_messages(seat: Seat) -> RankExam:
-    """The gathered shard of the second rank is zeros."""
+    """Return an exam that gathers zeros from the second rank."""
 
     def broken(link, full, shard, plain=ranks._gather):
         plain(link, full, shard)

@@ -1,7 +1,7 @@
-"""The ways in which one rank diverges from the others, as programs of users, and the sentences that the others print.
+"""Programs in which one rank diverges from the others, and the sentences that the others print.
 
-`python -m tests.support.ways --only a,b` runs those whose names contain one of these words (`=name`: the whole name) and prints
-what became of them as JSON.
+`python -m tests.support.ways --only a,b` runs the programs whose names contain one of these words (`=name`: the whole name) and
+prints the outcomes as JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fills_disk(script: Script) -> None:
 
 
 def ends_its_loop(script: Script) -> None:
-    """As early stopping, a shorter loader, and a batch left out do: this rank takes fewer steps than the others."""
+    """Take fewer steps than the others, as with early stopping, a shorter loader, or a skipped batch."""
     raise StopIteration
 
 
@@ -109,7 +109,7 @@ def ends() -> Iterator[Way]:
             sentence = "nothing new" if moment == "before_training" else "unheard"
             deeds = {moment: is_killed(signal.SIGSTOP)}
             name = f"rank {one} is stopped, as by Ctrl-Z, {where}"
-            yield Way(name, sentence, f"nothing is heard of rank {one}", deeds, step=step, one=one, stays=True)
+            yield Way(name, sentence, f"there is no answer from rank {one}", deeds, step=step, one=one, stays=True)
     for how in ("raises", "exits with 0", "is killed"):
         yield Way(f"{how} before shard", "before shard", deeds={"before_shard": ENDS[how][0]}, step=0)
 
@@ -127,7 +127,7 @@ def evaluates(script: Script) -> None:
 
 
 def evaluates_more(script: Script) -> None:
-    """Its evaluation set has one batch more."""
+    """Evaluate one batch more than the others."""
     for _ in range(1 + script.here):
         evaluates(script)
 
@@ -184,7 +184,7 @@ def deletes_model(script: Script) -> None:
 
 
 def waits_for_thread(script: Script) -> None:
-    """The thread that reads ahead has died, and its queue stays empty."""
+    """Wait for a queue whose thread has died."""
     rows: queue.Queue[int] = queue.Queue()
     threading.Thread(target=is_bad_hook, daemon=True).start()
     rows.get()
@@ -196,7 +196,7 @@ def loops(script: Script) -> None:
 
 
 def holds_lock(script: Script) -> None:
-    """A call into C that keeps Python's lock: no thread of this process runs."""
+    """Call C code that does not release Python's lock, so no thread of this process runs."""
     import ctypes
 
     ctypes.PyDLL(None).sleep(1000)
@@ -267,7 +267,7 @@ def alone() -> Iterator[Way]:
         stays=True,
     )
     yield Way(
-        "loops for ever", "absent|unheard", "while True|nothing is heard of rank 1", {"loader": loops}, stays=True
+        "loops for ever", "absent|unheard", "while True|there is no answer from rank 1", {"loader": loops}, stays=True
     )
     yield Way("holds Python's lock", "unheard", deeds={"loader": holds_lock}, stays=True)
     yield Way("leaves the process group", "left", deeds={"loader": leaves_group})
@@ -349,20 +349,20 @@ def makes_scheduler(script: Script) -> None:
 
 
 def plateaus(script: Script) -> None:
-    """ReduceLROnPlateau with this rank's own loss."""
+    """Step ReduceLROnPlateau with this rank's own loss."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(script.optimizer, patience=0)
     for loss in (1.0, 2.0, 3.0):
         scheduler.step(loss)
 
 
 def accumulates(script: Script) -> None:
-    """One micro-batch more than the others, under no_sync."""
+    """Run one micro-batch more than the others, under no_sync."""
     with acc.no_sync(script.model):
         script.loss(*a_batch(script)).backward()
 
 
 def adds_group(script: Script) -> None:
-    """Two parameter groups where the others have one."""
+    """Move the last parameter to a second parameter group; the others have one group."""
     params = script.optimizer.param_groups[0]["params"]
     script.optimizer.add_param_group({"params": [params.pop()], "lr": 1e-3})
 
@@ -500,7 +500,7 @@ def calls_in_child(script: Script) -> None:
 
 
 def calls_in_thread(script: Script) -> None:
-    """A second thread calls the model while this one is inside."""
+    """Call the model from a second thread while this one is inside."""
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -516,7 +516,7 @@ def calls_in_thread(script: Script) -> None:
 
 
 def retries(in_backward: bool) -> Deed:
-    """What a loop does that halves the batch if memory is full."""
+    """Run the batch in two halves after an out-of-memory error."""
 
     def deed(script: Script) -> None:
         tokens, targets = a_batch(script)
@@ -534,7 +534,7 @@ def retries(in_backward: bool) -> Deed:
 
 
 def skips_after_error(script: Script) -> None:
-    """`except Exception: continue` around a step: the next batch is taken."""
+    """Wrap a step in `except Exception: continue`, which takes the next batch."""
     handle = script.model.blocks[1].register_forward_pre_hook(is_bad_hook)
     try:
         script.loss(*a_batch(script)).backward()
@@ -543,7 +543,7 @@ def skips_after_error(script: Script) -> None:
 
 
 def handles(then: Callable[[], object], *, catches: bool = False) -> Deed:
-    """A rank does something else while it handles an error, in `finally` or in an `except` clause that ends the program."""
+    """Programs in which a rank does something else while it handles an error, in `finally` or in `except` before the end."""
 
     def deed(script: Script) -> None:
         try:
@@ -587,7 +587,7 @@ def shards_two(script: Script) -> None:
 
 
 def turns_two_round(script: Script) -> None:
-    """A GAN whose parts are called in another order on one rank."""
+    """Train a GAN whose parts are called in another order on one rank."""
     tokens, targets = a_batch(script)
     two = [script.model, script.second]
     for model in reversed(two) if script.here else two:
@@ -602,7 +602,7 @@ def backs_twice(script: Script) -> None:
 
 
 def penalises(script: Script) -> None:
-    """One rank asks for gradients of the input first."""
+    """Compute gradients of the input first on one rank."""
     out = script.model(a_batch(script)[0])
     if script.here:
         torch.autograd.grad(out.sum(), [script.model.blocks[0].norm.weight], retain_graph=True, allow_unused=True)
@@ -633,7 +633,7 @@ def saves_two(script: Script) -> None:
 
 
 def saves_behind_and(then: Deed) -> dict[str, Deed]:
-    """A save in the background is under way when one rank ends."""
+    """Start a background save, during which one rank ends."""
 
     def begins(script: Script) -> None:
         script.saving = acc.save(f"{script.folder}/step", script.model, script.optimizer, background=True)
@@ -777,7 +777,7 @@ def pattern_of(sentence: str, rank: int) -> str:
 
 
 def is_expected(outcome: Outcome) -> bool:
-    """Return True if all ranks that should speak said the way's sentence first, with what else it says, in time."""
+    """Return True if all ranks that should print did so in time: first the way's sentence, with its other pattern."""
     way = outcome.way
     if way.sentence == "nothing":
         return not outcome.late and not any(outcome.codes.values())

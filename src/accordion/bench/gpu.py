@@ -108,7 +108,7 @@ def checked(device: str) -> tuple[Page, list[str]]:
 
 
 def world_of(device: str, num_ranks: int, backend: str = "") -> World:
-    return World(num_ranks=num_ranks, device_type=device, threads=1, backend=backend, patience_s=TIMEOUT_S)
+    return World(num_ranks=num_ranks, device_type=device, threads=1, backend=backend, timeout_s=TIMEOUT_S)
 
 
 def can_share(device: str) -> bool:

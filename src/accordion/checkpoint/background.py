@@ -193,9 +193,9 @@ class ThreadAgreement:
         )
         if over is None:
             self._give_up(hub, self._team.timeout_s)
-        if over.said is None:
+        if over.reports is None:
             return [text] * len(ranks)
-        texts = {rank: text for rank, text, _ in over.said}
+        texts = {rank: text for rank, text, _ in over.reports}
         return [texts[rank] for rank in ranks]
 
     def _look(self, hub: Hub, name: str) -> Callable[[float], None]:

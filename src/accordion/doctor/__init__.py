@@ -1,1 +1,1 @@
-"""`accordion doctor`: what is wrong with a machine, and with ranks on it, before a training finds out."""
+"""`accordion doctor`: find faults of a machine, and of ranks on it, before a training does."""

@@ -1,4 +1,4 @@
-"""`accordion doctor`: examines this machine, then ranks on it, or the ranks that torchrun or srun started."""
+"""`accordion doctor`: examine this machine, then ranks on it or the ranks that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from accordion.train.launch import RankPlace
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 PROG = "accordion doctor"
-RANKS = 2  # without accelerators: the fewest that send
-START = start  # makes a rank's exam, by name for other processes
+RANKS = 2  # on a CPU: the fewest that communicate
+START = start  # creates the exam of a rank; a function of a module, since other processes import it by name
 TIMEOUT_S = 120  # for ranks that do not answer
 
 
@@ -36,8 +36,8 @@ class DoctorOptions:
     """Look for faults of this machine and of ranks on it: each finding with what it means and what to do.
 
     Args:
-        device: `auto` takes the accelerators of this machine, a rank for each; `cpu` two ranks
-        dir: folder whose disk is measured, where runs and checkpoints will be; nothing written there stays
+        device: `auto` uses the accelerators of this machine, one rank each; `cpu` uses two ranks
+        dir: folder for runs and checkpoints, whose disk is measured; written files are removed
         json: print one JSON object
     """
 
@@ -52,7 +52,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if options is None:
         return 0
     if not options.dir.strip() or "\0" in options.dir or not Path(options.dir).is_dir():
-        raise UsageError(f"--dir {options.dir!r} is no folder; name one that exists, on the disk that runs will use.")
+        raise UsageError(f"--dir {options.dir!r} is not a folder; name an existing one on the disk that runs will use.")
     devices = devices_named(options.device, "--device", devices_here())
     place = launch.place_of(environ)
     if place is not None:
@@ -63,7 +63,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     num_ranks = devices.count or RANKS
     findings = _machine(devices, num_ranks, options)
     threads = max(1, num_cores() // num_ranks) if devices.is_cpu else 1
-    world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, patience_s=TIMEOUT_S)
+    world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, timeout_s=TIMEOUT_S)
     try:
         with WorkerTeam("doctor", world, START) as team:
             findings += judged(team.ask("gathers"), devices.type)
@@ -73,13 +73,13 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings that need one process only. `num_local`: ranks on this machine."""
+    """Return the findings about software, devices and disk, which need no ranks. `num_local`: ranks on this machine."""
     return [*versions(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Examine as one rank of a launcher: the first rank of each machine looks at it, the first of all reports."""
-    own = PrefixStore("accordion/doctor", store)
+    """Run the exam as one rank of a launcher: the first rank of each machine examines it, and rank 0 prints the report."""
+    answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]
     device = devices.at(place.local_rank)
@@ -93,10 +93,10 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     answer = RankExam(place.rank, place.world, device).gathers()
-    own.set(f"rank/{place.rank}", json.dumps({"machine": entries, "gathers": answer}))
+    answers.set(f"rank/{place.rank}", json.dumps({"machine": entries, "gathers": answer}))
     code = 0
     if place.rank == 0:
-        reports = [json.loads(own.get(f"rank/{rank}")) for rank in range(place.world)]
+        reports = [json.loads(answers.get(f"rank/{rank}")) for rank in range(place.world)]
         findings = [Finding(**entry) for one in reports for entry in one["machine"]]
         findings += judged([one["gathers"] for one in reports], devices.type)
         about = f"{place.world} ranks on {devices.type}, of {place.starter}"

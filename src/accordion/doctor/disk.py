@@ -1,4 +1,4 @@
-"""The disk of a folder: its space, and what it reads and writes."""
+"""Examine the disk of a folder: free space, and the speed of reads and writes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accordion.doctor.findings import Finding
 MIB = 2**20
 BLOCK_BYTES = 4 * MIB
 MEASURED_BYTES = 256 * MIB
-SYNC_BYTES = 32 * MIB  # between two waits for the disk, so that a slow one is noticed within the time below
-BUDGET_S = 5.0  # of one measurement; a slow disk is measured with less
-SLOW = 100e6  # bytes a second, below what one spinning disk or a gigabit network gives
+SYNC_BYTES = 32 * MIB  # between two calls of fsync, so that a slow disk ends the measurement within `BUDGET_S`
+BUDGET_S = 5.0  # for one measurement; a slow disk is measured with fewer bytes
+SLOW = 100e6  # bytes a second; one spinning disk or a gigabit network is faster
 USUAL = "a network disk gives 200 to 1,000 MB/s, one NVMe 1,000 and more"
 OF_A_BILLION = 12e9  # bytes in a checkpoint of 10^9 parameters with AdamW's states, in float32
 LITTLE_BYTES, LEAST_BYTES = 20 * 2**30, 2**30
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Return the findings about the disk of `folder`, which exists. No file stays there."""
+    """Return the findings about the disk of `folder`, which must exist; written files are removed."""
     try:
         write, read = measured(folder, MEASURED_BYTES)
     except OSError as error:
@@ -30,8 +30,8 @@ def disk(folder: Path) -> list[Finding]:
             check="disk.write",
             severity="problem",
             found=f"nothing can be written to {folder}: {error.strerror}",
-            means="a run cannot begin: it keeps its metrics and checkpoints there",
-            do="make room, take another folder, or let this user write there.",
+            means="a run cannot begin: it writes its metrics and checkpoints there",
+            do="free space, use another folder, or give this user write permission.",
         )
         return [space(folder), failed]
     return [space(folder), _speed("write", write), _speed("read", read)]
@@ -45,15 +45,15 @@ def space(folder: Path) -> Finding:
         check="disk.space",
         severity="problem" if free < LEAST_BYTES else "warning" if little else "ok",
         found=f"{folder.resolve()} has {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free",
-        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit is given up, and the run goes on",
-        do="make room, or take another folder; accordion checkpoint prune removes old checkpoints." if little else "",
+        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit is skipped, and the run continues",
+        do="free space, or use another folder; accordion checkpoint prune removes old checkpoints." if little else "",
         data={"free_bytes": free, "total_bytes": total},
     )
 
 
 def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes a second of writing and of reading. Raises `OSError` if the folder takes no file."""
-    block = os.urandom(BLOCK_BYTES)  # a disk that compresses takes zeros for nothing
+    """Return the bytes a second of (writing, reading). Raises `OSError` if no file can be written to `folder`."""
+    block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle = file.fileno()
         written, write = _rate(lambda at: os.pwrite(handle, block, at), num_bytes, lambda: os.fsync(handle))
@@ -64,7 +64,7 @@ def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
 
 
 def _rate(block: Callable[[int], int], num_bytes: int, settle: Callable[[], None]) -> tuple[int, float]:
-    """Return the bytes that were moved, and the rate. `block`: moves one at an offset. `settle`: waits for the disk."""
+    """Return (bytes transferred, rate); `block` transfers bytes at an offset and returns their number, `settle` calls fsync."""
     done, began = 0, time.perf_counter()
     while done < num_bytes and time.perf_counter() - began < BUDGET_S:
         count = block(done)
@@ -84,7 +84,7 @@ def _speed(way: str, rate: float) -> Finding:
         severity="warning" if slow else "ok",
         found=f"{way}: {rate / 1e6:,.0f} MB/s" + (f"; {USUAL}" if slow else ""),
         means=f"a checkpoint of a billion parameters with AdamW takes {OF_A_BILLION / rate / 60:,.1f} minutes",
-        do="take a faster disk for --run.dir, save less often (--checkpoint.every), and see whether others use the disk now."
+        do="use a faster disk for --run.dir, save less often (--checkpoint.every), and check if others use the disk now."
         if slow
         else "",
         data={"bytes_per_s": rate},

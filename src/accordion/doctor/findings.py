@@ -1,4 +1,4 @@
-"""A finding: what was examined and seen, what it means for a training, and what to do; printed as lines or as JSON."""
+"""Findings: what was examined and found, what it means for a training, and what to do; printed as lines or as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`check`: its name, `area.what`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
-    may fail later, `note` for what only some need. `found`: in words, with the figures. `do`: "" if it is `ok`.
-    `data`: the figures as plain data. `where`: the host, if there may be several.
+    """The result of one check, named `area.what`. `found` is a text with figures, which `data` has as plain data.
+
+    `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or may fail later, `note` if only some users
+    are affected. `do`: the remedy; "" if the severity is `ok`. `where`: the host, if there may be several.
     """
 
     check: str
@@ -36,7 +37,7 @@ class Finding:
 
 
 def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
-    """Print all findings. Returns the exit code: 1 if there is a problem."""
+    """Print all findings and return the exit code: 1 if one is a problem."""
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
     if as_json:
         entries = [asdict(finding) for finding in findings]

@@ -1,4 +1,4 @@
-"""Ranks that gather from each other: the exam that each rank runs, and the findings from the answers of all."""
+"""Examine ranks with an all-gather: the exam that each rank runs, and the findings from the answers of all ranks."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from accordion.shard.topology import communicator_over
 from accordion.workers.ranks import Seat
 
 REPEATS, WARMUPS = 5, 2
-MESSAGE_BYTES = 2**26  # of the full tensor that is gathered
-SLOW = 0.5  # of the lower end of what is usual
-# Of a copy in memory at the same time on the same rank: two and three ranks of gloo on one machine of 2 cores, which others used
-# too, reached 0.09 to 0.16 of it (`accordion doctor --device cpu`).
+MESSAGE_BYTES = 2**26  # of the gathered tensor
+SLOW = 0.5  # of the lower end of the usual rates
+# Usual rate of gloo on one machine, as a fraction of a memory copy on the same rank. Two and three ranks on a busy machine with
+# 2 cores reached 0.09 to 0.16 (`accordion doctor --device cpu`).
 OF_A_COPY = 0.08
 LOW = REACHED["low"]
 MORE_OUTPUT = "TORCH_CPP_LOG_LEVEL=INFO and NCCL_DEBUG=INFO print more."
-REMEDIES = {  # of a slow all-gather
-    "network": "see that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
+REMEDIES = {  # for a slow all-gather
+    "network": "check that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
     "(NCCL_DEBUG=INFO); shard within machines (hybrid_shard) if the network stays slow.",
-    "cpu": "see who else uses these cores and this memory (top); start as many ranks as there are cores, or fewer.",
-    "device": "see how the devices are linked (nvidia-smi topo -m), and that PCIe access control (ACS) is off and links are up.",
+    "cpu": "check which processes use these cores and this memory (top); start at most as many ranks as there are cores.",
+    "device": "check how the devices are linked (nvidia-smi topo -m), that PCIe access control (ACS) is off, and links are up.",
 }
 Answer = Mapping[str, Any]
-"""Plain data, as JSON holds it; with `error` if the rank failed."""
+"""The JSON data that an exam returns; it has the key `error` if the rank failed."""
 
 
 def start(seat: Seat) -> RankExam:
-    """Make the exam of one rank of a `WorkerTeam`."""
+    """Return the exam of one rank of a `WorkerTeam`."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """One rank in a group of all. Every rank calls the same method at the same time; errors are answers."""
+    """The exam of one rank. All ranks call the same method at the same time; an error is returned as an answer."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Return the host, the versions, whether a gather brought the right numbers, and the seconds that one takes."""
+        """All-gather a tensor; return the host, torch's version, if the values are right, and the seconds."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -71,7 +71,7 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of several calls: others use this machine too."""
+        """Return the seconds of the fastest of several calls, since other processes may use this machine."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -89,7 +89,7 @@ class RankExam:
 
 
 def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
-    """All-gather as the engine does: gloo's ranks send large shards to each other directly."""
+    """All-gather `shard` into `full` as the engine does: with gloo, ranks send large shards to each other directly."""
     if not (isinstance(link, GlooCommunicator) and link.sends):
         works = link.gather([full], [shard]).works
     else:
@@ -101,14 +101,14 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
 
 
 def no_group(error: str) -> Finding:
-    """Return the finding for ranks that formed no group, or of which one ended."""
+    """Return the finding for ranks that could not form a process group, or of which one ended."""
     return Finding(
         check="ranks.group",
         severity="problem",
         found=f"ranks stopped: {error.rstrip('.')}",
         means="a training on these ranks would end or hang at the same place",
-        do="mostly it is the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), a name in /etc/hosts, the limit of open "
-        f"files (ulimit -n) or of shared memory (docker run --shm-size=8g); {MORE_OUTPUT}",
+        do="usually the cause is the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), a name in /etc/hosts, or the "
+        f"limit of open files (ulimit -n) or of shared memory (docker run --shm-size=8g); {MORE_OUTPUT}",
     )
 
 
@@ -126,18 +126,18 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         found=f"ranks: {len(answers)}, machines: {len(hosts)}, torch: {' and '.join(sorted(versions))}",
         means="versions differ in what they send and how they round: ranks hang or diverge"
         if differ
-        else "ranks can meet",
+        else "ranks can form a process group",
         do="install the same version of torch everywhere." if differ else "",
         data={"hosts": sorted(hosts)},
     )
     messages = Finding(
         check="ranks.messages",
         severity="problem" if wrong else "ok",
-        found=f"an all-gather brings wrong numbers to {_ranks(wrong)}"
+        found=f"an all-gather gives wrong numbers to {_ranks(wrong)}"
         if wrong
-        else "an all-gather brings the right numbers",
+        else "an all-gather gives the right numbers",
         means="training computes with wrong weights, without an error" if wrong else "ranks can exchange tensors",
-        do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to see which link it is; update the driver; PCIe "
+        do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to find the faulty link; update the driver; PCIe "
         "access control (ACS) in the machine's setup breaks links between devices."
         if wrong
         else "",
@@ -147,7 +147,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
-    """Compare the rate of the slowest rank with the usual one."""
+    """Return the finding about the rate of the slowest rank, compared with the usual one."""
     rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
     copy_rate = min(answer["copy_bytes_per_s"] for answer in answers)
     usual, why = usual_rate(device_type, answers[0]["device_name"], num_hosts, copy_rate)
@@ -163,7 +163,7 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
 
 
 def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: float) -> tuple[float, str]:
-    """Return the lower end of the usual bytes a second, and its reason. `copy_rate`: of a copy on the same rank."""
+    """Return (lower end of the usual bytes a second, its reason as text). `copy_rate`: bytes a second of a memory copy."""
     if device_type == "cpu" and num_hosts > 1:
         return 0.1 * GB, "a network of one gigabit"
     if device_type == "cpu":

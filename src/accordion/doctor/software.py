@@ -1,4 +1,4 @@
-"""Versions and devices: what is installed here, and whether it belongs together."""
+"""Examine versions and devices: compare the installed packages, accelerators and cores with what is supported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
 NAME = "accordion-fsdp"  # of the distribution
-OF_DEVELOPERS = ("dev", "all")  # extras that no user misses
-FOR: Mapping[str, str] = {  # what each extra is for, in the words of the command line
+OF_DEVELOPERS = ("dev", "all")  # extras that users do not need
+FOR: Mapping[str, str] = {  # the purpose of each extra
     "train": "accordion train and generate",
     "plan": "accordion plan and bench",
     "integrations": "Trainer, TRL, Accelerate, Lightning and adapters",
@@ -28,7 +28,7 @@ FOR: Mapping[str, str] = {  # what each extra is for, in the words of the comman
     "remote": "checkpoints in object stores",
 }
 CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driver shows accelerators
-HELD = 0.1  # of a device's memory: what other processes may have without a word
+HELD = 0.1  # fraction of a device's memory that other processes may use without a warning
 GIB = 2**30
 COMPARES = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq, "!=": operator.ne,
@@ -37,7 +37,7 @@ COMPARES = {
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """`bounds`: pairs like (">=", "2.11"). `extra`: "" for what the package always needs."""
+    """A required package. `bounds`: pairs like (">=", "2.11"). `extra`: name of the extra; "" if it is always required."""
 
     package: str
     bounds: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ def requirement_of(text: str) -> Requirement:
 
 
 def _numbers(version: str) -> list[int]:
-    """`2.11.0+cpu` -> [2, 11]."""
+    """Return the release of `version` without trailing zeros: `2.11.0+cpu` -> [2, 11]."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(n) for n in release[0].split(".")] if release else [0]
     while len(numbers) > 1 and not numbers[-1]:
@@ -74,12 +74,12 @@ def _numbers(version: str) -> list[int]:
 
 
 def versions() -> list[Finding]:
-    """Compare Python, torch and the packages of each extra with what this version was made for."""
+    """Return the findings about Python, torch and the packages of each extra, compared with the supported versions."""
     python = Finding(
         check="software.python",
         severity="ok",
         found=f"python {platform.python_version()}",
-        means="a version that is supported: pip installs this package for no other",
+        means="a supported version: pip does not install this package for others",
     )
     try:
         needed = [requirement_of(line) for line in metadata.requires(NAME) or []]
@@ -88,7 +88,7 @@ def versions() -> list[Finding]:
             check="software.package",
             severity="note",
             found=f"accordion {VERSION} runs from a folder and is not installed",
-            means="which versions of other packages it takes is not known here",
+            means="the supported versions of other packages are not known",
             do=f"pip install {NAME}, or pip install -e . in its folder.",
         )
         return [python, uninstalled]
@@ -116,7 +116,7 @@ def _core(need: Requirement) -> Finding:
         found=f"{need.package} {version or 'is not installed'}, supported: {need.range}",
         means="a version that is tested"
         if fits
-        else "this version uses what other ones do not have or do otherwise: it may fail, or train wrongly",
+        else "this package uses features that other versions lack or change: it may fail, or train wrongly",
         do="" if fits else f"pip install '{need}'.",
         data={"version": version},
     )
@@ -144,30 +144,30 @@ def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Examine accelerators and cores. `chosen`: what ranks will use; `dev`: where a driver shows its cards."""
+    """Return the findings about accelerators and cores. `chosen`: devices of the ranks. `dev`: folder of the device files."""
     cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
     cores_finding = Finding(
         check="devices.cores",
         severity="warning" if crowded else "ok",
         found=f"{cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}",
-        means="ranks wait for each other's turns on the cores; times say little" if crowded else "enough for the ranks",
+        means="ranks share cores and wait for each other; times mean little" if crowded else "enough for the ranks",
         do="start fewer ranks, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
         data={"cores": cores},
     )
     return [_accelerators(devices_here(), dev), *_memory(chosen), cores_finding]
 
 
-def _accelerators(here: Devices, dev: Path) -> Finding:
+def _accelerators(present: Devices, dev: Path) -> Finding:
     check = "devices.accelerators"
-    if not here.is_cpu:
-        runtime = _torch.runtime_version(here.type)
+    if not present.is_cpu:
+        runtime = _torch.runtime_version(present.type)
         return Finding(
             check=check,
             severity="ok",
-            found=f"{here}: {name_of(here.type)}" + (f", built for {here.type} {runtime}" if runtime else ""),
+            found=f"{present}: {name_of(present.type)}" + (f", built for {present.type} {runtime}" if runtime else ""),
             means="a rank for each",
-            data={"type": here.type, "count": here.count, "runtime": runtime},
+            data={"type": present.type, "count": present.count, "runtime": runtime},
         )
     shown = sorted(str(path) for pattern in CARDS for path in dev.glob(pattern))
     if shown:
@@ -176,33 +176,32 @@ def _accelerators(here: Devices, dev: Path) -> Finding:
             severity="problem",
             found=f"the driver shows {', '.join(shown[:4])}, and torch {torch.__version__} finds no accelerator",
             means="training runs on the CPU alone, which is far slower",
-            do="install the build of torch for this accelerator and driver (https://pytorch.org); see that no variable hides "
-            "devices and that this user may open those files.",
+            do="install the build of torch for this accelerator and driver (https://pytorch.org); check that no environment "
+            "variable hides devices and that this user may open those files.",
         )
     return Finding(
         check=check,
         severity="note",
         found="no accelerator",
         means="ranks compute on the CPU: good for tests and small models",
-        do="nothing, if that is meant.",
+        do="nothing, if that is intended.",
     )
 
 
 def _memory(chosen: Devices) -> list[Finding]:
-    """Examine the free memory of each accelerator that ranks will use."""
     findings = []
     for index in range(chosen.count):
         free, total = torch.accelerator.get_memory_info(chosen.at(index))
-        held = free < (1 - HELD) * total
+        is_used = free < (1 - HELD) * total
         findings.append(
             Finding(
                 check=f"devices.memory-{index}",
-                severity="warning" if held else "ok",
+                severity="warning" if is_used else "ok",
                 found=f"device {index} has {free / GIB:.1f} of {total / GIB:.1f} GiB free",
-                means="other processes hold the rest; a model that is planned to fit may not"
-                if held
+                means="other processes use the rest; a model that is planned to fit may not fit"
+                if is_used
                 else "free for a rank",
-                do="end those processes, or take other devices." if held else "",
+                do="end those processes, or use other devices." if is_used else "",
                 data={"free_bytes": free, "total_bytes": total},
             )
         )

@@ -1,4 +1,4 @@
-"""Checks that watch a model in training: each file is one, attached to the engine from outside."""
+"""Checks of a model in training. Each file is one check; most are observers of the engine."""
 
 from accordion.safety.liveness.links import report_crashes
 

@@ -1,8 +1,8 @@
-"""Ranks may call different units in one forward: a rank that skips a unit makes a dummy call of it, and collectives pair up.
+"""Let ranks call different units in one forward: a rank that skips a unit makes a dummy call, so that all collectives match.
 
-A dummy call is a call whose output nobody uses: it gathers with the others and leaves a pre-backward node for the backward,
-which reduces with them, without gradients of its own. The common case pays nothing: if a forward goes as the last one of its
-kind did, nobody asks. The first one is gone through together, step by step, and so is every one after ranks were found apart.
+The output of a dummy call is not used. The call gathers with the other ranks and leaves a pre-backward node, so that the
+backward reduces with them too, without a gradient of this rank. A forward that repeats the last one of its kind costs nothing.
+Ranks agree on each step of the first forward, and of every forward after they have once diverged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ logger = logging.getLogger("accordion")
 
 
 class UnitCall(NamedTuple):
-    """A unit is entered, or left by a rank that may have called others inside of it. `depth`: calls under way around the step.
+    """One step of a forward: a unit is entered or, with `leaves`, its forward ends. `depth`: calls in progress around it.
 
-    `differentiable`: whether a backward may come through the call. `reads`: it is one that a read of a parameter began.
+    `differentiable`: a backward may reach the call. `trained`: indices of the unit's parameters that require gradients.
+    `reads`: a read of a parameter began the call.
     """
 
     unit: int
@@ -42,33 +43,34 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Some ranks have gone on as in the last forward, and wait or ask further on: the others follow so many of its steps."""
+    """The decision that ranks repeat the last forward up to step `num_done` of forward `root`, which others have reached."""
 
     root: int
     num_done: int | None  # None: to the end
 
-    def is_for(self, said: Mapping[str, Any]) -> bool:
-        """Return True if a rank that `said` where it is has steps to follow."""
-        here = said["num_done"] if said["root"] == self.root else None
-        return here is not None and (self.num_done is None or here < self.num_done)
+    def is_for(self, report: Mapping[str, Any]) -> bool:
+        """Return True if the rank with this report has steps to catch up on."""
+        num_done = report["num_done"] if report["root"] == self.root else None
+        return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
 
-def choose(said: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """What all ranks do next, from what each of them said; None where nothing can be done.
+def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
+    """Return what all ranks do next, given the report of each; None if they have diverged for good.
 
-    What is inside of a call comes before what is after it, and of several units that which comes first in the model.
+    Steps inside a call come before steps after it; ties are broken by the unit's position in the model.
     """
-    said = list(said)
-    at = [s for s in said if s["step"] is not None]
+    reports = list(reports)
+    at = [report for report in reports if report["step"] is not None]
     if not at:
-        return None if all("must" in s for s in said) else CatchUp(0, 0)  # who waits may come here yet
-    root = min(s["root"] for s in at)
-    if any("must" in s and s["root"] == root and s["num_done"] is not None for s in said):
+        # A rank that waits in a collective may still reach a step.
+        return None if all("must" in report for report in reports) else CatchUp(0, 0)
+    root = min(report["root"] for report in at)
+    if any("must" in report and report["root"] == root and report["num_done"] is not None for report in reports):
         return None
-    # Who is in a later forward has ended this one; who is in an earlier one will come.
-    done: list[Any] = [s["num_done"] if s["root"] == root else None for s in said if s["root"] >= root]
+    # A rank in a later forward has ended this one; a rank in an earlier one will reach it.
+    done: list[Any] = [r["num_done"] if r["root"] == root else None for r in reports if r["root"] >= root]
     furthest = None if None in done else max(done)
-    if len(at) < len(said) or any(here != furthest for here in done) or furthest is None:
+    if len(at) < len(reports) or any(num_done != furthest for num_done in done) or furthest is None:
         return CatchUp(root, furthest)
     steps = [UnitCall(*s["step"])._replace(trained=tuple(s["step"][3])) for s in at]  # JSON made lists of tuples
     depth = max(step.depth for step in steps)
@@ -79,25 +81,25 @@ def choose(said: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Owns how ranks come to each step of a forward, and the calls that this rank makes for others.
+    """Observer by which ranks agree on the next unit of a forward, and that makes dummy calls of units this rank skips.
 
-    `always`: each step is agreed on, whether it was expected or not; `debug="order"` begins so.
+    `always`: ranks agree on each step, even if it is expected; `debug="order"` sets it from the start.
     """
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
     ) -> None:
-        self._engine, self._hooks, self._watch = engine, hooks, monitor
+        self._engine, self._hooks, self._monitor = engine, hooks, monitor
         self._expected = PassHistory()
-        self.always = self._at_once = always  # `_at_once`: passes are agreed on too
-        self._silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
+        self.always = self._at_once = always  # `_at_once`: ranks agree on the start of each pass too
+        self._silent = False  # this forward needs no other rank, so one rank may run it alone
         self._is_new = False  # no forward of this kind was seen yet
         self._num_to_follow = 0  # steps of the last forward that others have done already
         self._is_late = False  # others have ended this forward
         self._in_backward = False  # one has begun and not ended
         self._root = 0  # number of the forward
-        self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
-        monitor.listen(self.noticed)
+        self.open_dummies: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
+        monitor.listen(self.join_meeting)
 
     # -- the moments of a step
 
@@ -108,25 +110,25 @@ class OrderAgreement(Observer):
             return
         self._root += 1
         self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
-        self.standing.clear()
-        # If one had begun and not ended: an error has ended it, maybe of this rank alone.
+        self.open_dummies.clear()
+        # A backward that has begun and not ended was ended by an error, maybe on this rank alone.
         failed, self._in_backward = self._in_backward, False
         if not self._expected.begin(FORWARD, how) or self._at_once or failed:
             gradients = "with gradients" if differentiable else "without gradients"
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Where others do something else first, this rank takes part in that."""
-        depth = self._engine.depth - len(self.standing)
+        """Agree on the step if it is not the expected one; meanwhile make dummy calls of the units that others enter first."""
+        depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
-        if self._silent or (self.calm and self._expected.comes(FORWARD, step)):
+        if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
             return
         training = f"training {len(step.trained)} of {len(unit.params)} parameters"
         doing = training if differentiable else "without gradients"
-        self.come(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
+        self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """The call is about to end, and others may be about to enter units inside of it."""
+        """Before the call ends, agree with ranks that may be about to enter units inside it; return `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         if error is None and not self._silent and call.unit.index in self._outer_units:
@@ -135,11 +137,11 @@ class OrderAgreement(Observer):
         return out
 
     def _leave(self, unit: Unit) -> None:
-        depth = self._engine.depth - len(self.standing)
+        depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, False, depth, (), leaves=True)
         following: Any = self._expected.following(FORWARD)
-        if not self.calm or (following is not None and following.depth >= step.depth):
-            self.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
+        if not self.trusts_history or (following is not None and following.depth >= step.depth):
+            self.agree(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
 
     def forward_ends(self, error: BaseException | None) -> None:
         self._expected.end(FORWARD)
@@ -150,9 +152,9 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Where the unit was not needed in the last backward, ranks agree first: no collective is out of step."""
+        """If the last backward did not use the unit at this point, agree before its collectives begin."""
         event = (unit.index, unit.trained.indices)
-        if not self._expected.comes(BACKWARD, event):
+        if not self._expected.matches(BACKWARD, event):
             self._expected.note(BACKWARD, event)
         elif not self._at_once:
             return
@@ -164,13 +166,13 @@ class OrderAgreement(Observer):
             self.must("ends its backward")
 
     def interrupted(self) -> None:
-        self.standing.clear()
+        self.open_dummies.clear()
 
     # -- what ranks do next
 
     @property
-    def calm(self) -> bool:
-        """Whether what is expected needs no word."""
+    def trusts_history(self) -> bool:
+        """Return True if a step that `_expected` predicts needs no agreement."""
         return not (self.always or self._is_new or self._num_to_follow)
 
     @cached_property
@@ -179,14 +181,14 @@ class OrderAgreement(Observer):
         outer = set()
         for i, hooks in enumerate(self._hooks):
             for module in (ref() for ref in hooks.modules):
-                # No truth test: a container or a compiled module is asked for its length.
+                # Not `if module`: that calls `__len__` of a container or a compiled module.
                 inside = () if module is None else module.modules()
                 if len({id(m.__dict__[ATTACHED]) for m in inside if ATTACHED in m.__dict__}) > 1:
                     outer.add(i)
         return outer
 
-    def come(self, step: UnitCall, what: str) -> None:
-        """Do what others do first, and come back when all do `step`. Raises `DivergenceError` where that cannot be."""
+    def agree(self, step: UnitCall, what: str) -> None:
+        """Make dummy calls of what other ranks do first; return when all do `step`, which messages call `what`."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:
@@ -206,55 +208,56 @@ class OrderAgreement(Observer):
             if self._is_late and step.leaves:
                 return step
             if self._is_late:
-                self._watch.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
-            said = self._watch.meet({"what": what, "step": step, **self._place()})
-            if said is None:
+                self._monitor.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
+            reports = self._monitor.meet({"what": what, "step": step, **self._position()})
+            if reports is None:
                 return step
-            outcome = self._outcome(said)
+            outcome = self._outcome(reports)
             if isinstance(outcome, UnitCall):
                 return outcome
             self._follow(outcome)
 
     def must(self, what: str) -> None:
-        """Come back when all ranks are about to do `what`, which none can do in another's place."""
-        while (said := self._watch.meet({"what": what, "step": None, "must": what, **self._place()})) is not None:
-            if all(s.get("must") == what for s in said.values()):  # a forward that says nothing may be one rank's alone
-                self._root = max(s["root"] for s in said.values())
+        """Return when all ranks are about to do `what`, for which there is no dummy call."""
+        while (
+            reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
+        ) is not None:
+            if all(r.get("must") == what for r in reports.values()):
+                # One rank may have run silent forwards alone, so numbers may differ.
+                self._root = max(r["root"] for r in reports.values())
                 return
-            self._outcome(said)
+            self._outcome(reports)
 
-    def noticed(self, what: str) -> dict[int, dict[str, Any]]:
-        """This rank waits in a collective, and another one asks where all are. Gives what each said."""
-        said = self._watch.meet({"what": what, "step": None, **self._place()}) or {}
-        outcome = self._outcome(said) if said else None
+    def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
+        """Join a meeting that another rank opened while this one waits in a collective; return the reports by rank."""
+        reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
+        outcome = self._outcome(reports) if reports else None
         if isinstance(outcome, CatchUp):
             self._follow(outcome)
-        return said
+        return reports
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
-    def _outcome(self, said: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
-        outcome = choose(said.values())
+    def _outcome(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
+        outcome = choose(reports.values())
         if outcome is None:
-            self._watch.apart(said)
-        if isinstance(outcome, CatchUp) and not any(outcome.is_for(s) for s in said.values()):
-            return outcome  # some are late, or slow, and that may be all
+            self._monitor.fail_diverged(reports)
+        if isinstance(outcome, CatchUp) and not any(outcome.is_for(report) for report in reports.values()):
+            return outcome  # some ranks may only be late
         if not self.always:
-            logger.warning(
-                "ranks take different ways through the model: from now on they agree on each unit before it runs."
-            )
+            logger.warning("ranks call different units: from now on they agree on each unit before it runs.")
         self.always = True
         return outcome
 
     def _follow(self, outcome: CatchUp) -> None:
-        here = self._place()
-        if not outcome.is_for(here):
+        position = self._position()
+        if not outcome.is_for(position):
             return
         if outcome.num_done is None:
             self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
         else:
-            self._num_to_follow = outcome.num_done - here["num_done"]
+            self._num_to_follow = outcome.num_done - position["num_done"]
 
     # -- dummy calls
 
@@ -262,19 +265,19 @@ class OrderAgreement(Observer):
         hooks = self._hooks[step.unit]
         if step.depth == 0 or step.depth != self._engine.depth or step.trained != hooks.unit.trained.indices:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
-            self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
+            self._monitor.fail(f"this rank {what}, and others call {of}, of which it can make no dummy call; {ADVICE}")
         self._expected.note(FORWARD, step)
-        self.standing.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
+        self.open_dummies.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
 
     def close(self, depth: int) -> None:
-        """End the dummy calls that lie at `depth` or deeper."""
-        while self.standing and self.standing[-1][0] >= depth:
-            _, hooks, call, fulls = self.standing.pop()
+        """End the dummy calls at `depth` or deeper."""
+        while self.open_dummies and self.open_dummies[-1][0] >= depth:
+            _, hooks, call, fulls = self.open_dummies.pop()
             hooks.end_dummy(call, fulls)
 
 
 def agreement_of(engine: Engine) -> OrderAgreement:
-    """The one that watches a sharded model."""
-    found = engine.observers.find(OrderAgreement)
-    assert isinstance(found, OrderAgreement), "each engine that is built is watched by one"
-    return found
+    """Return the `OrderAgreement` of a sharded model."""
+    agreement = engine.observers.find(OrderAgreement)
+    assert isinstance(agreement, OrderAgreement), "each engine that is built has one"
+    return agreement

@@ -1,4 +1,4 @@
-"""The nets of a model, attached to its engine in the order in which they act."""
+"""Attach the checks of a model to its engine, in the order in which they act."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from accordion.safety.weight_reads import WeightReads
 
 
 def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]) -> None:
-    """Have an engine watched, once all of its units are made. `hooks`: of each unit, attached to their modules.
-
-    Agreement comes before whatever looks at a unit, for it alone waits for other ranks; calls that a read began end before it.
-    """
+    """Register the safety observers on `engine`, and refusals on its modules, after all units exist. `hooks`: one per unit."""
     monitor, reads = monitor_of(engine.context), WeightReads(engine)
     engine.observers.attach(OneCaller(alone=not monitor.listens))
     if monitor.listens:
         engine.observers.attach(StepWatch(engine, monitor, hooks[0].modules[0]))
         if have_own_data(engine):
             engine.observers.attach(FirstInputs(engine, monitor))
+    # `OrderAgreement` waits for other ranks, so it comes before all observers that look at a unit. `WeightReads` comes before
+    # it, so that the calls that reads began end first.
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)
     if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):
@@ -44,8 +43,8 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     engine.observers.attach(AnomalyChecks())
     for each in hooks:
         guard(each)
-        # A read of a layer's parameter begins a call of it. What makes a tensor subclass of a gathered tensor looks at its
-        # module while it is gathered: that is no read from outside.
+        # A read of a layer's parameter begins a call of the layer. Not if the unit wraps gathered tensors in a subclass: the
+        # wrapper reads the module while the unit is gathered.
         if each.unit.index and not each.unit.module_params.has_around:
             for module in each.attached_modules():
                 if next(module.children(), None) is None:

@@ -1,4 +1,4 @@
-"""Who may call a sharded model: the process that sharded it, and one thread at a time."""
+"""Refuse calls of a sharded model from a forked process, or from two threads at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from accordion.errors import UsageError
 
 
 class OneCaller(Observer):
-    """Owns the process of a model, and the thread whose forward is under way.
-
-    `alone`: there is one rank, whose forked children wait for nobody.
-    """
+    """Observer that refuses calls from a forked process or a second thread. `alone`: there is one rank, so forks are allowed."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -22,19 +19,19 @@ class OneCaller(Observer):
         self._thread: int | None = None
 
     def unit_is_called(self) -> None:
-        """Raises `UsageError` in a forked child, and in a thread that calls while another one's forward is under way."""
+        """Raise `UsageError` in a forked process, and in a thread if another thread's forward is in progress."""
         thread = self._thread
         if thread is None:  # the outermost call
             if not self._alone and os.getpid() != self._pid:
                 raise UsageError(
-                    f"a sharded model was called in process {os.getpid()}, forked from process {self._pid} that sharded it, "
-                    "where it would wait for other ranks for ever; call it in its own process, and keep it out of a loader's "
-                    "workers."
+                    f"a sharded model was called in process {os.getpid()}, a fork of process {self._pid} that sharded it, and "
+                    "the call would wait for other ranks forever; call the model in the process that sharded it, and not in "
+                    "workers of a DataLoader."
                 )
         elif thread != get_ident() and not _torch.is_in_backward():
             raise UsageError(
-                "a sharded model was called from two threads at once, and its calls are steps that all ranks take in one order; "
-                "call it from one thread, or hold a lock around each forward and backward."
+                "a sharded model was called from two threads at once, and all ranks must call its units in the same order; call "
+                "it from one thread, or hold a lock around each forward and backward."
             )
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:

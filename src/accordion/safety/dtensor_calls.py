@@ -1,7 +1,7 @@
-"""Operators of DTensor that go wrong in silence on sharded tensors, or fail obscurely: put right or refused for tensors of ours.
+"""Correct or refuse DTensor operators that are silently wrong, or fail obscurely, on tensors of sharded models.
 
-DTensor has one table of operators for the process. The entries here act on parameters of sharded models and views of them, and
-on tensors on the mesh of a sharded model, such as gradients; every other tensor is passed on to torch.
+DTensor has one table of operator handlers for the process. The handlers here act on parameters of sharded models, views of them,
+and tensors on the mesh of a sharded model, such as gradients; for every other tensor they call torch's own implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accordion.row_marks import refuse_rows_of_others
 log = logging.getLogger("accordion")
 aten = torch.ops.aten
 
-# How long a rank waits for the others in `.item()` before it says so.
+# Seconds after which a rank that waits for the others in `.item()` logs a warning.
 WAIT_S = 10.0
 
 DRAWS_INTO = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
@@ -42,12 +42,12 @@ OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
 
-# Meshes of sharded models. An operator's result may have an equal mesh in place of the same one, and these compare alike.
+# Meshes of sharded models. The result of an operator may have an equal mesh that is another object; a set finds it too.
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def answer_for_shards(engine: Engine) -> None:
-    """Have writes into the parameters of `engine` counted, and the operators below answered for tensors on its meshes."""
+    """Register the operator handlers of this module for the parameters of `engine` and tensors on their meshes."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
@@ -66,12 +66,12 @@ def answer_for_shards(engine: Engine) -> None:
 
 
 def _is_ours(tensor: Any) -> bool:
-    """Return True for DTensors on the mesh of a sharded model."""
+    """Return True if `tensor` is a DTensor on the mesh of a sharded model."""
     return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
 def _param_of(tensor: Any) -> Param | None:
-    """Return the parameter of a sharded model that `tensor` is, or of which it is a view; None for all other tensors."""
+    """Return the sharded parameter that `tensor` is or views; None for all other tensors."""
     for each in (tensor, _torch.base_of(tensor)):
         if isinstance(each, DTensor):
             owner = vars(_torch.local_of(each).untyped_storage()).get(OWNER)
@@ -85,9 +85,9 @@ def _param_of(tensor: Any) -> Param | None:
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw what one device would draw, and keep the rows of this rank; torch has every rank of a CPU draw the same numbers.
+    """Draw the whole tensor as one device would, and keep this rank's rows: on a CPU, torch draws equal rows on all ranks.
 
-    Takes memory for the whole tensor meanwhile. On accelerators torch gives each rank numbers of its own.
+    Needs memory for the whole tensor meanwhile. On accelerators torch draws different numbers on each rank, so it is called.
     """
     tensor = args[0]
     param = _param_of(tensor)
@@ -96,16 +96,16 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, to = _torch.local_of(tensor), kwargs.get("device")
     if operator in DRAWS_INTO:
         _begin_write(tensor, param)
-    is_here = type(local) is Tensor and local.device.type == "cpu" and to in (None, torch.device("cpu"))
-    if not is_here or any(p.is_partial() for p in tensor.placements):
+    is_on_cpu = type(local) is Tensor and local.device.type == "cpu" and to in (None, torch.device("cpu"))
+    if not is_on_cpu or any(p.is_partial() for p in tensor.placements):
         return _torch.unanswered(operator, args, kwargs)
     whole = operator(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
     drawn = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
     rows = _torch.local_of(drawn)
     if rows.shape != local.shape:
         raise UsageError(
-            f"random numbers for a tensor of shape {tuple(tensor.shape)} at {tensor.placements} lie otherwise on this version of "
-            f"torch than its rows do; use accordion.initialise, or {INSTEAD}."
+            f"random numbers for a tensor of shape {tuple(tensor.shape)} at {tensor.placements} would have other rows than the "
+            f"tensor on this version of torch; use accordion.initialise, or {INSTEAD}."
         )
     if operator not in DRAWS_INTO:
         return drawn
@@ -122,24 +122,24 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _begin_write(args[0], param)
         if operator is aten.copy_.default:
             refuse_rows_of_others([(args[1], args[0])], "a tensor")
-            # On some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words.
+            # On some accelerators `weight[:, i] = 0` is a copy, which torch refuses with another error.
             if _torch.base_of(args[0]) is not None and not isinstance(args[1], DTensor):
                 raise _part_written(args[0])
     return _torch.unanswered(operator, args, kwargs)
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Refuse `weight[0].zero_()` if the view is a copy that was gathered from all ranks, and count writes through `.data`."""
+    """Raise `UsageError` if `tensor` is a view gathered into new memory, as `weight[0]`; count a write through `.data`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise _part_written(base)
-    # Full copies that are kept are stale from now on.
+    # Full parameters that stay in memory are out of date from now on.
     if param.sharded is not tensor:
         torch.autograd.graph.increment_version(param.sharded)
 
 
 def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write `weight[rows] = 0`, with rows or a mask in a tensor, or say what to do if torch cannot."""
+    """Do `weight[rows] = 0` with an index or mask tensor; raise `UsageError` if torch cannot."""
     param = _param_of(args[0])
     if param is not None:
         _begin_write(args[0], param)
@@ -162,8 +162,8 @@ def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _part_written(tensor: Any) -> UsageError:
     at = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
     return UsageError(
-        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), which "
-        f"would not reach the shards; {INSTEAD}."
+        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), and the "
+        f"change would not reach the shards; {INSTEAD}."
     )
 
 
@@ -174,13 +174,13 @@ def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not any(map(_is_ours, args)):
         return _torch.unanswered(operator, args, kwargs)
     raise UsageError(
-        "a sharded tensor was given a tangent, by torch.func.jvp or forward_ad.make_dual, which DTensor does not support; "
-        "take tangents by the inputs alone, or of the unsharded model."
+        "a sharded tensor was given a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
+        "tangents of the inputs only, or the unsharded model."
     )
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor, or say what to do for `weight.flatten()` if rows do not divide by the ranks."""
+    """View a tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:
@@ -189,7 +189,7 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
         if not uneven or not _is_ours(tensor):
             raise
-        # Raises torch's own error for a shape that is none.
+        # Raises torch's own error if the shape does not fit.
         operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
         raise UsageError(
             f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
@@ -202,10 +202,10 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class AnomalyChecks(Observer):
-    """Lets `torch.autograd.set_detect_anomaly` look for NaN in sharded gradients, while a backward of the model runs.
+    """Observer that lets `torch.autograd.set_detect_anomaly` find NaN in sharded gradients during a backward of the model.
 
-    After each node autograd asks `isnan(gradient)._is_any_true()`, for which DTensor has no rule (torch 2.11 to 2.13). It asks of
-    the node of this rank, so this rank's rows answer: a reduction would be a collective of the ranks that came this far only.
+    After each node autograd calls `isnan(gradient)._is_any_true()`, for which DTensor has no rule (torch 2.11 to 2.13). The
+    handler checks this rank's rows only: a reduction would be a collective that other ranks may not reach.
     """
 
     OPERATOR = aten._is_any_true.default
@@ -232,7 +232,7 @@ class AnomalyChecks(Observer):
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the number of the whole tensor; torch gives that of this rank's part, as in `grad.norm().item()`, a partial sum."""
+    """Return the value of the whole tensor. torch returns this rank's part, a partial sum for `grad.norm().item()`."""
     tensor: DTensor = args[0]
     if not _is_ours(tensor):
         return _torch.unanswered(operator, args, kwargs)
@@ -249,8 +249,8 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         WAIT_S,
         log.warning,
         [
-            "this rank was asked for the number in a DTensor, by .item(), float() or bool(), and waits for the other ranks' "
-            "parts: ask on every rank, or for this rank's part alone with .to_local()."
+            "this rank reads a DTensor with .item(), float() or bool(), and waits for the other ranks' parts: read it on every "
+            "rank, or read this rank's part alone with .to_local()."
         ],
     )
     waits.daemon = True

@@ -1,4 +1,4 @@
-"""NaN and inf: in which unit and phase they came up first (`debug="finite"`)."""
+"""Report the unit and phase in which NaN or inf appeared first (`debug="finite"`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accordion.errors import NonFiniteError
 
 
 class Moment(Enum):
-    """When a unit is looked at, and how messages call that."""
+    """The moment at which a unit is checked; the value is its name in messages."""
 
     PARAMETERS = "in its parameters"
     FORWARD = "in what its forward returned"
@@ -27,9 +27,10 @@ class Moment(Enum):
 
 
 class FiniteCheck(Observer):
-    """Owns a number for each unit and moment on the device, zero while all was finite; ranks compare them once a pass.
+    """Observer that checks parameters, outputs and gradients for NaN and inf, and reports the first ones once a pass.
 
-    The host waits once a pass only. Ranks visit units in the same order, so the first slot that any rank has filled is the first.
+    A 0-d tensor on the device for each unit and moment becomes 1 if a value is not finite. The host waits for the device once a
+    pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,18 +39,18 @@ class FiniteCheck(Observer):
         self._communicators = [communicator for communicator in communicators if communicator.num_ranks > 1]
         self._rank = dist.get_rank() if self._communicators else 0
         self._device, self._units = context.device, engine.units
-        self._found: dict[tuple[int, Moment], Tensor] = {}
+        self._flags: dict[tuple[int, Moment], Tensor] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        self.look(call.unit.index, Moment.PARAMETERS, call.unit.views)
+        self._check(call.unit.index, Moment.PARAMETERS, call.unit.views)
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         if error is None:
-            self.look(call.unit.index, Moment.FORWARD, tensors_of(out))
+            self._check(call.unit.index, Moment.FORWARD, tensors_of(out))
         return out
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        self.look(unit.index, Moment.BACKWARD, grads)
+        self._check(unit.index, Moment.BACKWARD, grads)
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is None:
@@ -58,27 +59,27 @@ class FiniteCheck(Observer):
     def backward_ended(self, reduced: bool) -> None:
         self.report()
 
-    def look(self, unit: int, moment: Moment, tensors: Iterable[Tensor | None]) -> None:
+    def _check(self, unit: int, moment: Moment, tensors: Iterable[Tensor | None]) -> None:
         floating = [t.detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
-        found = self._found.get((unit, moment), torch.zeros((), device=self._device))
+        flag = self._flags.get((unit, moment), torch.zeros((), device=self._device))
         for tensor in floating:
-            found = torch.maximum(found, (~torch.isfinite(tensor)).any().to(found.dtype))
-        self._found[unit, moment] = found
+            flag = torch.maximum(flag, (~torch.isfinite(tensor)).any().to(flag.dtype))
+        self._flags[unit, moment] = flag
 
     def forget(self) -> None:
-        self._found.clear()
+        self._flags.clear()
 
     def report(self) -> None:
-        """Raise `NonFiniteError` on every rank if one has found something since the last call."""
-        slots, self._found = self._found, {}
-        if not slots:
+        """Raise `NonFiniteError` on every rank if any rank had a value that is not finite since the last call."""
+        flags, self._flags = self._flags, {}
+        if not flags:
             return
         # The lowest rank has the largest number.
-        mark = torch.stack(list(slots.values())) * float(2**20 - self._rank)
+        mark = torch.stack(list(flags.values())) * float(2**20 - self._rank)
         marks = reduced(mark, self._communicators, dist.ReduceOp.MAX).tolist()
-        for (unit, moment), value in zip(slots, marks, strict=True):
+        for (unit, moment), value in zip(flags, marks, strict=True):
             if value:
                 raise NonFiniteError(
-                    f"NaN or inf came up first in unit {unit} ({self._units[unit].name or 'root'}), {moment.value}, on rank "
-                    f"{2**20 - int(value)}; look at what goes into that unit there."
+                    f"NaN or inf appeared first in unit {unit} ({self._units[unit].name or 'root'}), {moment.value}, on rank "
+                    f"{2**20 - int(value)}; inspect the inputs of that unit on that rank."
                 )

@@ -1,4 +1,4 @@
-"""A warning if data-parallel ranks train on the same data: digests of the first two inputs go to the first rank."""
+"""Warn if data-parallel ranks train on the same data: each rank sends a digest of its first two inputs to the first rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from accordion.safety.divergence import DivergenceMonitor
 from accordion.tensor_checksum import checksum
 
 NUM_COMPARED = 2
-SHARE_DATA = {"tp", "sp", "cp", "ep"}  # parts of names of mesh dims over which ranks may have the same data
+SHARE_DATA = {"tp", "sp", "cp", "ep"}  # in the name of a mesh dim: its ranks may have the same data
 
 
 class FirstInputs(Observer):
-    """Digests of the inputs of the first two training forwards, read without waiting; detaches itself after the last.
+    """Observer that sends the digest of the first two training inputs, read without waiting, and then detaches itself.
 
-    An input that tells nothing is left out: one without tensors, of constants alone, or the same one twice, as in a benchmark.
+    Nothing is sent if an input has no tensors or only constant ones, or if both inputs are equal, as in a benchmark.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
@@ -41,11 +41,11 @@ class FirstInputs(Observer):
             self._engine.observers.detach(self)
             digests = list(map(digest_of, self._copies))
             if None not in digests and len(set(digests)) == NUM_COMPARED:
-                self._monitor.say_inputs(zlib.crc32(repr(digests).encode()))
+                self._monitor.send_inputs(zlib.crc32(repr(digests).encode()))
 
 
 def have_own_data(engine: Engine) -> bool:
-    """Return whether each rank of the model should get data of its own: without tensor, sequence or expert parallelism."""
+    """Return True if every rank should train on different data: no tensor, sequence, context or expert parallelism."""
     params = [param for unit in engine.units for param in unit.params]
     meshes = [param.sharded.device_mesh for param in params if isinstance(param.sharded, DTensor)]
     names = {part for mesh in meshes for name in mesh.mesh_dim_names or () for part in name.split("_")}
@@ -54,7 +54,7 @@ def have_own_data(engine: Engine) -> bool:
 
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
-    """Begin to copy the checksum of each tensor that has elements, and a 1 if they differ; one copy for each device."""
+    """Start one copy to the host per device: for each tensor with elements its checksum, and 1 if its elements differ."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -66,6 +66,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of all tensors together; None if no tensor has two different elements."""
+    """Return a digest of all copied checksums; None if every tensor is constant."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

@@ -20,28 +20,28 @@ STEPS = 2
 
 
 class ForwardWrites(Observer):
-    """Compares the checksums of a unit's full parameters before and after its forward, in its first training steps.
+    """Observer that compares checksums of a unit's full parameters before and after its forward, in its first training steps.
 
     Checksums stay on the device. In the first step of a unit the host waits for the result at the end of the outermost forward;
-    afterwards it reads results without waiting, at the end of the first forward that finds them on the host. A unit is checked
+    later results are read without waiting, at the end of the first forward after they have reached the host. A unit is checked
     in `STEPS` steps, or in all with `always`. After the last result the observer detaches itself.
     """
 
     def __init__(self, engine: Engine, *, always: bool) -> None:
         self._engine, self._always = engine, always
-        # Groups whose shards are the full parameters have no full buffer; fake ones are left out.
+        # Groups whose shards are the full parameters have no full buffer. Fake tensors have no numbers.
         self._full_buffers: dict[int, list[FullBuffer]] = {}
         for unit in engine.units:
             buffers = [group.full_buffer for group in unit.groups]
-            own = [b for b in buffers if isinstance(b, FullBuffer) and _torch.told_device(b.flat) is None]
-            self._full_buffers[unit.index] = own
+            real = [b for b in buffers if isinstance(b, FullBuffer) and _torch.told_device(b.flat) is None]
+            self._full_buffers[unit.index] = real
         self._steps_left = {index: STEPS for index, buffers in self._full_buffers.items() if buffers}
-        self._checked: set[int] = set()  # since the last step
+        self._checked: set[int] = set()  # units checked since the last step
         self._stepped: set[int] = set()  # units that have been checked in a whole step
         self._is_checking = False
         self._before: dict[int, Tensor] = {}  # checksums of the full buffers, by id of the call
         self._changed: list[tuple[Unit, Tensor]] = []  # for each call that has ended, a 0-d bool
-        self._unread: list[tuple[Sequence[Unit], HostCopy]] = []  # of each forward its units, and a bool for each
+        self._unread: list[tuple[Sequence[Unit], HostCopy]] = []  # for each forward its units, and a bool for each
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         self._is_checking = differentiable or self._always
@@ -64,7 +64,7 @@ class ForwardWrites(Observer):
         return out
 
     def _report(self, *, waits: bool) -> None:
-        """Raise `UsageError` if a unit modified a parameter. `waits`: also read results that are not on the host yet."""
+        """Raise `UsageError` if a unit modified a parameter. `waits`: wait for results that are not on the host yet."""
         while self._unread and (waits or self._unread[0][1].is_ready()):
             units, flags = self._unread.pop(0)
             for unit, is_changed in zip(units, flags.read()[0], strict=True):
@@ -75,7 +75,7 @@ class ForwardWrites(Observer):
         self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
-        """A training step has ended, if it reduced."""
+        """Count a step of all checked units if gradients were `reduced`; detach after the last check."""
         if reduced:
             self._stepped |= self._checked
         if self._always or not reduced:

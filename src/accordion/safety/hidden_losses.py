@@ -1,8 +1,8 @@
-"""Losses that the outermost call's outputs do not lead to: in attributes, arguments, globals and objects.
+"""Unshard a unit in a backward that reaches it from a loss outside the model's outputs: in an attribute, argument or global.
 
-A router's loss that a forward left in an attribute of a module, or in a list that it was given, is found at the end of the call,
-and a hook on it begins the call in a backward. To a loss in a global or in an object nothing of the model leads: there the
-call begins when autograd reads a full parameter that it has saved.
+A loss that a forward leaves in an attribute of a module (such as a router's), or in a list that it was given, is found when the
+call ends, and gets a hook that begins the call's backward. A loss in a global or in another object cannot be found: there the
+backward of the call begins when autograd reads a full parameter that it has saved.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import tensors_in, written_into
 from accordion.engine.unit import Unit
 
-_PLAIN = frozenset(
-    {bool, float, int, str, type(None), torch.dtype, torch.device}
-)  # of most attributes: no tensor in them
+# Types of most attributes, which hold no tensor.
+_PLAIN = frozenset({bool, float, int, str, type(None), torch.dtype, torch.device})
 OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
 
 
 class SavedParam(NamedTuple):
-    """A full parameter that autograd saves, and what must be done before it is read."""
+    """A full parameter that autograd has saved; `begin` is called before it is read."""
 
     begin: Callable[[], None]
     tensor: Tensor
 
 
 class HiddenLosses(Observer):
-    """Owns, for each unit, the modules in which a loss may be left, and whether its backwards begin at reads of saved tensors.
+    """Observer that begins the backward of a call at losses left in its modules, or when a saved full parameter is read.
 
-    Each saved tensor costs two calls of Python. So tensors are looked at only until the first backward has come to a unit by
-    a pre-backward node or an output, and after that only if one did not. Where others have such hooks (checkpointing, offload),
-    theirs are left to work.
+    A hook on saved tensors costs two Python calls each. So a unit has one only until the first backward has reached it by a
+    pre-backward node or an output, and afterwards only if one did not. It calls hooks of others (activation checkpointing,
+    offload) or leaves their tensors to them.
     """
 
     def __init__(self) -> None:
         self._begins_at_reads: dict[int, bool] = {}  # by unit, once a backward has come
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
-        self._packs: list[Callable[[Tensor], Any]] = []  # of calls under way
-        # By unit: each module, where its own attributes begin, and how many it has as long as none can hold a loss.
+        self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
+        # By unit: the results of `_watched` for its modules.
         self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Let a backward begin this call when it reads a full parameter, if nothing else has begun it."""
+        """Have the backward of `call` begin when autograd reads one of its saved full parameters, if it has not begun."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -76,7 +75,7 @@ class HiddenLosses(Observer):
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Let a backward begin this call when it comes to a tensor that the forward has left elsewhere."""
+        """Have the backward of `call` begin at tensors that the forward left in attributes, objects or `inputs`."""
         hidden = [] if isinstance(out, Tensor) else list(tensors_in(out, opaque_depth=3))
         hidden += self._left_in_attributes(call.unit)
         hidden += written_into(inputs)
@@ -96,8 +95,7 @@ class HiddenLosses(Observer):
         self._watches.clear()
 
     def _read(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """A node of the call is about to read a full parameter."""
-        if call.may_come_back:  # in its own forward
+        if call.may_come_back:  # its own forward reads
             return
         if not call.has_begun():
             self._begins_at_reads[call.unit.index] = True
@@ -108,12 +106,12 @@ class HiddenLosses(Observer):
         watch.__exit__()
 
     def _left_in_attributes(self, unit: Unit) -> list[Tensor]:
-        """Tensors in attributes of the unit's modules, such as a router's loss."""
+        """Return the tensors in attributes of the unit's modules, such as a router's loss."""
         inside = self._inside.get(unit.index)
         if inside is None:
             root = unit.module()
             inside = self._inside[unit.index] = [] if root is None else list(map(_watched, _modules_inside(root)))
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for ref, start, num_plain in inside:
             module = ref()
             if module is None or len(module.__dict__) == num_plain:
@@ -122,13 +120,13 @@ class HiddenLosses(Observer):
                 kind = type(value)
                 if kind in _PLAIN:
                     continue
-                if Tensor in kind.__mro__:  # isinstance would ask its metaclass
-                    found.append(value)
+                if Tensor in kind.__mro__:  # isinstance would call its metaclass
+                    tensors.append(value)
                 elif kind is list or kind is tuple:
-                    found += [v for v in value if isinstance(v, Tensor)]
+                    tensors += [v for v in value if isinstance(v, Tensor)]
                 elif kind is dict:
-                    found += [v for v in value.values() if isinstance(v, Tensor)]
-        return found
+                    tensors += [v for v in value.values() if isinstance(v, Tensor)]
+        return tensors
 
 
 def read(saved: Any) -> Tensor:
@@ -139,10 +137,10 @@ def read(saved: Any) -> Tensor:
 
 
 def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
-    """Return a module, the position of its first attribute that is not torch's, and how many it has.
+    """Return (module, position of its first attribute that is not torch's, number of its attributes).
 
-    The number is -1 unless the module's class is torch's own, whose forward assigns none. Own attributes come after torch's,
-    unless some were set before `super().__init__()`.
+    The number is -1 unless the class is torch's own, whose forward sets no attributes: an equal number means that no loss was
+    left. Attributes come after torch's unless some were set before `super().__init__()`.
     """
     start = len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
     num = len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
@@ -150,7 +148,7 @@ def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
-    """`root` and the modules below it that are in no unit below it."""
+    """Yield `root` and the modules below it, without those of units below it."""
     yield root
     for child in root.children():
         if ATTACHED not in child.__dict__:

@@ -21,21 +21,21 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> None:
-    """Add a note with the ways out to torch's error; do nothing to other errors."""
+    """Add `WAYS_OUT` as a note to torch's error about mixed tensors; leave other errors unchanged."""
     if MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ()):
         error.add_note(WAYS_OUT)
 
 
 def print_advice(error: BaseException) -> None:
-    """Print the ways out at the exit of a program that torch's error ended, unless they were printed as its note."""
+    """Print `WAYS_OUT` if torch's error about mixed tensors ended the program and has no note of it."""
     if MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ()):
         print(f"accordion: {WAYS_OUT}", file=sys.stderr, flush=True)
 
 
 def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:
-    """Return the error to raise if torch raised `error` in the forward of a model.
+    """Return the error to raise in place of torch's `error` about mixed tensors in a forward.
 
-    Names the sharded parameters of the innermost module in the traceback that has any.
+    It names the sharded parameters of the innermost module in the traceback that has any.
     """
     units = list(units)
     shards = {id(p.sharded): (p.name, unit.name) for unit in units for p in unit.params}
@@ -49,5 +49,5 @@ def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:
     names = ", ".join(unit.name or "(root)" for unit in units)
     return UsageError(
         f"the forward read a parameter of a unit{read} outside of that unit's own forward, where it is a shard; choose `units` "
-        f"so that one holds all that read it, or name the method in entry_point. The units are: {names}."
+        f"so that one unit holds all modules that read it, or pass the method to entry_point. The units are: {names}."
     )

@@ -1,7 +1,7 @@
-"""fp16 beside parameters that are kept whole: an overflow of one rank's rows is seen by all ranks.
+"""Let all ranks see an fp16 overflow of one rank's shards if the model also has parameters that are not sharded.
 
-`torch.amp.GradScaler` looks at the first gradient's placement. If that one is whole, it asks no other rank, and ranks would
-differ on whether to step. So the gradients that are whole become inf on every rank if any rank has overflowed.
+`torch.amp.GradScaler` reduces its flag only if the first gradient is sharded. If that gradient is whole, one rank may skip a
+step that others take. So whole gradients become inf on every rank if any rank has overflowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accordion.engine.observer import Observer
 
 
 class OverflowSpread(Observer):
-    """Acts at the end of each backward that reduced, on units whose gradients are computed in fp16."""
+    """Observer that spreads overflows at the end of each backward that reduced, for units that compute in fp16."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -34,7 +34,10 @@ class OverflowSpread(Observer):
 def spread(
     grads: Sequence[tuple[bool, Tensor | None]], communicators: Sequence[Communicator], device: torch.device
 ) -> None:
-    """Let every rank see an overflow that one rank has in its rows. `grads`: under fp16, each with whether it is whole."""
+    """Add inf to all whole gradients on every rank if any rank has inf or NaN in its shards. A collective.
+
+    `grads`: pairs (gradient is whole, gradient or None) of parameters under fp16.
+    """
     whole, rows = (
         [_torch.local_of(g) for is_whole, g in grads if g is not None and is_whole is wanted]
         for wanted in (True, False)
@@ -42,18 +45,18 @@ def spread(
     if not communicators or not whole:
         return
     overflows = []
-    for same in _together(rows):  # on their device, without a wait
-        one, found = (torch.full((), value, device=same[0].device) for value in (1.0, 0.0))
-        _torch.find_non_finite_(same, found, one)
-        overflows.append(found.to(device))
-    found = torch.stack(overflows).amax() if overflows else torch.zeros((), device=device)
-    overflow = torch.where(reduced(found, communicators) > 0, float("inf"), 0.0)
-    for same in _together(whole):
-        _torch.foreach_add_(same, overflow.to(same[0].device))
+    for same in _by_device_and_dtype(rows):  # on their device, without a wait
+        scale, overflow = (torch.full((), value, device=same[0].device) for value in (1.0, 0.0))
+        _torch.find_non_finite_(same, overflow, scale)
+        overflows.append(overflow.to(device))
+    has_overflow = torch.stack(overflows).amax() if overflows else torch.zeros((), device=device)
+    addend = torch.where(reduced(has_overflow, communicators) > 0, float("inf"), 0.0)
+    for same in _by_device_and_dtype(whole):
+        _torch.foreach_add_(same, addend.to(same[0].device))
 
 
-def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """By device and dtype: gradients of some units may rest on the host, and others not."""
+def _by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group `tensors` by device and dtype; gradients of offloaded units may be on the host."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)

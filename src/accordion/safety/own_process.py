@@ -1,29 +1,29 @@
-"""Effects on the whole process, for processes that `accordion train`, `run` and `bench` started."""
+"""Settings of a whole process that `accordion train`, `run` or `bench` started."""
 
 import contextlib
 import ctypes
 
 import torch
 
-# As glibc's malloc.h has them.
+# The numbers of these options in glibc's malloc.h.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-# Blocks up to it come from the heap, and as much may be free at its end.
+# Blocks up to this size come from the heap, which may have so many free bytes at its end.
 KEPT_BYTES = 2**30
 
 
 def take_process() -> None:
-    """Set what `shard` leaves alone in a process of somebody else."""
+    """Apply the settings that `shard` does not touch in a user's own process."""
     if not torch.accelerator.is_available():
         keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Keep freed host memory with this process for the next allocation, as an accelerator's allocator does.
+    """Keep freed host memory in this process for the next allocation, as an accelerator's allocator does.
 
-    Full parameters and gradients are allocated and freed with every unit. glibc returns what is free at the end of its heap to
-    the system, and large blocks at once; the system clears each page when it is touched anew, in the middle of a copy. With two
-    ranks of a 30 M-parameter GPT that was 16,416 pages a step and rank (64 MiB); without, 0.87 to 0.89 of a step's processor
-    time is left (docs/performance.md). `malloc_trim(0)` gives back what is free. Another C library is left as it is.
+    Full parameters and gradients are allocated and freed with every unit. By default glibc returns large blocks, and free memory
+    at the end of its heap, to the system, which clears each page when it is touched again. For two ranks of a 30 M-parameter GPT
+    that was 16,416 pages (64 MiB) per step and rank; without them a step takes 0.87 to 0.89 of its processor time
+    (docs/performance.md). `malloc_trim(0)` returns free memory. Other C libraries are left unchanged.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         library = ctypes.CDLL(None)

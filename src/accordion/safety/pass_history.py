@@ -1,4 +1,4 @@
-"""What came in the passes before: whether the pass under way goes as the last one of its kind. Pure, no tensors."""
+"""A record of past passes that tells whether the current pass repeats the last one of its kind. Pure, no tensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Hashable
 
 from accordion.engine.order import Phase
 
-HISTORY = 32  # passes: what follows depends on them where gradients accumulate, or an evaluation comes now and then
+# Number of last passes from which the next one is predicted: gradient accumulation or evaluations repeat after several.
+HISTORY = 32
 MANY = 1024
 
 
 class PassHistory:
-    """Owns what came in the last pass of each kind (a forward, a backward), event by event, and which kind followed which.
+    """The events of the last pass of each kind (a forward, a backward), and which kind of pass followed which.
 
-    `begin`, `comes` and `end` say whether what comes was expected. After a surprise a pass is followed from where it fits.
+    `begin`, `matches` and `end` return True if the pass or event was expected. After an unexpected event the next ones are
+    compared from the first later place in the last pass that matches.
     """
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, list[Hashable]] = {}
         self._followed_by: dict[Hashable, Hashable] = {}  # by the last kind, and by the last `HISTORY` kinds
         self._last: deque[Hashable] = deque(maxlen=HISTORY)
-        # of each pass under way: its kind, what came, the place in the last pass of that kind
+        # For each pass in progress: its kind, its events, the position in the last pass of that kind.
         self._open: dict[Phase, tuple[Hashable, list[Hashable], list[int]]] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
@@ -36,40 +38,40 @@ class PassHistory:
         self._open[phase] = (kind, [], [0])
         return known
 
-    def comes(self, phase: Phase, event: Hashable) -> bool:
-        """Whether `event` was expected; where it was, it is noted."""
+    def matches(self, phase: Phase, event: Hashable) -> bool:
+        """Return True and record `event` if it was expected; otherwise return False."""
         if phase not in self._open:
             return False
-        kind, now, at = self._open[phase]
-        then = self._passes.get(kind, ())
-        if at[0] >= len(then) or then[at[0]] != event:
+        kind, events, at = self._open[phase]
+        last = self._passes.get(kind, ())
+        if at[0] >= len(last) or last[at[0]] != event:
             return False
-        now.append(event)
+        events.append(event)
         at[0] += 1
         return True
 
     def note(self, phase: Phase, event: Hashable) -> None:
-        """`event` comes, expected or not."""
-        if self.comes(phase, event) or phase not in self._open:
+        """Record `event`, expected or not."""
+        if self.matches(phase, event) or phase not in self._open:
             return
-        kind, now, at = self._open[phase]
-        now.append(event)
-        then = self._passes.get(kind, [])
-        if event in then[at[0] :]:
-            at[0] = then.index(event, at[0]) + 1
+        kind, events, at = self._open[phase]
+        events.append(event)
+        last = self._passes.get(kind, [])
+        if event in last[at[0] :]:
+            at[0] = last.index(event, at[0]) + 1
 
     def following(self, phase: Phase) -> Hashable:
-        """What is expected next; None at the end."""
+        """Return the event that is expected next; None at the end."""
         kind, _, at = self._open[phase]
-        then = self._passes.get(kind, ())
-        return then[at[0]] if at[0] < len(then) else None
+        last = self._passes.get(kind, ())
+        return last[at[0]] if at[0] < len(last) else None
 
     def num_done(self, phase: Phase) -> int | None:
-        """Events of the pass under way; None where none is."""
+        """Return the number of events of the pass in progress; None without one."""
         return len(self._open[phase][1]) if phase in self._open else None
 
     def num_left(self, phase: Phase) -> int:
-        """Events that are still expected of the pass under way."""
+        """Return the number of events that are still expected in the pass in progress."""
         kind, _, at = self._open[phase]
         return len(self._passes.get(kind, ())) - at[0]
 
@@ -79,7 +81,7 @@ class PassHistory:
     def end(self, phase: Phase) -> bool:
         if phase not in self._open:
             return False
-        kind, now, at = self._open.pop(phase)
+        kind, events, at = self._open.pop(phase)
         known = at[0] == len(self._passes.get(kind, [])) and kind in self._passes
-        self._passes[kind] = now
+        self._passes[kind] = events
         return known

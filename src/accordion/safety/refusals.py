@@ -1,4 +1,4 @@
-"""Refusals of a sharded model: conversions, copies, pickles, parameters that come after `shard`, and errors of its forward."""
+"""Refuse conversions, copies and pickles of a sharded model, parameters added after `shard`, and reads of shards in a forward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TAKES_WHOLE = {
     "accordion.save_pretrained(model, folder) on every rank.",
     **dict.fromkeys(
         ("merge_and_unload", "unload"),
-        "this takes the adapters out of the model, and with them parts of a sharded one; merge in place, `with "
+        "this removes the adapters, which are sharded, from the model; merge in place, `with "
         "accordion.full_params(model, write=True): model.merge_adapter()`, or write the adapters with "
-        "accordion.save_pretrained(model, folder) and merge what from_pretrained gives of that folder.",
+        "accordion.save_pretrained(model, folder) and merge the model that from_pretrained loads from that folder.",
     ),
 }
-"""Methods of transformers, diffusers and PEFT, and what is said of each on a sharded model."""
+"""Methods of transformers, diffusers and PEFT, with the error of each on a sharded model."""
 
 NO_COPY = (
     "a sharded model cannot be copied (FSDP does not support deepcopy): its parameters are rows on many ranks; copy it before it "
@@ -37,24 +37,25 @@ NO_COPY = (
     "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
 )
 RESIZES = "resize_token_embeddings"  # of transformers' models
-OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
+# Attribute of a guarded model: (the guarded forward, the forward that its instance had before or None).
+OWN_FORWARD = "_accordion_own_forward"
 
 
 class NotForDDP:
-    """Names of parameters to leave out, for DistributedDataParallel: asked for them, it refuses the module."""
+    """Stands for the list of parameters that DistributedDataParallel ignores: iterating raises `UsageError`."""
 
     def __iter__(self) -> NoReturn:
         raise UsageError(
-            "this model is sharded, and DistributedDataParallel, which something puts around it, keeps and sums whole ones; "
-            "leave it out, gradients are summed already. For Trainer, Accelerator and Lightning see accordion.integrations."
+            "this model is sharded, and DistributedDataParallel cannot wrap it, since it needs whole parameters; remove the "
+            "wrapper: gradients are reduced already. For Trainer, Accelerator and Lightning see accordion.integrations."
         )
 
 
 def guard(hooks: Hooks) -> None:
-    """Put our sentences before what torch does to the modules of a unit; call it once they are attached."""
+    """Have the modules of a unit refuse copies, pickles, conversions and DDP; call it after the hooks are attached."""
     for module in hooks.attached_modules():
         for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
-            module.__dict__[name] = method  # the hooks would fail first, obscurely
+            module.__dict__[name] = method  # otherwise the hooks fail, with an obscure error
         module.__dict__[_torch.DDP_LEAVES_OUT] = NotForDDP()
         if hooks.unit.index == 0:
             _guard_forward(module, hooks.engine)
@@ -68,18 +69,18 @@ def guard(hooks: Hooks) -> None:
 
 
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Take back what `guard` did to `modules`, all of the unit's, and to those that hold its parameters."""
+    """Undo `guard` on `modules`, all modules of the unit, and on the modules that have its parameters."""
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
         for inner in module.modules():
             for name in TAKES_WHOLE:
                 inner.__dict__.pop(name, None)
-        forward, own = module.__dict__.pop(OWN_FORWARD, (None, None))
+        forward, original = module.__dict__.pop(OWN_FORWARD, (None, None))
         if forward is not None and module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
+            if original is not None:
+                module.__dict__["forward"] = original
     for module in hooks.unit.module_params.modules():
         module.__dict__.pop("_apply", None)
 
@@ -96,14 +97,14 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
-    """Return a method of a library that reads or moves whole parameters, with a refusal before it."""
+    """Wrap `method` so that it raises `UsageError(why)`, except for `save_pretrained` if it gets or gathers whole tensors."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         engine, state, model = by(), kwargs.get("state_dict"), of()
         if engine is not None:
             is_whole = state is not None and not any(isinstance(value, DTensor) for value in state.values())
-            # transformers' save_pretrained gathers what it sharded itself, through `fully_shard` (`DistributedConfig`).
+            # transformers' save_pretrained gathers a model that it sharded itself with `fully_shard` (`DistributedConfig`).
             config = getattr(getattr(model, "config", None), "distributed_config", None)
             may_save = is_whole or engine.suspended or getattr(config, "dp_size", 1) > 1
             if method.__name__ != "save_pretrained" or not may_save:
@@ -114,17 +115,17 @@ def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:
-    """Put the errors of the model's forward right that hooks do not see.
+    """Wrap the model's forward to handle errors that hooks do not see.
 
-    torch runs no hooks after a KeyboardInterrupt, and what was under way would seem so for ever. And a forward that reads the
-    weight of a unit from outside of it gets a shard, of which torch's error says nothing.
+    torch runs no hooks after a KeyboardInterrupt, so the engine is reset here. If a forward reads a weight outside of its unit,
+    which is a shard there, torch's error about mixed tensors is replaced by one that names the unit.
     """
-    own, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
+    original, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
 
     @wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
+            return original(*args, **kwargs) if original is not None else function(reference(), *args, **kwargs)
         except Exception as error:
             if MIXED in str(error):
                 raise read_outside(error, engine.units) from error
@@ -133,13 +134,13 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
             engine.reset()
             raise
 
-    forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(original or module.forward)  # type: ignore[attr-defined]
     module.__dict__["forward"] = forward
-    module.__dict__[OWN_FORWARD] = (forward, own)
+    module.__dict__[OWN_FORWARD] = (forward, original)
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Put `ModuleParams.convert` before what torch does to the parameters of a module in `to`, `half` and `to_empty`."""
+    """Have `module._apply` (`to`, `half`, `to_empty`) call `ModuleParams.convert` for sharded parameters."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()
@@ -153,11 +154,11 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
             converted: nn.Module = type(module)._apply(module, function, recurse)
             return converted
         hooks.unit.module_params.convert(module, function)
-        kept, module._parameters = module._parameters, {}
+        parameters, module._parameters = module._parameters, {}
         try:
             type(module)._apply(module, function, recurse)
         finally:
-            module._parameters = kept
+            module._parameters = parameters
         return module
 
     module = of()
@@ -165,41 +166,40 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
         module.__dict__["_apply"] = apply
 
 
-# -- parameters that come after `shard`
+# -- parameters added after `shard`
 
 
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
-    """Refuse parameters that come into a model after `shard`, or get another shape: each rank would train its own in silence.
+    """Have the next forward raise `UsageError` if the model got a trainable parameter after `shard`; refuse `RESIZES` too.
 
-    The model is looked through in its next forward after anything was registered anywhere, for as long as it lives; that forward
-    raises `UsageError`. Another forward pays for one flag.
+    A forward checks the model only if a module or parameter was registered anywhere in the process since the last check.
     """
-    came = False
+    is_changed = False
 
     def register(*_: Any) -> None:
-        nonlocal came
-        came = True
+        nonlocal is_changed
+        is_changed = True
 
-    def look(module: nn.Module, _: Any) -> None:
-        nonlocal came
-        if not came or engine.suspended or engine.depth:  # there full parameters may be registered
+    def check(module: nn.Module, _: Any) -> None:
+        nonlocal is_changed
+        if not is_changed or engine.suspended or engine.depth:  # full parameters may be registered there
             return
         for name, param in module.named_parameters():
             if param.requires_grad and not isinstance(param, DTensor):
                 raise UsageError(
-                    f"parameter {name!r} came into the model after shard(), so each rank would train one of its own; "
-                    "put it in before shard(), or freeze it with requires_grad_(False)."
+                    f"parameter {name!r} was added to the model after shard(), so each rank would train its own copy; add it "
+                    "before shard(), or freeze it with requires_grad_(False)."
                 )
-        came = False
+        is_changed = False
 
     def resize(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"{RESIZES} was called after shard(), and an embedding's rows lie on all ranks then; resize the model before shard()."
+            f"{RESIZES} was called after shard(), which has sharded the embedding's rows; resize the model before shard()."
         )
 
     for handle in (on_module(register), on_parameter(register)):
         weakref.finalize(model, handle.remove)
-    model.register_forward_pre_hook(_torch.unseen_by_dynamo(look), prepend=True)
+    model.register_forward_pre_hook(_torch.unseen_by_dynamo(check), prepend=True)
     for module in model.modules():
         if callable(getattr(type(module), RESIZES, None)):
             module.__dict__[RESIZES] = resize

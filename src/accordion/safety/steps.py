@@ -1,11 +1,10 @@
-"""Whether all ranks step alike: what optimizers are given and do goes into a digest that travels with gradients.
+"""Check that all ranks step their optimizers in the same way: a digest of what they did is sent with the gradients.
 
-Each backward has a record: how many steps came before it, with which options and of how many parameters, whether gradients were
-cleared and weights left alone since, at which norm gradients were clipped, and whether the forward was one of training, and in
-which autocast. A chain of the records' digests is the mark that the reduce of one unit
-sends in place of its plain tag: no byte more. Where no host compares tags (on a device, with what rests off it, where two bytes
-are reduced), the chain goes to the first rank over the hub now and then. Where chains differ, ranks lay their records
-side by side.
+Each backward has a record: the number of optimizer steps before it, their options and numbers of parameters, if gradients were
+cleared and weights modified since, the norm to which gradients were clipped, and if the forward was in eval mode or autocast. A
+chained digest of the records replaces the plain tag in the reduce of one unit, so no byte more is sent. If the host does not
+compare tags (on a device, with offload, or if the reduce dtype has two bytes), the first rank gets the digest over the hub now
+and then. If digests differ, ranks exchange their records.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from accordion.offload.tiers import Tiers
 from accordion.optim import LocalStep, step_hooks
 from accordion.safety.divergence import DivergenceMonitor
 
-KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
+KEPT_RECORDS = 64  # backwards; a difference that began earlier is not named with its step
 STEPS = "steps before it"
 NO_OPTIONS = ("params", "param_names")
-OF_FORWARD = frozenset({"autocast", "model"})  # what of a record its own forward says
+OF_FORWARD = frozenset({"autocast", "model"})  # keys of a record that come from its own forward
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
-"""What is compared of one backward, by the name that messages show."""
+"""The facts of one backward that ranks compare; keys are their names in messages."""
 
 
 class StepWatch(Observer):
-    """Owns the records of a model's last backwards, and what has come for the next one.
+    """Observer that records optimizer steps before each backward, and sends their digest.
 
-    Steps of offloaded parameters run on threads, and write to local tensors: there only writes to the DTensors are counted.
+    Steps of offloaded parameters write to local tensors on other threads, so only writes to the DTensors are counted there.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
@@ -48,7 +47,7 @@ class StepWatch(Observer):
         self._params = [param.sharded for unit in engine.units for param in unit.params]
         self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
         self._ids = {id(p) for p in self._params}
-        if not self._is_offloaded:  # a wrapped optimizer steps on local tensors; of what is offloaded copies of it do
+        if not self._is_offloaded:  # a wrapped optimizer steps local tensors; with offload, copies of it step them
             self._ids |= {id(_torch.local_of(p)) for p in self._params}
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         marked = first_trained(engine)
@@ -58,7 +57,7 @@ class StepWatch(Observer):
             and marked is not None
             and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
         )
-        # A parameter of which a rank has no row is written by nobody there.
+        # A rank without rows of a parameter counts no writes to it, so counts would differ between ranks.
         cuts, num = [param.cut for unit in engine.units for param in unit.params], engine.context.shard.num_ranks
         has_rows = all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))
         self._sees_writes = not engine.context.cut_twice and has_rows
@@ -67,18 +66,18 @@ class StepWatch(Observer):
         self._num_steps = 0  # since the last backward
         self._versions: int | None = None  # of all shards, as the last step left them
         self._chain, self._num = 0, 0
-        self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # number, step, what
+        self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # (backward, step, record)
         monitor.history, monitor.compare = self.history, self.compare
         step_hooks().add(self)
 
-    # -- what is seen
+    # -- recording
 
     def steps_of(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer steps parameters of this model."""
+        """Return True if `optimizer` has parameters of this model."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, of this model or another."""
+        """Record a step of `optimizer` if it has parameters of this model; called after steps of all optimizers."""
         if optimizer not in self._ours:
             if not self.steps_of(optimizer):
                 return
@@ -88,13 +87,13 @@ class StepWatch(Observer):
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
             of = f" of group {i}" if i else ""
-            self._record.update({f"{key}{of}": told(value) for key, value in group.items() if key not in NO_OPTIONS})
+            self._record.update({f"{key}{of}": text_of(value) for key, value in group.items() if key not in NO_OPTIONS})
             self._record[f"number of parameters{of}"] = str(len(group["params"]))
         first = first_trained(self._engine)
         if not self._is_offloaded and first is not None and first.trained.params[0].grad is None:
             self._record["gradients at its step"] = "cleared"
         if self._sees_writes:
-            # A wrapped step counts one more write of each parameter when it is over.
+            # A wrapped step counts one more write of each parameter when it ends.
             counts = isinstance(optimizer, LocalStep) and not self._is_offloaded
             later = sum(len(group["params"]) for group in optimizer.param_groups) if counts else 0
             self._versions = self._count_writes(self._params) + later
@@ -116,59 +115,58 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """What came since the last one becomes a record, and the mark of this one's reduces."""
+        """Close the record since the last backward, and send its digest as the tag of this backward's reduces."""
         first = first_trained(self._engine)
         if first is None:
             return
-        now = {STEPS: str(self._num_steps), **self._record}
+        record = {STEPS: str(self._num_steps), **self._record}
         if not self._is_offloaded and first.trained.params[0].grad is not None:
-            now["gradients"] = "not cleared before it (zero_grad)"
-        self._chain = zlib.crc32(repr(now).encode(), self._chain)
+            record["gradients"] = "not cleared before it (zero_grad)"
+        self._chain = zlib.crc32(repr(record).encode(), self._chain)
         self._num += 1
-        self._records.append((self._num, self._monitor.num_steps + (0 if self._num_steps else 1), now))
+        self._records.append((self._num, self._monitor.num_steps + (0 if self._num_steps else 1), record))
         self._record, self._num_steps = {}, 0
         if self._marks:
             for group in first.groups:
                 group.remark(self._chain)
         else:
-            self._monitor.say_steps(self._num, self._chain)
+            self._monitor.send_steps(self._num, self._chain)
 
-    # -- what differs
+    # -- comparing
 
     def history(self) -> dict[str, Any]:
-        """What this rank tells of its last backwards, and of what has come since."""
-        now = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
-        return {"records": [*self._records, now]}
+        """Return the records of this rank's last backwards and of the time since, to send to other ranks."""
+        current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
+        return {"records": [*self._records, current]}
 
-    def compare(self, said: Mapping[int, Mapping[str, Any]]) -> str:
-        """Which ranks step otherwise than the first, since when, and in what; empty where none does."""
-        ranks = [rank for rank in sorted(said) if said[rank].get("records")]
+    def compare(self, histories: Mapping[int, Mapping[str, Any]]) -> str:
+        """Return an error text that names ranks whose records differ from the first rank's; empty if all are equal."""
+        ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
         if len(ranks) < 2:
             return ""
-        first = {num: (step, record) for num, step, record in said[ranks[0]]["records"]}
-        begun, unlike = 0, []
+        first = {num: (step, record) for num, step, record in histories[ranks[0]]["records"]}
+        begun, differing = 0, []
         for rank in ranks[1:]:
-            for num, step, record in said[rank]["records"]:
+            for num, step, record in histories[rank]["records"]:
                 if num not in first or first[num][1] == record:
                     continue
                 theirs = first[num][1]
                 keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
-                keys = [
-                    key for key in keys if (key in theirs) == (key in record)
-                ] or keys  # options of no step say nothing
+                # If only one rank stepped, its options are no news.
+                keys = [key for key in keys if (key in theirs) == (key in record)] or keys
                 each = [
                     f"{key} {record.get(key, NONE)} (rank {ranks[0]}: {theirs.get(key, NONE)})" for key in keys[:SHOWN]
                 ]
                 if record[STEPS] != "0" and OF_FORWARD.issuperset(keys):
-                    step += 1  # that of the backward; the rest of its record is of the optimizer's step before it
-                unlike.append(f"rank {rank} has {'; '.join(each)}")
+                    step += 1  # the step of the backward; other keys belong to the optimizer step before it
+                differing.append(f"rank {rank} has {'; '.join(each)}")
                 begun = min(begun or step, step)
                 break
-        if not unlike:
+        if not differing:
             return ""
         return (
-            f"ranks step differently since step {begun}: {' / '.join(unlike)}; give every rank the same optimizer, options and "
-            "number of steps, and let all write weights alike."
+            f"ranks step differently since step {begun}: {' / '.join(differing)}; give every rank the same optimizer, options "
+            "and number of steps, and modify weights in the same way on all ranks."
         )
 
 
@@ -176,20 +174,18 @@ NONE = "none"
 
 
 def first_trained(engine: Engine) -> Unit | None:
-    """The unit whose reduces bear the mark."""
+    """Return the first unit with trainable parameters, whose reduces carry the digest."""
     return next((unit for unit in engine.units if unit.trained.indices), None)
 
 
-def told(value: Any) -> str:
-    """An option of an optimizer as messages show it; no device is read. Of objects, whose text may name a place in memory of
-    this process, the kind alone.
-    """
+def text_of(value: Any) -> str:
+    """Return an optimizer option as text, without reading a device. Objects become "a <type>", since ids differ by rank."""
     if isinstance(value, float):
         return f"{value:g}"
     if value is None or isinstance(value, (str, int)):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(told, value))})"
+        return f"({', '.join(map(text_of, value))})"
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-        return told(value.item())
+        return text_of(value.item())
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Calls of a layer that somebody begins by reading its weight, as `x @ self.embed.weight.T` does."""
+"""Unshard a layer that is a unit when other code reads its weight, as in `x @ self.embed.weight.T`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """The `_parameters` of a module: a look at one of them is told first.
+    """Replacement for `module._parameters` that calls `read` before `module.weight` returns.
 
-    `module.weight` looks here; `parameters()` and state dicts go through the items and are not heard.
+    `parameters()` and state dicts iterate over the items, which calls nothing.
     """
 
     __slots__ = ("_read",)
@@ -34,14 +34,14 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Owns the calls under way that a read began, with their depth; each ends with the call inside of which it began."""
+    """Observer that begins a call of a layer when its parameter is read, and ends it with the enclosing call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._begun: list[tuple[int, Hooks, nn.Module]] = []
+        self._begun: list[tuple[int, Hooks, nn.Module]] = []  # (depth, hooks, layer) of calls in progress
 
     def listen(self, hooks: Hooks, module: nn.Module) -> None:
-        """Have a read of a parameter of `module`, a layer that is a unit, begin a call of it."""
+        """Have reads of parameters of `module`, a layer that is a unit, begin a call of it."""
         read = partial(self._begin, hooks, weakref.ref(module))
         module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
 
@@ -52,7 +52,7 @@ class WeightReads(Observer):
         self._begun.clear()
 
     def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
-        """A parameter of a layer is read. In a forward, outside of the layer's own calls, one of them begins."""
+        """Begin a call of the layer, in a forward and outside of the layer's own calls."""
         engine, module = self._engine, reference()
         if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return
@@ -60,10 +60,7 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """What reads began inside of the call ends first.
-
-        Gives the output with memory of its own in place of parameters that are let go.
-        """
+        """End the calls that reads began inside `call`; return `out` with copies of parameters that are freed now."""
         if not self._begun or call.is_dummy:
             return out
         depth, failed = self._engine.depth, None
@@ -75,7 +72,7 @@ class WeightReads(Observer):
         for hooks, module in ending:
             try:
                 hooks.after(module, (), {}, None if error is not None else ())
-            except Exception as caught:  # the others end too
+            except Exception as caught:  # the other calls end too
                 failed = caught
         if failed is not None:
             raise failed

@@ -1,1 +1,1 @@
-"""Rank processes that are kept alive, and a process group that does nothing."""
+"""Rank processes that stay alive between measurements, and a process group that does nothing."""

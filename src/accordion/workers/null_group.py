@@ -1,7 +1,7 @@
-"""A process group of which only this rank exists, and whose collectives do nothing and return finished work.
+"""A process group in which only this rank exists; its collectives do nothing and return finished work, to measure host time.
 
-torch's fake group copies each message into every chunk of its output, so that host time measured with it grows with the
-ranks and with the bytes, and differently for each way to communicate. Beside it this one shows what is left: the host.
+torch's fake group copies each message into every chunk of its output, so host time measured with it grows with the number of
+ranks and bytes, and differs between collectives. With this group only the time of the host remains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "still"
 
 
 class Done(dist.Work):
-    """Work that has ended."""
+    """Finished work."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -31,7 +31,7 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """Owns one finished work. `moves`: gathers copy as torch's fake group does, so that what is set up is sound."""
+    """The process group of this module. While `moves` is True, gathers copy as in torch's fake group, so that setup works."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
@@ -50,28 +50,28 @@ class StillGroup(_Group):  # type: ignore[misc]
         return _torch.name_of_group(self)
 
     def name(self) -> str:
-        return "fake"  # to whoever asks, ranks of this group are as little there as those of torch's
+        return "fake"  # callers must not expect other ranks, as in torch's fake group
 
     getBackendName = name  # noqa: N815
 
     def _get_backend(self, device: Any) -> StillGroup:
         return self
 
-    def all_gather_single(self, out: Tensor, own: Tensor, *_: Any) -> Any:
+    def all_gather_single(self, out: Tensor, shard: Tensor, *_: Any) -> Any:
         if self.moves:
-            out.view(self._num_ranks, -1).copy_(own.reshape(1, -1).clone())
+            out.view(self._num_ranks, -1).copy_(shard.reshape(1, -1).clone())
         return self._done
 
-    def allgather(self, outs: Sequence[Sequence[Tensor]], own: Sequence[Tensor], *_: Any) -> Any:
+    def allgather(self, outs: Sequence[Sequence[Tensor]], shards: Sequence[Tensor], *_: Any) -> Any:
         if self.moves:
-            for out, tensor in zip(outs, own, strict=True):
-                for part in out:
-                    part.copy_(tensor)
+            for out, shard in zip(outs, shards, strict=True):
+                for chunk in out:
+                    chunk.copy_(shard)
         return self._done
 
-    def all_gather_single_coalesced(self, outs: Sequence[Tensor], own: Sequence[Tensor], *_: Any) -> Any:
-        for out, tensor in zip(outs, own, strict=True):
-            self.all_gather_single(out, tensor)
+    def all_gather_single_coalesced(self, outs: Sequence[Tensor], shards: Sequence[Tensor], *_: Any) -> Any:
+        for out, shard in zip(outs, shards, strict=True):
+            self.all_gather_single(out, shard)
         return self._done
 
     def _nothing(self, *_: Any) -> Any:
@@ -86,7 +86,7 @@ class StillGroup(_Group):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make the backend known to torch in this process."""
+    """Register the backend `NAME` with torch in this process."""
     if NAME not in dist.Backend.backend_list:
 
         def create(store: Any, rank: int, num_ranks: int, timeout: Any) -> StillGroup:

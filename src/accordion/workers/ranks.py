@@ -1,4 +1,4 @@
-"""Rank processes that are kept alive: each contender's run when they are asked, and are blocked in a read until then."""
+"""Rank processes that stay alive between measurements: those of each contender run a method when asked, and block otherwise."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from accordion.workers import null_group
 
 
 class BenchError(AccordionError):
-    """A contender failed, or does not train what the others train."""
+    """A contender of a benchmark failed, or its losses differ from those of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Which rank a process is. `group`: of real ranks, or a simulated one in which only this rank exists."""
+    """The rank of one process and its settings. `group`: real ranks, or a simulated group in which only this rank exists."""
 
     rank: int
     num_ranks: int
@@ -43,9 +43,9 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ranks that every team gets. A simulated group has one process, the first of its `num_ranks` ranks.
+    """The settings of the ranks of each team. A simulated group has one process, the first of its `num_ranks` ranks.
 
-    `patience_s`: a team that does not answer for so long is ended; unless said otherwise as long as gloo's own ranks wait.
+    `timeout_s`: a team that does not answer within it is killed; the default is the timeout of gloo.
     """
 
     num_ranks: int
@@ -53,7 +53,7 @@ class World:
     group: Literal["real", "fake", "still"] = "real"
     backend: str = ""
     threads: int = 1
-    patience_s: float = 1800.0
+    timeout_s: float = 1800.0
 
     def seats(self, port: int) -> list[Seat]:
         count = self.num_ranks if self.group == "real" else 1
@@ -74,10 +74,10 @@ class World:
 
 
 class WorkerTeam:
-    """Owns the processes of one contender; `with` ends them.
+    """Context manager of the rank processes of one contender; the exit kills them.
 
-    `make(seat, *args)` is called in each and returns the object whose methods `ask` calls there: a function of a module, for
-    it travels by name. `environ`: variables that a contender wants set before it is imported.
+    `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
+    module, since it is pickled by name. `environ`: environment variables, set before `make` is called.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class WorkerTeam:
         args: Sequence[Any] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self._patience_s = name, world.patience_s
+        self.name, self._timeout_s = name, world.timeout_s
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = mp.get_context("forkserver")  # starts no process with CUDA, and torch is imported once
+        context = mp.get_context("forkserver")  # forks no process that has CUDA, and imports torch once
         context.set_forkserver_preload(_torch.PRELOADED)
         self._ends: list[Connection] = []
         self._processes = []
         for seat in world.seats(self._store.port):
-            end, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, seat, make, args, dict(environ or {})), daemon=True)
+            end, child = context.Pipe()
+            process = context.Process(target=_serve, args=(child, seat, make, args, dict(environ or {})), daemon=True)
             process.start()
-            theirs.close()
+            child.close()
             self._ends.append(end)
             self._processes.append(process)
         try:
@@ -108,31 +108,31 @@ class WorkerTeam:
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` on every rank at once; what they return, in rank order. Raises `BenchError` if one fails."""
+        """Call `method(*args)` on all ranks at once; return the results in rank order. Raises `BenchError` if a rank fails."""
         for end in self._ends:
-            with contextlib.suppress(OSError):  # a rank that has died is told of below
+            with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))
         return self._answers()
 
     def _answers(self) -> list[Any]:
         results: dict[int, Any] = {}
         waiting = {id(end): rank for rank, end in enumerate(self._ends)}
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         while waiting:
-            came = wait([self._ends[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
-            if not came:
+            ready = wait([self._ends[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not ready:
                 self.close()
                 ranks = ", ".join(map(str, sorted(waiting.values())))
                 raise BenchError(
-                    f"contender {self.name!r} did not answer within {self._patience_s:g} s on rank {ranks}."
+                    f"contender {self.name!r} did not answer within {self._timeout_s:g} s on rank {ranks}."
                 )
-            for ready in came:
-                rank = waiting.pop(id(ready))
+            for end in ready:
+                rank = waiting.pop(id(end))
                 try:
-                    good, answer = self._ends[rank].recv()
+                    succeeded, answer = self._ends[rank].recv()
                 except (EOFError, ConnectionError):
-                    good, answer = False, "its process ended"
-                if not good:
+                    succeeded, answer = False, "its process ended"
+                if not succeeded:
                     self.close()
                     raise BenchError(f"contender {self.name!r} failed on rank {rank}: {answer}")
                 results[rank] = answer
@@ -154,22 +154,22 @@ class WorkerTeam:
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Ask one team after the other, `rounds` times: A B C A B C. By team and round: the answers of its ranks."""
-    found: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
+    """Ask one team after the other, `rounds` times (A B C A B C); return a list of the ranks' answers per round, by team."""
+    answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:
-            found[team.name].append(team.ask(method, *args))
-    return found
+            answers[team.name].append(team.ask(method, *args))
+    return answers
 
 
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """A rank's whole life: join its group, make what it measures, then do what it is asked until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
+    """Run a rank: join its process group, call `make`, then answer requests until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
-    os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed asks for them
-    warnings.simplefilter("ignore")  # of contenders about themselves
+    os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
+    warnings.simplefilter("ignore")
     torch.set_num_threads(seat.threads)
     program: Any = None
 
@@ -190,13 +190,13 @@ def _serve(
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         do(begin)
         while True:
-            method, given = conn.recv()
-            do(lambda method=method, given=given: getattr(program, method)(*given))  # type: ignore[misc]
-    os._exit(0)  # no destructors of groups whose other ranks may be gone
+            method, params = conn.recv()
+            do(lambda method=method, params=params: getattr(program, method)(*params))  # type: ignore[misc]
+    os._exit(0)  # without destructors of groups whose other ranks may be gone
 
 
 def join(seat: Seat) -> None:
-    """Make this process the rank that `seat` says."""
+    """Initialize the process group of this process as rank `seat.rank`."""
     if seat.device.type != "cpu":
         torch.accelerator.set_device_index(seat.device.index)
     if seat.group == "real":

@@ -1,1 +1,1 @@
-"""The failure detector: ranks hear over connections of their own which ranks have failed or ended, and where each one is."""
+"""The failure detector: ranks report over their own connections how they fail or end, and what they do."""

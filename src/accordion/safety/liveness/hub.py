@@ -1,6 +1,6 @@
-"""The hub of some ranks: each one reports over it how it fails or ends and where it is, and they meet on it.
+"""The hub of some ranks: over it they report failures, ends and positions, and hold meetings.
 
-Nobody uses it in the common case: a thread of each rank sleeps until a message comes or a connection closes.
+In the common case nothing is sent: a thread of each rank sleeps until a message arrives or a connection closes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from accordion.safety.liveness.polling import poll
 from accordion.safety.mixed_tensors import print_advice
 
 log = logging.getLogger("accordion")
-KEPT = "accordion/hub/"  # prefix of the names under which hubs are kept with the job
-ANSWER_S = 1.0  # in which a thread that listens has answered
-ECHO_S = 2.0  # in which the cause of an echo is heard, if its rank reports anything
-NAMED_S = 3.0  # after which a rank that may wait on its device for a rank that failed says so
+KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
+ANSWER_S = 1.0  # time for ranks to answer a question
+ECHO_S = 2.0  # time for the rank that caused a secondary error to report
+NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
 KEPT_STEPS = 64  # digests of steps that the first rank keeps
-NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, and say how at one of them
+NOTICED_STEPS = 4  # backwards after which all ranks know that steps differ, and compare their records
 FOR_FIRST = (Arrival, StepDigest, InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
 
 
 class Position:
-    """The position of this rank: what it is `doing` with others, if anything, and the `phase` of its step, both as words."""
+    """The position of this rank as text: what it is `doing` with others, if anything, and the `phase` of its step."""
 
     def __init__(self) -> None:
         self.doing: str | None = None
         self.phase = ""
-        self.may_wait_on_device = False  # no wait there ends by itself, so the hub's thread logs who will not come
+        self.may_wait_on_device = False  # such a wait never ends, so the hub's thread logs which rank will not join
         self._main = threading.main_thread().ident or 0
 
     def __str__(self) -> str:
@@ -60,14 +60,14 @@ class Position:
         place = "" if frame is None or " at " in doing else wording.place_of(traceback.walk_stack(frame))
         current: Any = sys._current_exceptions().get(self._main)
         error = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
-        handled = wording.while_handling(error)
-        return " ".join(part for part in (doing, self.phase, place) if part) + handled
+        suffix = wording.while_handling(error)
+        return " ".join(text for text in (doing, self.phase, place) if text) + suffix
 
 
 class Hub:
-    """This rank's end of the hub over `links.ranks`, and all that it has heard.
+    """This rank's end of the hub over `links.ranks`: sends reports and stores those of other ranks.
 
-    `ended`: how the programs of other ranks have ended, by rank. `lost`: the same for ranks whose connection is closed.
+    `ended`: how the programs of other ranks have ended, by rank. `lost`: how ranks ended whose connection is closed.
     """
 
     def __init__(self, links: HubLinks) -> None:
@@ -76,24 +76,24 @@ class Hub:
         self.ended: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        # In the order in which they came: rank, model or "" for the whole program, and text.
+        # In order of arrival: rank, model or "" for the whole program, and text. Echoes are secondary errors.
         self._causes: list[tuple[int, str, str]] = []
         self._echoes: list[tuple[int, str, str]] = []
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
         self._num_questions = 0
-        self._called: set[str] = set()  # names of meetings to which some rank has come
+        self._called: set[str] = set()  # names of meetings that another rank has joined
         self._over: dict[str, MeetingOver] = {}
         self._differ_at: dict[str, int] = {}  # by model
         self._first = _FirstRank(self)
-        self._has_said_end = self._is_explained = False
-        self.lease: Callable[[], Any] = lambda: None  # the object with which this hub ends
+        self._has_reported_end = self._is_explained = False
+        self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
 
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
-        """Return the hub of these ranks, made at the first call; it ends with the job's process groups. A collective.
+        """Return the hub of `ranks`, created at the first call; it ends with the job's process groups. A collective.
 
-        `store`, `name`: where ranks find each other.
+        `store`, `name`: the first rank puts its address into `store` under a key that begins with `name`.
         """
         ranks = sorted(ranks)
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
@@ -101,7 +101,7 @@ class Hub:
             return hubs[0]
         hub = cls(HubLinks(ranks, rank))
         hub._links.connect(store, f"{name}/hub")
-        hub._links.start(hub.receive, hub._look)
+        hub._links.start(hub.receive, hub._check_main_thread)
         lease = _Lease(hub)
         hub.lease = weakref.ref(lease)
         _torch.keep_with_job(f"{KEPT}{ranks}", lease)
@@ -109,30 +109,30 @@ class Hub:
 
     @property
     def is_closed(self) -> bool:
-        """Return True after the end, and in a forked child."""
+        """Return True after `end`, and in a forked process."""
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
-        """Wait until something is heard, for so long at most."""
+        """Wait until a message arrives, at most `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
     # -- what this rank reports
 
-    def post(self, model: str, said: dict[str, Any] | None) -> None:
-        """Tell what this rank does with a model, or why it has `failed`; None: no longer."""
-        message = Post(rank=self.rank, model=model, said=said)
+    def post(self, model: str, report: dict[str, Any] | None) -> None:
+        """Send what this rank does with `model`, or why it has `failed`; None withdraws the last report."""
+        message = Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
 
     def say_ended(self, text: str, *, echo: bool = False) -> None:
-        """Tell that this rank's program ends, and why; the first call counts. `echo`: because of another rank."""
-        if not self._has_said_end:
-            self._has_said_end = True
+        """Report that this rank's program ends, and why; only the first call counts. `echo`: because of another rank."""
+        if not self._has_reported_end:
+            self._has_reported_end = True
             self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
-        """Tell that this rank ends with `error`. If that is an echo, print its cause; return the printed text."""
+        """Report that this rank ends with `error`; if another rank caused it, print and return the cause."""
         text = ""
         if self._is_explained:
             return text
@@ -144,7 +144,7 @@ class Hub:
             if cause is not None:
                 text = f"{this}, and rank {cause[0]} {cause[1].rstrip('.')}."
             else:
-                others = wording.each_of(self.where(self.ranks)) or "nothing is heard of the others"
+                others = wording.each_of(self.where(self.ranks)) or "no other rank answers"
                 text = f"{this}, and {others}: all ranks must do the same."
             print(f"accordion: {text}", file=sys.stderr, flush=True)
         self._say_failed(error)
@@ -155,7 +155,7 @@ class Hub:
         self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
-        """Tell that this rank leaves, if nothing was said, and close."""
+        """Close the hub; report first that this rank leaves, unless it has reported its end."""
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
@@ -167,9 +167,9 @@ class Hub:
         self.say_ended(text, echo=error is not None and wording.is_echo(error))
         self._links.close()
 
-    def _look(self) -> None:
-        """Tell the end of a program some of whose threads go on, as those of a save do."""
-        if self.is_closed or self._has_said_end or threading.main_thread().is_alive():
+    def _check_main_thread(self) -> None:
+        """Report the end of the program if the main thread has ended, even if other threads (of a save) continue."""
+        if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := _last_error()) is not None:
             self._say_failed(error)
@@ -181,11 +181,11 @@ class Hub:
     def arrive(
         self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, *, wakes: bool = False
     ) -> None:
-        """Come to a meeting of `num` ranks. Ask `over` for its end."""
+        """Join meeting `name` of `num` ranks, with a report; `over` returns the result (see `Arrival`)."""
         self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes))
 
     def is_called(self, name: str) -> bool:
-        """Return True if another rank has come to a meeting."""
+        """Return True if another rank has joined meeting `name`, which is not over."""
         return name in self._called
 
     def has_over(self, name: str) -> bool:
@@ -193,35 +193,35 @@ class Hub:
         return name in self._over
 
     def over(self, name: str) -> MeetingOver | None:
-        """Return what ranks said at a meeting, once, when all have come; None until then."""
+        """Return the result of meeting `name` once all ranks have joined; None until then, and after the first result."""
         return self._over.pop(name, None)
 
-    # -- what it has heard
+    # -- reports of other ranks
 
     def posts(self, model: str) -> dict[int, dict[str, Any]]:
-        """Return what ranks do with a model, by rank; ranks without a post are left out."""
+        """Return the current reports of ranks about a model, by rank."""
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
     def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return the first of `ranks` that has ended, and how; None while all are there."""
+        """Return (rank, text) of the first of `ranks` that has ended; None if none has."""
         return next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return the rank that first failed or ended by itself, and what it reported, waiting for it up to `wait_s`.
+        """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
 
-        Echoes count if there is nothing else. `model`: failed steps of other models do not count.
+        Secondary errors count only without another cause. With `model`, failed steps of other models do not count.
         """
 
-        def heard() -> list[tuple[int, str, str]]:
+        def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:
                 return [each for each in self._causes if model is None or each[1] in ("", model)]
 
-        causes = poll(heard, wait_s, pause=self.pause) or self._echoes
+        causes = poll(causes_of_model, wait_s, pause=self.pause) or self._echoes
         return next(((rank, text) for rank, _, text in causes), None)
 
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask where `ranks` are; return the answers, as words, of those whose thread answers in time."""
+        """Ask `ranks` for their positions; return the texts of the ranks that answer within `ANSWER_S`."""
         wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
         with self._changed:
             self._num_questions += 1
@@ -233,22 +233,22 @@ class Hub:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Say where `ranks` are or how they have ended. `silent_too`: name those that do not answer."""
+        """Return a text with the position or the end of each of `ranks`. `silent_too`: also name those that do not answer."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:
-            silent = self.ranks[:1]  # all answers come through it, so nothing is known of the others
-        unheard = f"nothing is heard of rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
-        return "; ".join(part for part in (wording.each_of(where), unheard) if part)
+            silent = self.ranks[:1]  # all answers pass through it, so nothing is known about the others
+        unknown = f"there is no answer from rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
+        return "; ".join(text for text in (wording.each_of(where), unknown) if text)
 
     # -- steps and inputs
 
     def steps_differ_at(self, model: str) -> int | None:
-        """Return the backward at which all ranks say how they have stepped a model; None while none differ."""
+        """Return the backward at which all ranks compare their steps of `model`; None if no digests differ."""
         return self._differ_at.get(model)
 
     def send_to_first(self, message: HubMessage) -> None:
-        """Send a message to the first rank, which acts on it."""
+        """Send `message` to the first rank, which acts on it."""
         if self._links.leads:
             self.receive(message)
         else:
@@ -257,15 +257,15 @@ class Hub:
     # -- receiving
 
     def receive(self, message: HubMessage) -> None:
-        """Note a message; the first rank passes it on before, since what it notes may end its process."""
+        """Store `message`; the first rank forwards it too."""
         with self._changed:
-            if self._links.leads:
+            if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
             if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
     def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
-        """Send a message of the first rank to some ranks, which this one may be among."""
+        """Send a message of the first rank to the ranks `to`, and store it here if this rank is one of them."""
         for rank in to:
             if rank != self.rank:
                 self._links.send(message, to=rank)
@@ -306,28 +306,28 @@ class Hub:
     def _note_post(self, message: Post) -> None:
         posts = self._posts.setdefault(message.model, {})
         posts.pop(message.rank, None)
-        if message.said is not None:
-            posts[message.rank] = message.said
+        if message.report is not None:
+            posts[message.rank] = message.report
         if message.rank != self.rank:
             self._causes = [each for each in self._causes if each[:2] != (message.rank, message.model)]
-            if message.said is not None and "failed" in message.said:
-                self._causes.append((message.rank, message.model, message.said["failed"]))
+            if message.report is not None and "failed" in message.report:
+                self._causes.append((message.rank, message.model, message.report["failed"]))
 
     def _why_not(self, rank: int) -> str:
-        """Return why it is of no use to wait for a rank on a device; empty if nothing is known."""
+        """Return why `rank` will not join a collective on a device; empty if nothing is known."""
         causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
         if "" in causes:  # its program has ended
             return causes[""]
-        # A rank that waits with one model has gone on after a step of another one that failed.
+        # A rank that waits with one model has continued after a failed step of another model.
         return next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
-        """Log that another rank will not come, if it still will not and this one may wait for it on its device."""
+        """Log that `rank` will not join, if neither it nor this rank, which may wait on its device, has moved on."""
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
             log.error(
-                "rank %d %s, and this rank %s and may wait for it on its device, where no wait ends by itself; all ranks must "
-                "take the same way through the model.",
+                "rank %d %s, and this rank %s and may wait for it on its device, where waits never time out; all ranks must "
+                "call the same units.",
                 rank,
                 text.rstrip("."),
                 place,
@@ -335,17 +335,17 @@ class Hub:
 
 
 class _FirstRank:
-    """The duties of the first rank: pass messages on, count arrivals, and compare digests."""
+    """The duties of the first rank: forward messages, count arrivals at meetings, and compare digests."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._arrivals: dict[str, dict[int, Arrival]] = {}
         self._steps: dict[str, dict[int, int]] = {}  # by model and backward, this rank's own digest
-        self._others: dict[str, dict[int, set[int]]] = {}  # digests of backwards to which this rank has not come
+        self._others: dict[str, dict[int, set[int]]] = {}  # digests of backwards that this rank has not reached
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: HubMessage) -> None:
-        """Act on a message that is for the first rank, and send any other one to those that it is for."""
+        """Act on a message for the first rank, and forward any other message."""
         match message:
             case Arrival():
                 self._note_arrival(message)
@@ -368,16 +368,16 @@ class _FirstRank:
         arrivals[message.rank] = message
         if len(arrivals) == message.num:
             del self._arrivals[name]
-            each = [(rank, one.text, one.facts) for rank, one in sorted(arrivals.items())]
-            is_same = len({text for _, text, _ in each}) == 1
-            over = MeetingOver(rank=hub.rank, name=name, said=None if is_same else each)
+            reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
+            is_same = len({text for _, text, _ in reports}) == 1
+            over = MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
             hub.send_and_note(over, list(arrivals))
         elif len(arrivals) == 1 and message.wakes:
             others = [rank for rank in hub.ranks if rank != message.rank]
             hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
 
     def _compare_steps(self, message: StepDigest) -> None:
-        """Compare a digest with this rank's own of the same backward, or its own with those that came before."""
+        """Compare another rank's digest with this rank's for the same backward, or this rank's with digests received before."""
         hub, model, num = self._hub, message.model, message.num
         steps, others = self._steps.setdefault(model, {}), self._others.setdefault(model, {})
         if message.rank == hub.rank:
@@ -394,7 +394,7 @@ class _FirstRank:
 
 
 class _Lease:
-    """Keeps a hub open: its last owner is the job, whose process groups end, or a save that is under way then."""
+    """Ends `hub` when the last reference is gone: that of the job's process groups, or of a save that still runs."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -402,27 +402,27 @@ class _Lease:
 
 
 def hubs_of_job() -> list[Hub]:
-    """Return all hubs of this process that are open."""
+    """Return the open hubs of this process."""
     return [lease.hub for lease in _torch.kept_with_job(KEPT) if not lease.hub.is_closed]
 
 
 def _last_error() -> BaseException | None:
-    """Return the error that ended the program: Python keeps it until its exit."""
+    """Return the uncaught error that ended the program, which Python keeps until its exit; None without one."""
     error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-    # An interactive session keeps the last error of any statement. torch has a warning that became an error printed as one
-    # that ends a program, which goes on.
+    # An interactive session keeps the last error of any statement. torch prints a warning that became an error like one that
+    # ends the program, and continues.
     return None if isinstance(error, Warning) or hasattr(sys, "ps1") else error
 
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
-    """Around what ranks do together before there is a hub: turn a backend's error into what this rank did."""
+    """Context manager for collectives before ranks have a hub: raise `DivergenceError` with `what` for a backend's error."""
     try:
         yield
     except RuntimeError as error:
         if not wording.is_echo(error):
             raise
         raise DivergenceError(
-            f"this rank {what}, and another rank has ended, cannot be reached, or does something else, as its own words tell; "
-            "all ranks must do it together."
+            f"this rank {what}, and another rank has ended, cannot be reached, or does something else (see its output); all "
+            "ranks must do this together."
         ) from error

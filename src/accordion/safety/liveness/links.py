@@ -1,4 +1,4 @@
-"""The connections of a hub: all ranks with the first one, and the thread that reads them."""
+"""The TCP connections of a hub, between the first rank and each other one, and the thread that reads them."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from accordion.safety.liveness.messages import HasEnded, HubMessage, decoded, en
 from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
 CONNECT_S = 5.0  # for one greeting, and for sending a few hundred bytes
-MEETING_S = 60.0  # for all ranks to connect; the listening socket is open for so long at most
+CONNECT_ALL_S = 60.0  # for all ranks to connect; then the listening socket is closed
 GREETING_BYTES = 40  # 32 letters that only ranks of this hub know, and the rank in 8 digits
 READ_BYTES = 1 << 16
-LOOK_S = 1.0  # between two looks whether the main thread runs
+CHECK_S = 1.0  # between two checks that the main thread runs
 CRASH_LINES = 200
-BEFORE_S = 8.0  # before the job's timeout: ranks that wait hear which one is gone before their backend's time is over
+BEFORE_S = 8.0  # before the job's timeout, so that waiting ranks learn which rank is gone before their backend fails
 PROBES = 20
 LONGEST_PROBE_S = 32_000  # Linux takes no more
-_wishes: list[bool] = []  # to have crashes reported
+_wishes: list[bool] = []  # not empty if crashes are to be reported
 LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 def report_crashes() -> None:
-    """Have `faulthandler` write the stacks of a crash to the other ranks of a model, which name its line.
+    """Have `faulthandler` send the stacks of a crash to the other ranks of a model, which name the line that crashed.
 
-    Call it before `shard`; `accordion run` does. If the program has enabled `faulthandler` itself, that stays as it is.
+    Call it before `shard`; `accordion run` does. It has no effect if the program has enabled `faulthandler` itself.
     """
     _wishes.append(True)
 
 
 def limit_s_of(timeout_s: float) -> float:
-    """Return the seconds without an answer after which a connection is given up, if collectives fail after `timeout_s`."""
+    """Return the seconds without an answer after which a connection fails, if collectives fail after `timeout_s`."""
     return max(timeout_s / 2, timeout_s - BEFORE_S)
 
 
 def give_up(connection: socket.socket, timeout_s: float) -> None:
-    """Have reads and writes of a TCP connection fail once its other end has answered nothing for `limit_s_of(timeout_s)`.
+    """Have a TCP connection fail if its other end does not answer for `limit_s_of(timeout_s)`; on Linux only.
 
-    A machine that is gone closes nothing, and Linux tries again for a quarter of an hour. Other systems lack the option.
+    A machine that is gone closes no connection, and by default Linux tries for a quarter of an hour.
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
@@ -60,15 +60,15 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         connection.setsockopt(socket.IPPROTO_TCP, option, pause_s)
-    # RFC 5482; with it Linux counts time, and no probes (tcp(7)).
+    # RFC 5482; with it Linux counts time instead of probes (tcp(7)).
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
 
 
 class HubLinks:
-    """Connections of one rank: the first rank's to all others, another one's to the first. Owns the sockets.
+    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank.
 
-    They need no collective, no device and not the job's store, which ends with the rank that keeps it. However a process
-    ends, the system closes its connection.
+    They work without collectives, devices and the job's store, which ends with the rank that runs it. The system closes a
+    connection however its process ends.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -77,17 +77,17 @@ class HubLinks:
         self.timeout_s = _torch.timeout_s_of_job()
         self._peers: dict[int, socket.socket] = {}
         self._unfinished: dict[int, bytes] = {}  # by rank, the beginning of a line
-        self._crashes: dict[int, list[str]] = {}  # by rank, lines that are no messages: `faulthandler`'s
-        self._to_crash: int | None = None  # the descriptor into which Python writes if this process crashes
+        self._crashes: dict[int, list[str]] = {}  # by rank, the lines that `faulthandler` wrote
+        self._crash_fd: int | None = None  # the descriptor to which Python writes if this process crashes
         self._selector = selectors.DefaultSelector()
         self._sending = threading.Lock()
 
     # -- connecting
 
     def connect(self, store: Any, key: str) -> None:
-        """Connect all ranks with the first, whose address is in `store` under `key`. A collective.
+        """Connect all ranks with the first one, which puts its address into `store` under `key`. A collective.
 
-        Raises `DivergenceError` on the first rank if another one does not come, and on one that cannot reach the first.
+        Raises `DivergenceError` on the first rank if a rank does not connect, and on a rank that cannot connect.
         """
         if self.leads:
             with _server(len(self.ranks)) as server:
@@ -102,14 +102,14 @@ class HubLinks:
             first.sendall(f"{nonce}{self.rank:08d}".encode())
         except OSError as error:
             raise DivergenceError(
-                f"rank {self.rank} cannot connect to rank {self.ranks[0]} at {host} port {port} ({error}); ranks tell each other "
-                "over such connections how they end: let the machines of a job connect to each other on all ports, as gloo and "
-                "NCCL need it too."
+                f"rank {self.rank} cannot connect to rank {self.ranks[0]} at {host} port {port} ({error}); ranks report failures "
+                "over such connections. Allow connections between the machines of a job on all ports, which gloo and NCCL need "
+                "too."
             ) from error
         self._add(self.ranks[0], first)
 
     def _accept_all(self, server: socket.socket, nonce: bytes) -> None:
-        limit_s = min(MEETING_S, self.timeout_s)
+        limit_s = min(CONNECT_ALL_S, self.timeout_s)
         deadline = time.monotonic() + limit_s
         while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
             server.settimeout(max(0.01, deadline - time.monotonic()))
@@ -123,11 +123,11 @@ class HubLinks:
             greeting = b""
             with suppress(OSError):
                 peer.settimeout(CONNECT_S)
-                while len(greeting) < GREETING_BYTES and (part := peer.recv(GREETING_BYTES - len(greeting))):
-                    greeting += part
+                while len(greeting) < GREETING_BYTES and (data := peer.recv(GREETING_BYTES - len(greeting))):
+                    greeting += data
             if greeting[:-8] == nonce:
                 self._add(int(greeting[-8:]), peer)
-            else:  # a stranger
+            else:  # not a rank of this hub
                 peer.close()
 
     def _add(self, rank: int, peer: socket.socket) -> None:
@@ -137,15 +137,15 @@ class HubLinks:
         self._peers[rank], self._unfinished[rank] = peer, b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
         if _wishes and not faulthandler.is_enabled():
-            self._to_crash = os.dup(peer.fileno())
-            faulthandler.enable(self._to_crash)
+            self._crash_fd = os.dup(peer.fileno())
+            faulthandler.enable(self._crash_fd)
 
-    def start(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
-        """Begin to read. The thread calls `hear` with each message, and `look` at least once a second."""
+    def start(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
+        """Start the thread that calls `receive` with each message, and `check` at least once a second."""
         reference = weakref.ref(self)
 
         def forked() -> None:
-            """Close the sockets in a forked child: as long as one process holds them the others take the rank for alive."""
+            # A connection stays open as long as any process has it, and the rank would seem to be alive.
             links = reference()
             if links is not None:
                 links.closed = True
@@ -154,17 +154,17 @@ class HubLinks:
                     peer.close()
 
         os.register_at_fork(after_in_child=forked)
-        threading.Thread(target=self._listen, args=(hear, look), name="accordion-hub", daemon=True).start()
+        threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
     # -- sending
 
     @property
     def is_connected(self) -> bool:
-        """Return True while some other rank may hear what is sent."""
+        """Return True if any connection is open."""
         return bool(self._peers)
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, or to all connected ranks `but` one."""
+        """Send a message to rank `to`, by default to all connected ranks, except rank `but`."""
         line = encoded(message)
         for rank, peer in list(self._peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -174,7 +174,7 @@ class HubLinks:
     # -- the end
 
     def close(self) -> None:
-        """Send no more. The thread ends once the others have closed too, so that what was sent arrives."""
+        """Stop sending. The thread ends after the others have closed too, so that all sent messages arrive."""
         self.closed = True
         self._aim_crash()
         for peer in list(self._peers.values()):
@@ -182,34 +182,34 @@ class HubLinks:
                 peer.shutdown(socket.SHUT_WR)
 
     def _aim_crash(self) -> None:
-        """Point `faulthandler`'s descriptor to a rank that still listens, or to nowhere."""
-        if self._to_crash is None:
+        """Point `faulthandler`'s descriptor to a connected rank, or to the null device."""
+        if self._crash_fd is None:
             return
         peer = None if self.closed else next(iter(self._peers.values()), None)
         target = os.open(os.devnull, os.O_WRONLY) if peer is None else os.dup(peer.fileno())
-        os.dup2(target, self._to_crash, inheritable=False)
+        os.dup2(target, self._crash_fd, inheritable=False)
         os.close(target)
 
     # -- the thread
 
-    def _listen(self, hear: Callable[[HubMessage], None], look: Callable[[], None]) -> None:
+    def _listen(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
         while self._peers:
-            events = self._selector.select(CONNECT_S if self.closed else LOOK_S)
+            events = self._selector.select(CONNECT_S if self.closed else CHECK_S)
             if self.closed and not events:
                 break
-            look()
+            check()
             for key, _ in events:
-                self._read(key.data, key.fileobj, hear)
+                self._read(key.data, key.fileobj, receive)
         for peer in list(self._peers.values()):
             peer.close()
         self._selector.close()
 
-    def _read(self, rank: int, peer: Any, hear: Callable[[HubMessage], None]) -> None:
+    def _read(self, rank: int, peer: Any, receive: Callable[[HubMessage], None]) -> None:
         is_lost = False
         try:
             data = peer.recv(READ_BYTES)
         except OSError as error:
-            if error.errno is None:  # a timeout: nothing is there after all
+            if error.errno is None:  # a timeout: there is nothing to read
                 return
             data, is_lost = b"", error.errno in LOST
         if not data:
@@ -219,27 +219,27 @@ class HubLinks:
             peer.close()
             if not self.closed:
                 text = LOST_END.format(limit_s_of(self.timeout_s)) if is_lost else end_of(self._crashes.get(rank, []))
-                hear(HasEnded(rank=rank, text=text, closed=True))
+                receive(HasEnded(rank=rank, text=text, closed=True))
             return
         *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
         for line in lines:
             if (message := decoded(line)) is not None:
-                hear(message)
+                receive(message)
             elif len(crash := self._crashes.setdefault(rank, [])) < CRASH_LINES:
                 crash.append(line.decode(errors="replace"))
 
 
 def _server(num_ranks: int) -> socket.socket:
-    """Listen at the address under which the others reach this machine: the one from which it speaks to the job's store."""
+    """Listen at the address with which this machine connects to the job's store, so that other machines reach it."""
     store = _torch.default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 1)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # which sends nothing
+        with socket.socket(family, kind) as probe:  # sends nothing
             probe.connect(address)
-            own = str(probe.getsockname()[0])
-    except OSError:  # a machine without a network, whose ranks all run on it
-        family, own = socket.AF_INET, "127.0.0.1"
-    return socket.create_server((own, 0), family=family, backlog=num_ranks)
+            local = str(probe.getsockname()[0])
+    except OSError:  # a machine without a network, so all ranks run on it
+        family, local = socket.AF_INET, "127.0.0.1"
+    return socket.create_server((local, 0), family=family, backlog=num_ranks)

@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class HubMessage:
-    """Base of all messages. `rank`: the rank that a message is about, by its number in the job."""
+    """Base of all messages. `rank`: the rank that the message is about, by its number in the job."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
-    """The program of `rank` ends. `text` follows its number in a sentence.
+    """The program of `rank` ends; `text` follows its number in a sentence.
 
-    `echo`: because of another rank. `closed`: its connection is closed, and `text` counts if it has said nothing before.
+    `echo`: it ends because of another rank. `closed`: its connection is closed; `text` is used if the rank sent none itself.
     """
 
     text: str
@@ -28,22 +28,22 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """The state of `rank`: `what` it does, the `ranks` it waits for, or why it has `failed`; None if that has ended."""
+    """A report of `rank` about a model: `what` it does, the `ranks` it waits for, or why it `failed`; None withdraws it."""
 
     model: str
-    said: dict[str, Any] | None
+    report: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionQuestion(HubMessage):
-    """`rank` asks all others where they are."""
+    """`rank` asks all others for their positions."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionAnswer(HubMessage):
-    """The position of `rank`, for the rank `to` that asked."""
+    """The position of `rank` as text, for the rank `to` that asked."""
 
     number: int
     to: int
@@ -52,9 +52,9 @@ class PositionAnswer(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival(HubMessage):
-    """`rank` has come to a meeting of `num` ranks. `text` is compared; `facts` are passed on if texts differ.
+    """`rank` joins a meeting of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
 
-    `wakes`: ranks that wait in a collective come to the meeting too.
+    `wakes`: ranks that wait in a collective join the meeting too.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Arrival(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingCalled(HubMessage):
-    """`rank` was the first to come to a meeting."""
+    """`rank` was the first to join a meeting."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingOver(HubMessage):
-    """All ranks have come to a meeting; `said`: (rank, text, facts) of each, or None if all texts are equal."""
+    """All ranks have joined a meeting; `reports`: (rank, text, facts) of each, or None if all texts are equal."""
 
     name: str
-    said: list[tuple[int, str, dict[str, Any]]] | None
+    reports: list[tuple[int, str, dict[str, Any]]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class StepDigest(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class StepsDiffer(HubMessage):
-    """Ranks step a model differently, and all compare their records at backward `at`."""
+    """Ranks step a model differently; all compare their records at backward `at`."""
 
     model: str
     at: int
@@ -108,12 +108,12 @@ TYPES = {kind.__name__: kind for kind in HubMessage.__subclasses__()}
 
 
 def encoded(message: HubMessage) -> bytes:
-    """Return a message as one line."""
+    """Return `message` as one line of JSON."""
     return json.dumps({"type": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 
 def decoded(line: bytes) -> HubMessage | None:
-    """Return the message of one line; None if it holds none."""
+    """Return the message in a line; None if the line is no message."""
     if not line.startswith(b'{"type"') or not line.endswith(b"}"):
         return None
     fields = json.loads(line)

@@ -1,4 +1,4 @@
-"""The one loop for waits in which a rank asks again and again."""
+"""The loop for all waits that poll."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def poll(
     first_s: float = FIRST_S,
     longest_s: float = LONGEST_S,
 ) -> T | None:
-    """Call `ready` until its result is true, and return that; return None after `timeout_s`.
+    """Call `ready` until its result is true, and return the result; return None after `timeout_s`.
 
     Args:
-        while_waiting: called between two polls with the seconds since the first; it may raise to end the wait.
-        pause: sleeps for so many seconds, or returns earlier if something has changed.
-        first_s, longest_s: the first pause, and the longest; each one is twice as long as the one before.
+        while_waiting: called between polls with the seconds since the first poll; it may raise to end the wait.
+        pause: sleeps for the given seconds; it may return earlier if something has changed.
+        first_s, longest_s: the first and the longest pause; each pause is twice as long as the one before.
     """
     begun, pause_s = time.monotonic(), first_s
     while not (answer := ready()):
@@ -37,11 +37,11 @@ def poll(
 
 
 def once_after(seconds: float, call: Callable[[], object]) -> Callable[[float], None]:
-    """Return a `while_waiting` that calls `call` once, after so many seconds."""
+    """Return a callback for `while_waiting` of `poll` that calls `call` once, after `seconds`."""
     calls = [call]
 
-    def look(waited_s: float) -> None:
+    def check(waited_s: float) -> None:
         if waited_s > seconds and calls:
             calls.pop()()
 
-    return look
+    return check

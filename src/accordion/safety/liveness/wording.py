@@ -1,4 +1,4 @@
-"""How ranks describe errors, stacks and each other, as parts of sentences. Pure functions."""
+"""Describe errors, stacks and ranks as parts of sentences. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from accordion.errors import DivergenceError
 ERROR_LETTERS = 400
 LINE_LETTERS = 120  # of a line of a program
 SILENT_END = (
-    "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
-    "ended it, as gloo does where collectives of ranks do not match; its output or its machine's log may tell"
+    "has ended without a report: it was killed (out of memory?), has called os._exit, its machine is gone, or its backend has "
+    "ended it, as gloo does if the collectives of ranks do not match; see its output or its machine's log"
 )
-PROGRAM_END = (
-    "has ended its program, while others train; see what it printed last, and have all ranks take as many steps"
-)
-LEFT_END = "has left its process group{}; all ranks must leave it together, when all have trained"
-STOPPED = "whose process has not begun, is stopped, or hangs"
+PROGRAM_END = "has ended its program while others train; see its last output, and run equally many steps on all ranks"
+LEFT_END = "has left its process group{}; all ranks must destroy it together, after training"
+STOPPED = "whose process has not started, is stopped, or hangs"
 LOST_END = "has not answered for {:g} s: its machine, or the network to it, is gone"
 CRASH = "Fatal Python error: "
 SAME_INPUTS = (
     "ranks %d and %d got the same inputs in their first two training steps, and compute the same gradients; give each rank data "
     "of its own, as with DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset))."
 )
-# Parts of errors by which backends and the job's store say that another rank is gone or does not come.
+# Parts of errors that backends and the job's store raise if another rank is gone or does not respond.
 BACKEND_ERRORS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo|NCCL|timeout in"
     r"|Connection refused|recvValue|sendBytes|unbound_buffer|Failed to recv|simccl|Application timeout"
@@ -41,7 +39,7 @@ BACKEND_ERRORS = re.compile(
 
 
 def spellings(file: str, up: int = 0) -> tuple[str, ...]:
-    """Return the folder `up` levels above a file's own, as its path is written and with links resolved."""
+    """Return the folder `up` levels above that of `file`, as its path is written and with links resolved."""
     return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
 
 
@@ -53,51 +51,51 @@ STANDARD = spellings(threading.__file__)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return True if an error only says that another rank is gone or does not come: its cause is on that rank."""
+    """Return True if `error` is secondary: it was raised because another rank is gone or does not respond."""
     if isinstance(error, DivergenceError):
         return error.of_rank is not None
     return isinstance(error, RuntimeError) and BACKEND_ERRORS.search(str(error)) is not None
 
 
 def is_backends_echo(error: BaseException) -> bool:
-    """Return True for an echo in a backend's words; our own errors say more."""
+    """Return True if `error` is a secondary error that a backend raised, which does not name the other rank."""
     return is_echo(error) and not isinstance(error, DivergenceError)
 
 
 def is_out_of_time(error: BaseException) -> bool:
-    """Return True if a backend gave up waiting. gloo has two phrases for that."""
+    """Return True if `error` is the timeout of a backend; gloo has two phrases for it."""
     return any(words in str(error) for words in ("imed out", "Application timeout"))
 
 
 def failure(error: BaseException, phase: str = "") -> str:
     """Describe this rank's failure for others, as the end of a sentence that begins with its number.
 
-    `phase`: where its step was, as in "in the forward of step 3".
+    `phase`: the phase of its step, such as "in the forward of step 3".
     """
     place = _place_of_error(error)
     when = f" {phase}" if phase else ""
     if was_interrupted(error):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
     if is_backends_echo(error):
-        # If it waited in a handler (a barrier in `finally`), the handled error is the news; the waits are its echoes.
+        # If it waited in an exception handler (a barrier in `finally`), the handled error is the cause.
         return f"waited for others in vain {place or 'in a collective'}{when}{while_handling(_handled_by(error))}"
     return f"failed{when}: {_named(error, place)}"
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Return True for a KeyboardInterrupt, and for a wait that failed while one was handled."""
+    """Return True if `error` is a KeyboardInterrupt, or a backend's error that was raised while one was handled."""
     return isinstance(_handled_by(error) if is_backends_echo(error) else error, KeyboardInterrupt)
 
 
 def while_handling(error: BaseException | None) -> str:
-    """Return a suffix such as " while it handles ValueError: ..."; empty if `error` is None or ends a program by itself."""
+    """Return a suffix such as " while it handles ValueError: ..."; empty for None, SystemExit and ends of iterators."""
     if error is None or isinstance(error, (SystemExit, StopIteration, GeneratorExit)):
         return ""
     return f" while it handles {_named(error, _place_of_error(error))}"
 
 
 def _handled_by(error: BaseException) -> BaseException | None:
-    """Return the newest error in whose handlers `error` was raised and that is no echo; None if there is none."""
+    """Return the newest error in whose handlers `error` was raised and that is not secondary; None without one."""
     seen, context = {id(error)}, error.__context__
     while context is not None and is_echo(context) and id(context) not in seen:
         seen.add(id(context))
@@ -112,7 +110,7 @@ def _named(error: BaseException, place: str) -> str:
 
 
 def of_another(text: str) -> str:
-    """Turn what a rank says of itself into what others say of it."""
+    """Return `text`, which a rank wrote about itself, as a text that other ranks print about it."""
     return text.replace("this rank", "it")
 
 
@@ -120,7 +118,7 @@ def of_another(text: str) -> str:
 
 
 def place_of(stack: Iterable[tuple[Any, int]]) -> str:
-    """Return "at file:line `code`" of the first frame of `stack` (innermost first) that is the user's; else an empty text."""
+    """Return "at file:line `code`" of the first frame in `stack` (innermost first) of the user's code; empty without one."""
     return _place((frame.f_code.co_filename, number) for frame, number in stack)
 
 
@@ -138,14 +136,14 @@ def _place(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def end_of(lines: Sequence[str]) -> str:
-    """Describe the end of a process that reported nothing. `lines`: what `faulthandler` wrote of a crash, if anything."""
+    """Describe the end of a process that sent no report; `lines`: the output of `faulthandler`, if any."""
     if not lines or not lines[0].startswith(CRASH):
         return SILENT_END
     stacks: list[list[tuple[str, int]]] = [[]]
     is_current = False
     for line in lines[1:]:
         if "most recent call first" in line:
-            if is_current:  # the thread that crashed; without one the main thread, which is the last
+            if is_current:  # the thread that crashed; if none is marked, the main thread, which is the last
                 break
             is_current = line.startswith("Current")
             stacks.append([])
@@ -153,35 +151,35 @@ def end_of(lines: Sequence[str]) -> str:
             stacks[-1].append((frame[1], int(frame[2])))
     place = _place(stacks[-1])
     kind = lines[0].removeprefix(CRASH)
-    return f"has crashed ({kind}){f' {place}' if place else ''}; gloo lets a process crash where ranks call different collectives"
+    return f"has crashed ({kind}){f' {place}' if place else ''}; gloo can crash if ranks call different collectives"
 
 
 # -- ranks
 
 
 def each_of(texts: Mapping[int, str], between: str = "; ") -> str:
-    """Join "rank R TEXT" of all ranks."""
+    """Return "rank R TEXT" of each rank, joined with `between`."""
     return between.join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Join the numbers of ranks with commas."""
+    """Return the numbers of `ranks`, joined with commas."""
     return ", ".join(map(str, ranks))
 
 
 def meanwhile(doing: str, rank: int, text: str) -> str:
-    """Say that this rank was `doing` something with others, and what became of another rank."""
+    """Return "while this rank DOING, rank RANK TEXT"."""
     return f"while this rank {doing}, rank {rank} {text}"
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Join what each rank does."""
+    """Return "rank R WHAT" of each rank, joined with commas."""
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
-# -- what people usually did if ranks diverge
+# -- usual causes of divergence
 
-ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
+ADVICE = "ranks may call different units only in a forward that all begin in the same way; put code that differs inside one unit."
 ALL_TOGETHER = (
     "saves a checkpoint",
     "loads a checkpoint",
@@ -193,34 +191,31 @@ ALL_TOGETHER = (
 )
 
 
-def advice(said: Mapping[int, Mapping[str, Any]]) -> str:
-    """The likely cause and what to do, where what ranks say of themselves shows one; else `ADVICE`.
+def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the likely cause of a divergence and what to do, from the reports of ranks; `ADVICE` if they show no cause.
 
-    Each rank says `what` it does, and may say that it `evaluates` (its forward has no gradients), has `left_out` the backward of
-    the forward before, has `caught` an error in one, or has steps that `adds_up` gradients without reducing them.
+    A report has `what` a rank does; other keys, if true: its forward has no gradients (`evaluates`), it skipped a backward
+    (`left_out`), it caught an error (`caught`), it accumulates gradients without reducing them (`adds_up`).
     """
-    alone = {rank: one["what"] for rank, one in said.items() if str(one.get("what", "")).startswith(ALL_TOGETHER)}
+    alone = {rank: one["what"] for rank, one in reports.items() if str(one.get("what", "")).startswith(ALL_TOGETHER)}
     for key, text in (
         (
             "caught",
-            "has caught an error and gone on ({}); what one rank catches all ranks must hear of, or the program must end",
+            "has caught an error and continued ({}); all ranks must handle an error together, or the program must end",
         ),
-        (
-            "evaluates",
-            "runs a forward without gradients and others do not; all ranks must evaluate, with equally many batches",
-        ),
-        ("left_out", "has left out the backward of its last forward; skip a batch on all ranks or on none"),
+        ("evaluates", "runs a forward without gradients and others do not; evaluate equally many batches on all ranks"),
+        ("left_out", "has skipped the backward of its last forward; skip a batch on all ranks or on none"),
         ("adds_up", "runs its backward under no_sync and others do not; all ranks must"),
     ):
-        ranks = [rank for rank, one in said.items() if one.get(key)]
-        if ranks and len(ranks) < len(said):
-            return f"{_each_of(ranks)} {text.format(said[ranks[0]][key])}."
-    if alone and len(alone) < len(said):
+        ranks = [rank for rank, one in reports.items() if one.get(key)]
+        if ranks and len(ranks) < len(reports):
+            return f"{_each_of(ranks)} {text.format(reports[ranks[0]][key])}."
+    if alone and len(alone) < len(reports):
         first = next(iter(alone))
         return f"{_each_of(list(alone))} {alone[first].split(',')[0]} alone; all ranks must do it."
     return ADVICE
 
 
 def _each_of(ranks: list[int]) -> str:
-    """One rank or several, as the subject of a verb in the singular."""
+    """Return "rank R" or "each of ranks R, S", so that a verb in the singular can follow."""
     return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
