@@ -195,7 +195,7 @@ def test_inputs_that_grow_a_little_take_memory_now_and_then():
     store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
     for num_pages in range(100, 200):
         slot = store.take(num_pages * page)
-        made.extend([] if slot._piece in made else [slot._piece])
+        made.extend([] if slot._buffer in made else [slot._buffer])
         slot.free(False)
         assert store.host_bytes <= num_pages * page * 9 / 8 + page
     assert len(made) <= 8
@@ -253,7 +253,7 @@ def broken_disk(mesh, path: Path) -> None:
 
 
 def no_place(mesh, path: Path) -> None:
-    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere: No such file or directory; name a folder"):
+    with pytest.raises(acc.OffloadError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
     for one, another in ((ON_HOST, on_disk(path)), (acc.Offload(), ON_HOST)):
         mine = one if mesh.get_rank() else another
@@ -307,8 +307,8 @@ def in_order(mesh) -> None:
         if value != 2:  # in the first and the last one a backward comes
             assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
     first, second, _ = offloaded
-    assert first._coming is None, "of a forward before a backward"
-    assert second._coming is not None, "of the same forward"
+    assert first._fetched is None, "of a forward before a backward"
+    assert second._fetched is not None, "of the same forward"
     live = torch.zeros(4, device=device())
     activation_offload.offload(live, "host")
     live.add_(1)

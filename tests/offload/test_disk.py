@@ -71,7 +71,7 @@ def without_states(mesh, path: Path) -> None:
     optimizer = acc.wrap_optimizer(KeepsHistory(model.parameters()), elementwise=True)
     one_loss(model).backward()
     optimizer.step()
-    with pytest.raises(acc.UsageError, match=r"made a state 'history' .* or that is a list or dict"):
+    with pytest.raises(acc.UsageError, match=r"created a state 'history' .* or that is a list or dict"):
         acc.synchronize(model)
 
 

@@ -56,7 +56,7 @@ def addresses(mesh) -> None:
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
     arena, kind = engine_in(model).context.shard_buffers.arena, "ordinary" if device().type == "cpu" else "pinned"
-    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
+    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units; " in m for m in messages)
     low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
     first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
@@ -122,11 +122,11 @@ def said_before(mesh, path: Path) -> None:
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
         tiers = engine_in(model).context.shard_buffers
         states = list(tiers.states.values())
-        told = [m for m in messages if "states laid out" in m]
-        assert len(told) == len(states), name
-        for one, message in zip(states, told, strict=True):
-            there = f"{one.host_bytes} bytes of host memory, {sum(f.num_bytes for f in one.files)} bytes on disk"
-            assert f"{there}, buffers of {one.buffer_bytes} bytes on the host" in message, name
+        reports = [m for m in messages if "optimizer states take" in m]
+        assert len(reports) == len(states), name
+        for one, message in zip(states, reports, strict=True):
+            used = f"{one.host_bytes} bytes of host memory and {sum(f.num_bytes for f in one.files)} bytes on disk"
+            assert f"{used}, their buffers {one.buffer_bytes} bytes on the host" in message, name
         on_disk = sum(f.num_bytes for f in [*(s.file for s in tiers.files), *(f for one in states for f in one.files)])
         assert tiers.arena.num_bytes == said.arena, name
         assert on_disk <= said.disk <= 1.1 * on_disk, name

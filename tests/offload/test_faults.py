@@ -146,7 +146,7 @@ def test_an_error_of_the_step_is_not_lost(world):
 def refused(mesh) -> None:
     with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
-    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere"):
+    with pytest.raises(acc.OffloadError, match="cannot create a file for offloaded state in /nowhere"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
     if dist.get_rank() == 0:
         with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):

@@ -157,10 +157,10 @@ def test_transfers_that_come_in_parts_are_completed(tmp_path, monkeypatch):
 
 
 def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeypatch):
-    with pytest.raises(OffloadError, match=r"cannot rest in .*nowhere: No such file or directory; name a folder"):
+    with pytest.raises(OffloadError, match=r"offloaded state in .*nowhere: No such file or directory; name a folder"):
         check_folder(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=r"cannot rest in .*file: Not a directory"):
+    with pytest.raises(OffloadError, match=r"cannot create a file for offloaded state in .*file: Not a directory"):
         check_folder(tmp_path / "file")
 
     def full(*_: Any) -> None:
@@ -192,7 +192,7 @@ def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path
         for part in chunk.parts:
             first = part.todo.place.start
             assert chunk.start <= first + part.low < first + part.high <= chunk.stop
-            part.todo.entry.own[part.low : part.high] += 1
+            part.todo.entry.local[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
 
@@ -236,7 +236,7 @@ def test_chunks_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
         pipeline = HostPipeline(pool, buffers())
         for future in [pipeline.start(part, step) for part in parts]:
             future.result(60)
-        pipeline.rest()
+        pipeline.drain()
         assert bool((todo.place.shown["a"] == 1).all())
         assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
 
@@ -267,7 +267,7 @@ def test_a_chunk_that_fails_gives_its_buffer_back(tmp_path):
         for future in [pipeline.start(part, fails) for part in parts]:
             with pytest.raises(ValueError, match="planted"):
                 future.result(60)
-        pipeline.rest()
+        pipeline.drain()
     for _ in range(NUM_BUFFERS + 1):  # more than there are buffers
         with pytest.raises(RuntimeError, match="cannot schedule"):
             pipeline.start(parts[0], add_one)
@@ -351,6 +351,6 @@ def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
         assert os.listdir(full) == []
     with (
         mounted(tmp_path / "fixed", "ro") as fixed,
-        pytest.raises(OffloadError, match=r"cannot rest in .*: Read-only file"),
+        pytest.raises(OffloadError, match=r"cannot create a file for offloaded state in .*: Read-only file"),
     ):
         check_folder(fixed)
