@@ -59,14 +59,14 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
     check_quantised({}, str(folder), tensors)
     matched = match(model, folder, tensors, [])
     for one, other in matched.ties:
-        if not equal_rows(matched.found[one].rows, matched.found[other].rows):
+        if not equal_rows(matched.stored[one].rows, matched.stored[other].rows):
             raise UsageError(
                 f"{folder}: config.json ties {one} and {other}, and they differ in the file; set tie_word_embeddings to false "
                 "there, or remove the one that is not meant."
             )
     wanted = names_of(model)
     sources = [
-        TensorSource(name, matched.found[name].rows.dtype, tuple(wanted[name].shape), matched.found[name].rows.whole)
+        TensorSource(name, matched.stored[name].rows.dtype, tuple(wanted[name].shape), matched.stored[name].rows.whole)
         for name in matched.first.values()
     ]
     ties = {name: kept for name, t in wanted.items() if (kept := matched.first.get(id(t), name)) != name}
