@@ -150,6 +150,7 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
+        """Create the shard buffer of one group of unit `unit`, as a `ShardBufferMaker` does."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)

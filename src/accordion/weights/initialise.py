@@ -201,6 +201,7 @@ def _init_as_transformers(top: Any) -> None:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that resets a module's own parameters; None if it has none."""
     for name in ("reset_parameters", "_reset_parameters"):  # the second is of torch's attention and transformer modules
         # A method that a wrapper's `__getattr__` returns belongs to the module inside.
         method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None

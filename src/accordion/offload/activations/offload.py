@@ -72,7 +72,7 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Wait for the copy under way, on the compute stream. Raise `UsageError` if its input was changed meanwhile."""
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing

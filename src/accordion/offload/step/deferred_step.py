@@ -64,7 +64,7 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 def refuse_unwrapped(optimizer: Optimizer) -> None:
     """Raise `UsageError` if `optimizer`, not wrapped, has parameters that only a wrapped one can step.
 
-    These are parameters stepped chunk by chunk, of which it would keep all states in memory, or in the backward.
+    These are parameters that are stepped in the backward, or chunk by chunk: it would keep all of their states in memory.
     """
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"]):

@@ -120,7 +120,7 @@ class Stream:
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
     """Return one tensor per span: its memory if the step can use that, else the next part of `buffer`, 1-D uint8.
 
-    Args: `device`: use only memory on this device. With "cpu", which tests use as a device, no memory is used directly.
+    Args: `device`: use only memory on this device. With "cpu", copy all spans, so that it works as an accelerator does.
     """
     result: list[Tensor] = []
     at = 0
