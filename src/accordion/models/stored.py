@@ -53,9 +53,7 @@ class StoredModel:
     path: str
     config: Mapping[str, Any]  # contents of config.json
     tokenizer: str | None  # path of a folder of transformers or of a tokenizer.json, if one is known
-    adapter: str | None = (
-        None  # folder of PEFT for this base; or the checkpoint of a run that trained it, if `lora` is set
-    )
+    adapter: str | None = None  # folder of PEFT with an adapter of this base or, if `lora` is set, checkpoint of a run
     lora: Mapping[str, Any] | None = None  # settings of the adapter in that checkpoint, for `lora_config`
     generation: Mapping[str, Any] | None = None  # contents of generation_config.json
 

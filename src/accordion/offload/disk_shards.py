@@ -91,9 +91,8 @@ class DiskShards(OffDeviceShards):
         ]
         self.pack_row, self.dtype, self.flats = None, gathered, []
         self.tag = resources.allocate(msg.num_flags, gathered)
-        self._staged: tuple[int, int] | None = (
-            None  # (`times` of the staging buffer, version of the shards) of the last read
-        )
+        # Of the last read: `times` of the staging buffer, and the version of the shards.
+        self._staged: tuple[int, int] | None = None
         self._set_up(msg, rank, dtypes, resources)
         self._pool = resources.pool
 
