@@ -1,4 +1,4 @@
-"""`accordion export`: what the tools of others load has the logits of the source, and memory holds one tensor of it."""
+"""`accordion export`: other libraries load the result with the logits of the source, and one tensor is in memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def exported(*words: object) -> int:
 
 
 def checkpoint_of(folder: Path, at: Path) -> Path:
-    """A checkpoint of the same weights, which says of what it is."""
+    """Write a checkpoint of the same weights, with its configuration."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -166,7 +166,7 @@ def test_several_files_have_an_index(tmp_path, monkeypatch):
 
 
 def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
-    """Write an adapter whose weights all differ from the base's; its logits."""
+    """Write an adapter with random weights. Return the logits of the adapted model."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -210,7 +210,7 @@ def test_single_tokens_that_an_adapter_trains_are_merged(tmp_path):
 
 
 def both_names(folder: Path, other: float) -> None:
-    """As other trainers save tied embeddings: under both names. `other`: added to the second."""
+    """Write tied embeddings under both names, as other trainers do. `other`: added to the second."""
     from safetensors.torch import load_file, save_file
 
     held = load_file(folder / "model.safetensors")
@@ -232,7 +232,7 @@ def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
     assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
 
 
-def test_what_ends_a_text_and_how_it_is_drawn_are_exported(tmp_path):
+def test_end_tokens_and_sampling_settings_are_exported(tmp_path):
     folder = language_folders.llama(tmp_path / "llama")
     words = {"eos_token_id": [5, 0], "do_sample": True, "temperature": 0.7}
     (folder / "generation_config.json").write_text(json.dumps(words))
@@ -243,8 +243,8 @@ def test_what_ends_a_text_and_how_it_is_drawn_are_exported(tmp_path):
         assert json.loads(Path(f"{source}-out", "generation_config.json").read_text()) == words
 
 
-def test_a_checkpoint_has_to_fit_the_folder_that_it_is_to_be_like(tmp_path, capsys):
-    """Prefixes that compiled and wrapped models put before names are removed; other names are another model's."""
+def test_a_checkpoint_must_fit_the_folder_of_like(tmp_path, capsys):
+    """Prefixes of compiled and wrapped models are removed from names; other names mean another model."""
     from transformers import AutoModelForCausalLM
 
     folder = language_folders.llama(tmp_path / "llama")
@@ -324,12 +324,12 @@ def wide(folder: Path, layers: int, width: int, between: int, vocab: int) -> Pat
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[tuple[str, str], int]]:
-    """Bytes by which the resident set grows, by format and kind of the source, of those in `SHOWN` or of the others."""
+    """Return a function of `shown`: growth of the resident set in bytes by kind, for those in `SHOWN` or for the others."""
     return functools.cache(lambda shown: growth_of([k for k in KINDS if (k in SHOWN) == shown], tmp_path_factory))
 
 
 def growth_of(kinds: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], int]:
-    """Of models with two layers of 29 MiB and two tensors of 48."""
+    """Return the growth for models with two layers of 29 MiB and two tensors of 48 MiB."""
     at = tmp_path_factory.mktemp("memory")
     small, large = wide(at / "small", 1, 16, 32, 64), wide(at / "large", 2, 512, 4352, 24576)
     assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > TOTAL > 2 * (LARGEST + SLACK)
@@ -353,7 +353,7 @@ def growth_of(kinds: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.cpu("memory of the host, whatever the device")
 @pytest.mark.parametrize(("format", "kind"), sampled(KINDS, lambda *kind: kind in SHOWN))
 def test_memory_holds_one_tensor(grown: Callable[[bool], dict[tuple[str, str], int]], format: str, kind: str) -> None:
-    """The peak grows by the largest tensor alone, and a little."""
+    """The peak of memory grows by the largest tensor and a small constant."""
     if format == "onnx":
         pytest.importorskip("onnxscript")
     found = grown((format, kind) in SHOWN)[format, kind]
@@ -431,7 +431,7 @@ def test_bad_input_is_one_line_and_writes_nothing(words, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_package_that_is_not_there_is_named(capsys, monkeypatch):
+def test_a_missing_package_is_named(capsys, monkeypatch):
     monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == "onnxscript" else object())
     assert cli.main(["export", "x", "y", "--format", "onnx"]) == cli.BAD_INPUT
     assert "needs onnxscript, not installed here; pip install 'accordion-fsdp[export]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`accordion generate`: the text of transformers, token for token, on any number of ranks and however the model is held."""
+"""`accordion generate` writes the text of transformers, token for token, on any number of ranks, full or by units."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def of_transformers(folder: Path, text: str, new: int, model: Any = None, **how: Any) -> tuple[str, int]:
-    """What plain transformers writes after `text`, and how many tokens."""
+    """Return the text that plain transformers generates after `text`, and its number of tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(folder)
@@ -67,7 +67,7 @@ def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> li
     sampled([(num_ranks, hold) for num_ranks in (2, 3) for hold in ("full", "units")], lambda *row: row in USUAL),
 )
 def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, capfd):
-    """Five prompts over two or three ranks: uneven in number and in length, and some end early."""
+    """Five prompts over two or three ranks, uneven in number and in length; some end early."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     found = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
     assert [line["prompt"] for line in found] == PROMPTS
@@ -76,8 +76,8 @@ def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, 
     assert len({text for text, _ in wanted}) == len(PROMPTS), "they say different things"
 
 
-def test_ranks_without_prompts_and_with_long_ones_leave_each_other(tmp_path, capfd):
-    """Unit by unit over three ranks: one has nothing to write; one writes up to the last of the model's positions."""
+def test_ranks_without_prompts_and_with_long_ones_end_together(tmp_path, capfd):
+    """Unit by unit over three ranks: one has no prompt, and one generates up to the model's last position."""
     folder = language_folders.gpt2(tmp_path / "gpt2")
     (tmp_path / "two.jsonl").write_text('{"prompt": "b"}\n\n{"prompt": "the quick brown fox jumps over"}\n')
     found = generated(capfd, folder, "--prompts two.jsonl --nproc 3 --hold units --max-new-tokens 26")
@@ -86,7 +86,7 @@ def test_ranks_without_prompts_and_with_long_ones_leave_each_other(tmp_path, cap
     ]
 
 
-def test_draws_are_those_of_the_seed_on_any_number_of_ranks(folder, tmp_path, capfd):
+def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp_path, capfd):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     words = "--prompts prompts.txt --temperature 0.9 --top-p 0.95 --max-new-tokens 12"
     one = generated(capfd, folder, f"{words} --nproc 1 --seed 3")
@@ -105,7 +105,7 @@ def test_prompts_are_computed_together(folder, tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run; the cache beside it has its tokenizer."""
+    """Train a run. Return its folder; the cache next to it has its tokenizer."""
     at = tmp_path_factory.mktemp("runs")
     (at / "notes.txt").write_text("".join(f"{i} lines of text, and {i * i} more\n" for i in range(800)))
     words = "--model.preset llama-tiny --data.seq_len 16 --train.micro_batch 2 --train.steps 4 --train.warmup 0"
@@ -162,7 +162,7 @@ def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
     assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 8) for text in shown]
 
 
-def test_one_prompt_is_streamed_and_several_are_told_apart(folder, tmp_path, capfd):
+def test_one_prompt_is_streamed_and_several_are_printed_with_their_prompts(folder, tmp_path, capfd):
     wanted = of_transformers(folder, "a line", 8)[0]
     assert cli.main(["generate", str(folder), "--prompt", "a line", "--max-new-tokens", "8", "--device", "cpu"]) == 0
     said = capfd.readouterr()
@@ -175,8 +175,8 @@ def test_one_prompt_is_streamed_and_several_are_told_apart(folder, tmp_path, cap
 
 
 @pytest.mark.parametrize(("free", "how"), [(2**40, "full parameters"), (2**10, "unit by unit")])
-def test_memory_says_how_the_model_is_held(free, how, folder, capfd, monkeypatch):
-    """What is free is asked on each rank; the forked ranks see what is planted here."""
+def test_free_memory_decides_if_the_model_is_kept_full(free, how, folder, capfd, monkeypatch):
+    """Free memory is read on each rank; the forked ranks use the patched value."""
     monkeypatch.setattr(launch, "start", in_process)
     monkeypatch.setattr(ranks_of_generate, "free_bytes", lambda device, num_ranks: free)
     assert cli.main(["generate", str(folder), "--prompt", "b", "--max-new-tokens", "2", "--device", "cpu"]) == 0
@@ -184,7 +184,7 @@ def test_memory_says_how_the_model_is_held(free, how, folder, capfd, monkeypatch
 
 
 def in_process(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
-    """One rank, this process."""
+    """Run one rank in this process."""
     assert nproc == 1
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = launch.RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="torchrun", url="env://")
@@ -201,7 +201,7 @@ def test_a_dtype_is_computed_in(folder, capfd):
 
 
 def test_full_parameters_write_with_the_operators_of_transformers(world, folder):
-    """Under one lease nothing is gathered for a token, and nothing is computed that the plain model does not compute."""
+    """Under one lease no token needs a gather, and the operators are those of the plain model."""
     ours, theirs = world.run(1, operators_of_both, str(folder))[0]
     assert ours.total() <= 1.01 * theirs.total(), ours - theirs
     assert not [name for name in ours if "c10d" in name]
@@ -218,7 +218,7 @@ class Counted(TorchDispatchMode):
 
 
 def operators_of_both(mesh: Any, folder: str) -> tuple[Counter[str], Counter[str]]:
-    """Of a text of 100 tokens: full under one lease, and plain."""
+    """Return the operators for a text of 100 tokens: with full parameters under one lease, and of the plain model."""
     from transformers import AutoModelForCausalLM
 
     stored = find_model(folder, Path(folder))
@@ -279,7 +279,7 @@ def _wide() -> str:
     return str(Tokenizer(models.WordLevel({"[UNK]": 0, "b": 70000}, unk_token="[UNK]")).to_str())
 
 
-def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
+def test_a_source_without_a_model_is_refused(folder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(launch, "start", None)
     wrong = {}
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""Inputs of recomputed units on the host or disk: gone from the device between forward and backward, and no bit differs."""
+"""Inputs of recomputed units on the host or disk: off the device between forward and backward, with results equal bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Ten
 
 
 def same(mesh, path: Path, which: list[int]) -> None:
-    """With every kind of recomputation, other offload, two losses of which one is walked twice, and late arrivals."""
+    """Training with each kind of recomputation, other offload and debug="streams" is equal with activations in each tier."""
     all_away = dict.fromkeys(("params", "grads", "optimizer"), f"disk:{path}")
     mixed = {"blocks.1": acc.Offload(), "blocks.2": ON_HOST, "blocks.4": acc.Offload(activations=f"disk:{path}/other")}
     (path / "other").mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def same(mesh, path: Path, which: list[int]) -> None:
 
 
 def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
-    """Every use of a forward: several before a backward, one walked twice, others that have none, sums, other shapes."""
+    """Train with unusual uses of forwards: several before a backward, one with two backwards or none, sums, other shapes."""
     model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, offload=offload, **options)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses, shapes = [], [(2, 8), (5, 3), (4, 16)]
@@ -101,7 +101,7 @@ def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
 
 
 def counted(mesh) -> None:
-    """What is live after a forward falls by the inputs of all blocks; the host has them, in memory that is used again."""
+    """Live memory after a forward is less by the inputs of all blocks; the host stores them in memory that is reused."""
     live, activation_offload = [], None
     num_blocks, inputs = 6, 8 * 64 * 32 * 4
     for offload in (None, ON_HOST):
@@ -142,7 +142,7 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_pa
 
 
 def bounded(mesh, direct: int, path: Path) -> None:
-    """A few pieces of host memory, a file as large as all inputs, and neither grows with uses of the same shapes."""
+    """Host memory is a few buffers and the file as large as all inputs; neither grows in later steps of the same shapes."""
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
     with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
         model = acc.shard(
@@ -176,7 +176,7 @@ def bounded(mesh, direct: int, path: Path) -> None:
 
 
 def sizes_that_change(mesh, path: Path) -> None:
-    """Inputs of many shapes, one after the other, take what the largest ones take, on the host as on disk."""
+    """Inputs of many shapes in turn take as much host memory or disk as the largest ones."""
     for offload in (ON_HOST, on_disk(path)):
         model = acc.shard(
             models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload
@@ -190,18 +190,18 @@ def sizes_that_change(mesh, path: Path) -> None:
         assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
 
 
-def test_inputs_that_grow_a_little_take_memory_now_and_then():
-    """Each piece that is let go and made anew would be a wait for the device, and pinning."""
+def test_inputs_that_grow_a_little_rarely_allocate_memory():
+    """Replacing a buffer means waiting for the device and pinning memory."""
     store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
     for num_pages in range(100, 200):
         slot = store.take(num_pages * page)
-        made.extend([] if slot._piece in made else [slot._piece])
+        made.extend([] if slot._buffer in made else [slot._buffer])
         slot.free(False)
         assert store.host_bytes <= num_pages * page * 9 / 8 + page
     assert len(made) <= 8
 
 
-def test_inputs_of_many_shapes_take_what_the_largest_take(world, tmp_path):
+def test_inputs_of_many_shapes_take_the_memory_of_the_largest(world, tmp_path):
     world.run(1, sizes_that_change, tmp_path)
     assert joined([(4, 8), (0, 4), (12, 16)]) == [(0, 8), (12, 16)]
 
@@ -219,7 +219,7 @@ def failing(call: str, number: int) -> Iterator[None]:
 
 
 def broken_disk(mesh, path: Path) -> None:
-    """A write, a read and a page that has changed stop with the folder; after that another forward and backward are right."""
+    """A failed write, a failed read and a changed page raise an error that names the folder; the next step is correct."""
     faults = [
         (("pwritev", errno.ENOSPC), rf"of the swap file in {path} could not be written: No space left on device"),
         (("preadv", errno.EIO), rf"of the swap file in {path} could not be read: Input/output error"),
@@ -253,7 +253,7 @@ def broken_disk(mesh, path: Path) -> None:
 
 
 def no_place(mesh, path: Path) -> None:
-    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere: No such file or directory; name a folder"):
+    with pytest.raises(acc.OffloadError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
     for one, another in ((ON_HOST, on_disk(path)), (acc.Offload(), ON_HOST)):
         mine = one if mesh.get_rank() else another
@@ -278,7 +278,7 @@ def test_a_disk_of_activations_that_fails_is_named(world, tmp_path):
 
 
 def full(mesh, folder: Path) -> None:
-    """No room for the inputs of the first forward, or for larger ones; with room again it goes on."""
+    """A disk without space for the inputs of a forward is named in an error; with space again, training goes on."""
     model = acc.shard(
         models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(folder)
     )
@@ -297,7 +297,7 @@ def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
 
 
 def in_order(mesh) -> None:
-    """What is offloaded in another forward, after a backward, is not brought with it; a write into what leaves is told."""
+    """Inputs of another forward are not copied back together; a write into an input that is being copied is an error."""
     model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=ON_HOST)
     activation_offload = engine_in(model).context.shard_buffers.activation_offload
     offloaded = []
@@ -307,8 +307,8 @@ def in_order(mesh) -> None:
         if value != 2:  # in the first and the last one a backward comes
             assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
     first, second, _ = offloaded
-    assert first._coming is None, "of a forward before a backward"
-    assert second._coming is not None, "of the same forward"
+    assert first._fetched is None, "of a forward before a backward"
+    assert second._fetched is not None, "of the same forward"
     live = torch.zeros(4, device=device())
     activation_offload.offload(live, "host")
     live.add_(1)
@@ -321,7 +321,7 @@ def nothing_recomputed(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, offload=ON_HOST)
 
 
-def test_without_recomputation_there_is_nothing_to_keep(world):
+def test_activations_without_recomputation_are_refused(world):
     world.run(1, nothing_recomputed)
     world.run(1, in_order)
     with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk'\) is no place; did you mean 'disk:/path'?"):

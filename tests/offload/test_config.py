@@ -1,4 +1,4 @@
-"""What `Offload` takes and refuses."""
+"""The values that `Offload` accepts and refuses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLACES = ("device", "host", "disk:/scratch")
 
 
 def policies() -> list[acc.Offload]:
-    """Every place for everything, where that has a meaning."""
+    """Return every combination of tiers that has a meaning."""
     found = []
     for params, grads, optimizer, step in itertools.product(PLACES, (None, *PLACES), PLACES, (None, "device", "host")):
         try:
@@ -60,8 +60,8 @@ def policies() -> list[acc.Offload]:
     return [policy for policy in found if policy.is_any]
 
 
-def test_budgets_of_any_size_are_kept_or_refused_and_put_nothing_farther():
-    """Of a model whose parameters are small beside pages, to which the states of a step chunk by chunk are rounded."""
+def test_budgets_of_any_size_are_kept_or_refused_and_move_nothing_farther():
+    """The model's parameters are smaller than pages, to which states that are stepped chunk by chunk are rounded up."""
     with torch.device("meta"):
         model = models.frozen()
     drawn, kept = random.Random(0), 0
@@ -88,7 +88,7 @@ def unless_refused(model: torch.nn.Module, policy: acc.Offload) -> MemoryEstimat
         return None
 
 
-def test_what_the_host_has_no_room_for_stays_on_the_device():
+def test_units_without_room_on_the_host_stay_on_the_device():
     with torch.device("meta"):
         model = models.plain()
     policy = acc.Offload(optimizer="host", step="device")
@@ -104,5 +104,5 @@ def test_what_the_host_has_no_room_for_stays_on_the_device():
 
 
 def max_states(model: torch.nn.Module) -> int:
-    """Of the largest unit, rounded up to pages."""
+    """Return the bytes of the states of the largest unit, rounded up to pages."""
     return 2 * max(sum(4 * p.numel() + 4096 for p in block.parameters()) for block in [*model.blocks, model])

@@ -22,7 +22,7 @@ from tests.support.reference import local_of, params_of
 
 
 def in_chunks(mesh, path: Path) -> None:
-    """States lie in the file, pass through small buffers, are read and written once a step, and are those of no offload."""
+    """States in a file are read and written once a step through small buffers, and equal those without offload."""
     found = []
     for options in ({}, {"offload": disk(path)}):
         with chunks_of_at_most(1024):
@@ -48,7 +48,7 @@ def in_chunks(mesh, path: Path) -> None:
 
 
 class KeepsHistory(torch.optim.SGD):
-    """Its states are lists of gradients."""
+    """An optimizer whose states are lists of gradients."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -58,7 +58,7 @@ class KeepsHistory(torch.optim.SGD):
 
 
 def without_states(mesh, path: Path) -> None:
-    """An optimizer that has no states trains as without offload; states in lists, which are not cut, are refused."""
+    """An optimizer without states trains as without offload; states in lists, which cannot be split, are refused."""
     trained = []
     for options in ({}, {"offload": disk(path)}):
         model = acc.shard(models.plain(), mesh=mesh, **options)
@@ -71,7 +71,7 @@ def without_states(mesh, path: Path) -> None:
     optimizer = acc.wrap_optimizer(KeepsHistory(model.parameters()), elementwise=True)
     one_loss(model).backward()
     optimizer.step()
-    with pytest.raises(acc.UsageError, match=r"made a state 'history' .* or that is a list or dict"):
+    with pytest.raises(acc.UsageError, match=r"created a state 'history' .* or that is a list or dict"):
         acc.synchronize(model)
 
 
@@ -80,7 +80,7 @@ def test_an_optimizer_without_states_or_with_lists_of_them(world, tmp_path):
 
 
 def all_on_disk(mesh, path: Path) -> None:
-    """Only what was stated is in memory; each step reads and writes each thing once, and parameters once more for each gather."""
+    """Only the estimated memory is used; each step reads and writes all data once, and parameters again for each gather."""
     model = acc.shard(
         models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
     )
@@ -109,7 +109,7 @@ def all_on_disk(mesh, path: Path) -> None:
 
 
 def ahead(mesh, path: Path) -> None:
-    """From the second pass on the shards of a unit are being read before it is gathered, in the forward and in the backward."""
+    """From the second pass on, reading the shards of a unit begins before its gather, in forward and backward."""
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{path}", optimizer="host"))
     one_loss(model).backward()
     begun, late = [], []
@@ -130,7 +130,7 @@ def ahead(mesh, path: Path) -> None:
 
 
 def touched(mesh, path: Path) -> None:
-    """What a caller writes into a parameter, a gradient or a state counts, though it lies on disk; what he keeps is his."""
+    """A caller's writes into a parameter, gradient or state on disk count; a gradient that is kept does not change."""
     found = []
     for offload in (None, disk_of_all(path)):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
@@ -153,7 +153,7 @@ def touched(mesh, path: Path) -> None:
 
 
 def changed_unseen(mesh, path: Path) -> None:
-    """A write that no version counts, foreach on DTensors, is no fault of the disk; what the disk changes is one, here too."""
+    """A write that increments no tensor version (foreach on DTensors) is no disk error; a change of the file itself is."""
     found = []
     for offload in (None, disk_of_all(path)):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
@@ -180,7 +180,7 @@ def changed_unseen(mesh, path: Path) -> None:
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
-def test_a_write_that_nobody_counts_is_no_fault_of_the_disk(world, tmp_path):
+def test_a_write_without_a_version_is_no_disk_error(world, tmp_path):
     world.run(1, changed_unseen, tmp_path)
 
 

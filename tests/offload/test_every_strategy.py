@@ -1,4 +1,4 @@
-"""Offload changes where states rest and no bit of what is trained: under every strategy, for every kind of model and use."""
+"""Offload changes where data is kept and no bit of the result, under every strategy, for many kinds of models and uses."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
 
 
 def addresses(mesh) -> None:
-    """Shards and gradients lie in the arena, one chunk of memory; the unit with an override of its own has them outside."""
+    """Shards and gradients are in the arena, one allocation; those of a unit with an override are not."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
     arena, kind = engine_in(model).context.shard_buffers.arena, "ordinary" if device().type == "cpu" else "pinned"
-    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
+    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units; " in m for m in messages)
     low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
     first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
@@ -75,7 +75,7 @@ def addresses(mesh) -> None:
 
 
 def landing(mesh) -> None:
-    """On CPU nothing lands that is added to gradients: memory for that does not become resident."""
+    """On the CPU added gradients do not use the landing buffer, which does not become resident."""
     found = []
     for offload in (None, HOST):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
@@ -91,7 +91,7 @@ def landing(mesh) -> None:
 
 
 def budgets(mesh, path: Path) -> None:
-    """Parameters come nearer first, then whole units, from the first on, the coldest stay on disk; and no bit differs."""
+    """Budgets move parameters to the device first, then whole units, from the first on; results are equal bit for bit."""
     found, policy = [], disk_of_all(path, device_bytes=60_000, host_bytes=120_000)
     for offload in (None, policy):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
@@ -112,7 +112,7 @@ def budgets(mesh, path: Path) -> None:
 
 
 def said_before(mesh, path: Path) -> None:
-    """What is stated of a model is what is taken, to the rounding of pages: also of a model without memory."""
+    """`estimate_memory`, also of a meta model, equals the bytes that are allocated, except for rounding to pages."""
     precision, num_ranks = acc.Precision(params=torch.bfloat16), mesh.size()
     for name, offload in {**places(path), "host": HOST, "mixed": MIXED, "states on disk": disk(path)}.items():
         with torch.device("meta"):
@@ -122,11 +122,11 @@ def said_before(mesh, path: Path) -> None:
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
         tiers = engine_in(model).context.shard_buffers
         states = list(tiers.states.values())
-        told = [m for m in messages if "states laid out" in m]
-        assert len(told) == len(states), name
-        for one, message in zip(states, told, strict=True):
-            there = f"{one.host_bytes} bytes of host memory, {sum(f.num_bytes for f in one.files)} bytes on disk"
-            assert f"{there}, buffers of {one.buffer_bytes} bytes on the host" in message, name
+        reports = [m for m in messages if "optimizer states take" in m]
+        assert len(reports) == len(states), name
+        for one, message in zip(states, reports, strict=True):
+            used = f"{one.host_bytes} bytes of host memory and {sum(f.num_bytes for f in one.files)} bytes on disk"
+            assert f"{used}, their buffers {one.buffer_bytes} bytes on the host" in message, name
         on_disk = sum(f.num_bytes for f in [*(s.file for s in tiers.files), *(f for one in states for f in one.files)])
         assert tiers.arena.num_bytes == said.arena, name
         assert on_disk <= said.disk <= 1.1 * on_disk, name
@@ -144,7 +144,7 @@ def said_before(mesh, path: Path) -> None:
         assert num_bytes <= said.host_states <= 1.1 * num_bytes + 4096 * len(held), name
 
 
-def test_budgets_are_kept_and_what_is_stated_before_is_what_is_taken(world, tmp_path):
+def test_budgets_are_kept_and_estimates_equal_what_is_allocated(world, tmp_path):
     world.run(2, budgets, tmp_path)
     world.run(2, said_before, tmp_path)
 
@@ -153,7 +153,7 @@ def test_budgets_are_kept_and_what_is_stated_before_is_what_is_taken(world, tmp_
 
 
 def uses(mesh, path: Path) -> None:
-    """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints, of tied weights in and across units."""
+    """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints work, with weights tied in and across units."""
     found = []
     for options in (
         {},
@@ -202,7 +202,7 @@ def uses(mesh, path: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """Its first and last layer are one, and so are those of its two blocks: ties between units and in one."""
+    """A model with weights tied between units and inside one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Blocks(nn.Module):
 
 
 def saved(mesh, path: str) -> None:
-    """What was trained with offload goes on without, and the other way round, bit for bit."""
+    """A run with offload continues without it, and the other way round, bit for bit."""
     results = []
     swapped, off_device = {"offload": disk(Path(path))}, {"offload": disk_of_all(Path(path))}
     pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
@@ -238,7 +238,7 @@ def saved(mesh, path: str) -> None:
         assert_equal(other, results[0])
 
 
-def test_callers_see_the_same_thing(world, tmp_path):
+def test_callers_see_the_same_as_without_offload(world, tmp_path):
     world.run(2, addresses)
     world.run(2, landing)
     world.run(2, uses, tmp_path)

@@ -1,4 +1,4 @@
-"""What goes wrong off the device: a disk that fails or is full, a kill, memory that is refused, ranks that differ."""
+"""Errors of offload: a disk that fails or is full, a killed job, memory that is refused, ranks that differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.reference import grads_of, params_of
 
 
 def killed(path: Path) -> None:
-    """A job that is killed while states are on their way to the disk."""
+    """Run a job that is killed while states are written to the disk."""
     file = SwapFile(path, 1 << 22)
     for _ in range(3):
         threading.Thread(
@@ -57,7 +57,7 @@ def at_rest(mesh) -> None:
 
 
 def broken_disk(mesh, path: Path) -> None:
-    """A disk that is full or does not read, and a page that has changed: whatever is there, each stops with its name."""
+    """A full disk, one that cannot be read and a changed page each raise an error that names it, for all kinds of data."""
     for what, offload in {
         "states": disk(path),
         "all": disk_of_all(path),
@@ -92,7 +92,7 @@ def failing_calls(call: str, number: int, model: torch.nn.Module) -> Iterator[No
 
 @contextmanager
 def changed(model: torch.nn.Module) -> Iterator[None]:
-    """Every file of the model has other bytes in its first page than were written there."""
+    """Change bytes in the first page of every file of the model."""
     tiers = engine_in(model).context.shard_buffers
     states = [file for one in tiers.states.values() for file in one.files]
     for file in [*states, *(allocator.file for allocator in tiers.files)]:
@@ -100,7 +100,7 @@ def changed(model: torch.nn.Module) -> Iterator[None]:
     yield
 
 
-def test_a_disk_that_is_full_or_does_not_read_or_lies_is_named(world, tmp_path):
+def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(world, tmp_path):
     world.run(1, broken_disk, tmp_path)
 
 
@@ -125,7 +125,7 @@ def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(world, tmp
 
 
 def failing(mesh) -> None:
-    """What a step raises on its thread is raised by whoever needs it next."""
+    """An error on the step's thread is raised in the next call that needs the step."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     one_loss(model).backward()
@@ -146,7 +146,7 @@ def test_an_error_of_the_step_is_not_lost(world):
 def refused(mesh) -> None:
     with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
-    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere"):
+    with pytest.raises(acc.OffloadError, match="cannot create a file for offloaded state in /nowhere"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
     if dist.get_rank() == 0:
         with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
@@ -175,7 +175,7 @@ def pin_on(module: Any) -> list[str]:
 
 
 class FakeAccelerator:
-    """The part of an accelerator's driver that pins memory. `answer`: 0 where it does."""
+    """The part of an accelerator's driver that pins memory. `answer`: the result of pinning, 0 for success."""
 
     def __init__(self, answer: int) -> None:
         self.answer, self.calls = answer, []
@@ -192,7 +192,7 @@ class FakeAccelerator:
 
 
 def refused_on_one(mesh) -> None:
-    """One rank's machine refuses to pin: `shard` says so on all ranks, before anything is trained."""
+    """If one rank cannot pin memory, `shard` raises on all ranks."""
 
     make = arena.Arena.__init__
 

@@ -1,4 +1,4 @@
-"""Files of optimizer states: what is written comes back, and each way in which a disk fails is named and leaves nothing."""
+"""Swap files: data that is written is read back, and each failure of a disk is named in an error and leaves no file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filled(num_bytes: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_is_written_comes_back_and_is_seen_from_outside(tmp_path, direct, checksums):
+def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, direct, checksums):
     file = SwapFile(tmp_path, 5 * PAGE, direct=direct, checksums=checksums)
     assert file.is_direct == (direct and reads_past_the_cache(tmp_path))
     one, two = filled(2 * PAGE, 1), filled(3 * PAGE, 2)
@@ -96,7 +96,7 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
 
 
 @pytest.mark.parametrize("never_named", [True, False])
-def test_no_file_has_a_name_and_names_that_a_kill_left_are_taken_away(tmp_path, monkeypatch, never_named):
+def test_no_file_has_a_name_and_names_left_by_killed_jobs_are_removed(tmp_path, monkeypatch, never_named):
     if not never_named:  # a file system that makes none without a name
         monkeypatch.setattr(swap_file, "NEVER_NAMED", 0)
     elif not swap_file.NEVER_NAMED:
@@ -146,7 +146,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch, call, number, message
         file.read(0, aligned_buffer(PAGE)) if call == "preadv" else file.write(0, aligned_buffer(PAGE))
 
 
-def test_transfers_that_come_in_parts_are_completed(tmp_path, monkeypatch):
+def test_partial_reads_and_writes_are_completed(tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, views, at: real(handle, [views[0][:PAGE]], at))
     file = SwapFile(tmp_path, 4 * PAGE)
@@ -157,10 +157,10 @@ def test_transfers_that_come_in_parts_are_completed(tmp_path, monkeypatch):
 
 
 def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeypatch):
-    with pytest.raises(OffloadError, match=r"cannot rest in .*nowhere: No such file or directory; name a folder"):
+    with pytest.raises(OffloadError, match=r"offloaded state in .*nowhere: No such file or directory; name a folder"):
         check_folder(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=r"cannot rest in .*file: Not a directory"):
+    with pytest.raises(OffloadError, match=r"cannot create a file for offloaded state in .*file: Not a directory"):
         check_folder(tmp_path / "file")
 
     def full(*_: Any) -> None:
@@ -192,13 +192,13 @@ def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path
         for part in chunk.parts:
             first = part.todo.place.start
             assert chunk.start <= first + part.low < first + part.high <= chunk.stop
-            part.todo.entry.own[part.low : part.high] += 1
+            part.todo.entry.local[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
 
 
 def test_several_requests_are_in_flight(tmp_path, monkeypatch):
-    """As many reads as there are buffers wait for each other: one after the other they would never end."""
+    """As many reads as there are buffers wait for each other, which would never end if they ran one after the other."""
     todo, parts = made_chunks(tmp_path, NUM_BUFFERS)
     real, together = os.preadv, threading.Barrier(NUM_BUFFERS)
 
@@ -218,8 +218,8 @@ def test_several_requests_are_in_flight(tmp_path, monkeypatch):
     assert bool((todo.place.shown["a"] == 1).all())
 
 
-def test_chunks_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tmp_path):
-    """The first chunk that is stepped waits until all others were read; no two are stepped at a time; all come back once."""
+def test_chunks_are_read_while_one_is_stepped_and_one_is_stepped_at_a_time(tmp_path):
+    """The first step waits until other chunks are read; no two chunks are stepped at a time; all are written once."""
     todo, parts = made_chunks(tmp_path, 3 * NUM_BUFFERS)
     file, begun, stepping = todo.place.block.store, threading.Event(), threading.Semaphore(1)
 
@@ -236,13 +236,13 @@ def test_chunks_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
         pipeline = HostPipeline(pool, buffers())
         for future in [pipeline.start(part, step) for part in parts]:
             future.result(60)
-        pipeline.rest()
+        pipeline.drain()
         assert bool((todo.place.shown["a"] == 1).all())
         assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
 
 
-def test_states_are_made_by_the_thread_that_hands_out_chunks_and_stepped_by_others_after(tmp_path):
-    """Each of several threads would keep what its allocator took when states came into being."""
+def test_states_are_created_on_the_calling_thread_and_stepped_on_others_later(tmp_path):
+    """The allocator of each thread would keep the memory in which it created states."""
     _, parts = made_chunks(tmp_path, NUM_BUFFERS)
     first, later = set[int](), set[int]()
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
@@ -256,7 +256,7 @@ def test_states_are_made_by_the_thread_that_hands_out_chunks_and_stepped_by_othe
     assert later
 
 
-def test_a_chunk_that_fails_gives_its_buffer_back(tmp_path):
+def test_a_chunk_that_fails_frees_its_buffer(tmp_path):
     _, parts = made_chunks(tmp_path, 2 * NUM_BUFFERS)
 
     def fails(chunk: chunks.Chunk, views: list[Tensor]) -> None:
@@ -267,14 +267,14 @@ def test_a_chunk_that_fails_gives_its_buffer_back(tmp_path):
         for future in [pipeline.start(part, fails) for part in parts]:
             with pytest.raises(ValueError, match="planted"):
                 future.result(60)
-        pipeline.rest()
+        pipeline.drain()
     for _ in range(NUM_BUFFERS + 1):  # more than there are buffers
         with pytest.raises(RuntimeError, match="cannot schedule"):
             pipeline.start(parts[0], add_one)
 
 
-def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypatch):
-    """The first of several reads fails at once; the buffers are nobody's when the others have ended."""
+def test_abandon_returns_when_no_read_is_under_way(tmp_path, monkeypatch):
+    """The first of several reads fails at once; `abandon` returns when the others have ended."""
     _, parts = made_chunks(tmp_path, NUM_BUFFERS)
     real, failed, ended = os.preadv, threading.Event(), []
 
@@ -297,7 +297,7 @@ def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypat
 
 
 def made_chunks(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
-    """A parameter with a state of zeros in a file, cut into chunks of four pages."""
+    """Return the step of a parameter with a state of zeros in a file, and its chunks of four pages."""
     numel = num * PAGE
     block = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
     own, shown = torch.zeros(numel), block.store.mapped(0, numel, torch.float32)
@@ -315,7 +315,7 @@ def add_one(chunk: chunks.Chunk, views: list[Tensor]) -> None:
     views[0].add_(1)
 
 
-def test_host_memory_is_given_at_once_and_never_grows():
+def test_an_arena_is_one_allocation_and_never_grows():
     arena = Arena(3 * PAGE, torch.device("cpu"))
     first, second = arena.take(PAGE // 4 + 1, torch.float32), arena.take(7, torch.float32)
     assert second.data_ptr() - first.data_ptr() == 2 * PAGE
@@ -326,7 +326,7 @@ def test_host_memory_is_given_at_once_and_never_grows():
 
 
 @pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])
-def test_chunks_are_small_beside_what_is_stepped_and_never_large(total, wanted):
+def test_chunks_are_a_hundredth_of_a_step_within_limits(total, wanted):
     for itemsize in (2, 4):
         step = PAGE // itemsize
         numel = chunks.chunk_numel(itemsize, total)
@@ -351,6 +351,6 @@ def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
         assert os.listdir(full) == []
     with (
         mounted(tmp_path / "fixed", "ro") as fixed,
-        pytest.raises(OffloadError, match=r"cannot rest in .*: Read-only file"),
+        pytest.raises(OffloadError, match=r"cannot create a file for offloaded state in .*: Read-only file"),
     ):
         check_folder(fixed)

@@ -1,4 +1,4 @@
-"""Real disks that fill up under a job: what is allocated stays usable, what is asked for anew is refused by name."""
+"""Real disks that fill up during a job: allocated files stay usable, and new ones are refused with an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL_STEP, STEPS = 2, 4  # the disk is full in this step
 
 
 class Job:
-    """Trains with one block left out until a step, whose states are first written then."""
+    """A training job that leaves out one block until a step, at which its states are first written."""
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         self.model = acc.shard(models.seeded(seed), **options)
@@ -38,7 +38,7 @@ class Job:
 
 
 def wanted(mesh: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What is trained without offload; the last checkpoint before the step in question."""
+    """Return the result without offload, and save a checkpoint before the step at which the disk is full."""
     job = Job(mesh=mesh)
     for step in range(STEPS):
         if step == FULL_STEP:
@@ -56,7 +56,7 @@ def resumed(mesh: Any, checkpoint: Path, offload: acc.Offload) -> dict[str, torc
 
 
 def fills_up(mesh: Any, swap: Path, checkpoint: Path) -> None:
-    """A job goes on, on a disk that others have filled since; its new optimizer is refused, and nothing of it is left."""
+    """A job continues on a disk that was filled meanwhile; a new model is refused, and leaves no file."""
     expected = wanted(mesh, checkpoint)
     job = Job(mesh=mesh, offload=disk_of_all(swap))
     for step in range(STEPS):
@@ -72,6 +72,6 @@ def fills_up(mesh: Any, swap: Path, checkpoint: Path) -> None:
     assert_equal(resumed(mesh, checkpoint, disk_of_all(swap)), expected)
 
 
-def test_a_disk_that_fills_up_under_a_job(world, tmp_path):
+def test_a_disk_that_fills_up_during_a_job(world, tmp_path):
     with disks.mounted(tmp_path / "swap", "size=2m") as swap:
         world.run(1, fills_up, swap, tmp_path / "checkpoint")

@@ -1,4 +1,4 @@
-"""Every combination of places that has a meaning, and each that has none: no bit differs, or it is refused by name."""
+"""Every combination of tiers: those with a meaning train bit for bit as without offload, the others are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_COMBINATIONS = 33  # of where parameters, gradients and states rest and wher
 
 
 def combinations(path: Path) -> dict[tuple[str, ...], acc.Offload]:
-    """One policy for each combination that has a meaning."""
+    """Return a policy for each combination that has a meaning, and check that the others are refused."""
     found: dict[tuple[str, ...], acc.Offload] = {}
     for params, grads, optimizer, step in itertools.product(PLACES, PLACES, PLACES, ("device", "host")):
         without_meaning = (
@@ -47,7 +47,7 @@ def combinations(path: Path) -> dict[tuple[str, ...], acc.Offload]:
 
 
 def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
-    """Losses, norms, parameters and states after backwards that add up and are clipped, or scaled with an overflow."""
+    """Return losses, norms, parameters and states of steps with accumulation and clipping, or a scaler with an overflow."""
     model = acc.shard(models.plain(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     settings = {"fused": True, "weight_decay": 0.1} if kind == "adamw" else {"momentum": 0.9}
@@ -72,7 +72,7 @@ def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
 
 
 def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
-    """Inputs of recomputed blocks rest on the device in one half of them, on the host in the other."""
+    """Activations are on the device in half of the combinations, and on the host in the other half."""
     found = combinations(path)
     assert len(found) == NUM_COMBINATIONS
     for kind in kinds:
@@ -87,7 +87,7 @@ def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
             assert not wrong, (kind, names, wrong)
 
 
-def test_no_bit_differs_in_every_combination_and_what_has_no_meaning_is_refused(world, tmp_path):
+def test_every_combination_trains_the_same_bits_or_is_refused(world, tmp_path):
     world.run(1, in_every_combination, tmp_path, ("adamw",), timeout_s=300)
 
 
@@ -98,7 +98,7 @@ def test_no_bit_differs_in_every_combination_on_several_ranks(world, kind, tmp_p
 
 
 def collected_in_a_step(mesh) -> None:
-    """A model may be collected at any moment; whenever that is, the step of another optimizer goes on."""
+    """A model that is garbage-collected during the step of another optimizer does not disturb that step."""
     model = models.Tiny(width=16, hidden=32, num_blocks=1)
     acc.shard(model, mesh=mesh, offload=acc.Offload(optimizer="host", step="device"), units={models.Block})
     gone = [model]
@@ -119,5 +119,5 @@ def collected_in_a_step(mesh) -> None:
         last.remove()
 
 
-def test_a_model_that_goes_while_an_optimizer_steps_leaves_that_step_alone(world):
+def test_a_model_collected_during_a_step_does_not_disturb_it(world):
     world.run(1, collected_in_a_step)

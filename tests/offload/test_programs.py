@@ -1,4 +1,4 @@
-"""What programs do around a step that is under way: each gives, with everything in every place, what it gives without offload."""
+"""Programs that do unusual things while a step is under way have the same result in every tier as without offload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def end_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of all parameters and states."""
+    """Return copies of all parameters and states."""
     acc.synchronize(model)
     found = [value.clone() for _, value in sorted(params_of(model).items())]
     for optimizer in optimizers:
@@ -48,7 +48,7 @@ def end_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]
 
 @program
 def unscales_and_clips(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """A scaler that writes into the gradients, backwards that add up, an overflow, torch's own clipping."""
+    """Use a scaler that writes into the gradients, gradient accumulation, an overflow, and torch's own clipping."""
     model = shard(models.plain())
     optimizer, scaler = adamw(model), torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
     found = []
@@ -80,7 +80,7 @@ class Raises(torch.autograd.Function):
 
 @program
 def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """A backward that raises half-way, right behind a step; with what it left cleared, and with what it left added to."""
+    """Raise in the middle of a backward right after a step; then clear the gradients it left, or add to them."""
     model = shard(models.plain())
     optimizer = adamw(model)
     for step in range(5):
@@ -102,7 +102,7 @@ def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> l
 
 @program
 def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Each has some parameters of every unit; one steps every second time."""
+    """Use two optimizers with some parameters of every unit each, of which one steps every second time."""
     model = shard(models.plain())
     params = list(model.parameters())
     first = acc.wrap_optimizer(torch.optim.AdamW(params[::2], lr=1e-2, fused=True))
@@ -132,7 +132,7 @@ def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list
 
 @program
 def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Evaluation, an average of full parameters, state dicts and other hyperparameters, all right behind a step."""
+    """Evaluate, average full parameters, take state dicts and change hyperparameters, all right after a step."""
     model = shard(models.plain())
     optimizer = adamw(model)
     average: dict[str, Tensor] = {}
@@ -164,7 +164,7 @@ def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> li
 
 @program
 def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """A save in the background right behind a step, with steps behind it: what is loaded is what the step made."""
+    """Save in the background right after a step and before others: the checkpoint has the result of that step."""
     model = shard(models.plain())
     optimizer = adamw(model)
     go_on(model, optimizer, range(2))
@@ -186,7 +186,7 @@ def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
 
 @program
 def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """In turn, and with one optimizer for both; then one of them goes while its step is under way."""
+    """Train two models in turn, and with one optimizer for both; then delete one while its step is under way."""
     a, b = shard(models.plain()), shard(models.seeded(3, tied=True))
     first, second = adamw(a), adamw(b)
     both = acc.wrap_optimizer(torch.optim.SGD([*a.parameters(), *b.parameters()], lr=1e-2, momentum=0.9))
@@ -209,7 +209,7 @@ def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
 
 @program
 def adds_a_group(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Parameters that come later, behind a step; a step without any gradient; a closure."""
+    """Add parameters after a step; step without any gradient; step with a closure."""
     model = shard(models.plain())
     params = list(model.parameters())
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(params[:5], lr=1e-2, amsgrad=True))
@@ -231,7 +231,7 @@ def adds_a_group(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
 
 @program
 def goes_on_from_a_state_dict(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """A state dict taken right behind a step, kept over two more, and loaded again into the same and a new optimizer."""
+    """Take a state dict right after a step, step twice more, and load it into the same and a new optimizer."""
     model = shard(models.tied())
     optimizer = adamw(model)
     one_loss(model).backward()
@@ -255,7 +255,7 @@ PLACES = ("all on disk", "mixed", "disk", "host", "streamed", "budgets")
 
 
 def in_places(mesh, path: Path, names: list[str], places: list[str]) -> None:
-    """Each program in each place; the budgets of ranks differ."""
+    """Run each program in each tier; the budgets of ranks differ."""
     rank = dist.get_rank()
     offloads = {
         "host": HOST,

@@ -1,4 +1,4 @@
-"""The step of what is offloaded: behind the next forward, on the host or the device, bit for bit the same kernel."""
+"""The step of offloaded parameters: during the next forward, on the host or the device, bit for bit the same kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.reference import local_of, params_of
 
 
 def deferred(mesh, kind: str, path: Path) -> None:
-    """Bit for bit the same kernel stepping before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
+    """Training equals, bit for bit, a step before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
     make, options = OPTIMIZERS[kind]
     results = []
     options_of = {"disk": disk(path, overrides=MIXED.overrides), "away": disk_of_all(path, overrides=MIXED.overrides)}
@@ -67,12 +67,12 @@ def deferred(mesh, kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
-def test_a_step_behind_the_next_forward_changes_no_bit(world, kind, tmp_path):
+def test_a_step_during_the_next_forward_changes_no_bit(world, kind, tmp_path):
     world.run(2, deferred, kind, tmp_path)
 
 
 def each_waits_for_its_own(mesh) -> None:
-    """The step of the last unit begins when the first one's forward has: it runs behind the forward, in the forward's order."""
+    """The step of the last unit begins after the forward of the first one: units are stepped in the forward's order."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     begun, order = threading.Event(), []
@@ -104,7 +104,7 @@ def test_a_gather_waits_for_the_step_of_its_own_unit(world):
 
 
 def scaled(mesh, path: Path) -> None:
-    """A fused optimizer is told of the scale and of overflows by attributes that are gone when its units are stepped."""
+    """A scaler sets the scale and overflow as attributes of a fused optimizer, and removes them before units are stepped."""
     results = []
     for offload in (None, HOST, disk(path), disk_of_all(path, step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
@@ -128,7 +128,7 @@ def scaled(mesh, path: Path) -> None:
         assert_equal(params, results[0][2])
 
 
-def test_a_gradient_scaler_is_exact_behind_the_next_forward(world, tmp_path):
+def test_a_gradient_scaler_is_exact_during_the_next_forward(world, tmp_path):
     world.run(2, scaled, tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_a_gradient_scaler_is_exact_behind_the_next_forward(world, tmp_path):
 
 
 def in_backward(mesh, path: Path, num_ways: int) -> None:
-    """Each unit steps as soon as it has its gradients, in every place, bit for bit as after the backward."""
+    """Each unit is stepped once its gradients are reduced, in every tier, bit for bit as after the backward."""
     ways = {"device": acc.Offload()}
     ways |= {"host": HOST, **places(path), "states on disk": disk(path)}
     asked = {name: dataclasses.replace(offload, step_in_backward=True) for name, offload in ways.items()}
@@ -187,7 +187,7 @@ def broken_promises(mesh) -> None:
         model(torch.ones(2, 8, device=device())).sum().backward()
 
 
-def test_a_step_in_backward_changes_no_bit_and_keeps_the_user_to_the_promise(world, tmp_path):
+def test_a_step_in_backward_changes_no_bit_and_refuses_broken_promises(world, tmp_path):
     world.run(2, in_backward, tmp_path, 3)
     world.run(1, broken_promises)
 
@@ -199,7 +199,7 @@ def test_a_step_in_backward_in_every_place(world, num_ranks, tmp_path):
 
 
 class Twice(nn.Module):
-    """Its one block is called twice."""
+    """A model that calls its block twice."""
 
     def __init__(self) -> None:
         super().__init__()

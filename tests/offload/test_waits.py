@@ -1,4 +1,4 @@
-"""Who waits for a step that is under way: whatever shows, keeps, changes or clips what the step works on."""
+"""Calls that wait for a step under way: all that return, save, change or clip parameters, gradients or states."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ PART = "blocks.1.up."
 
 
 def waits(mesh, path: Path) -> None:
-    """Shards are NaN in the debug mode until somebody waits: none is once a way has returned, and all is as without offload.
+    """With debug="streams" shards are NaN until a call waits; after each call none is, and results are as without offload.
 
-    A way has one place, in turn.
+    Each call is tested in one tier, in turn.
     """
     places = HOST, disk(path), disk_of_all(path)
     for which, (name, way) in enumerate({**FOR_ALL, **FOR_A_PART}.items()):
@@ -106,5 +106,5 @@ def waits(mesh, path: Path) -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), name
 
 
-def test_whoever_needs_what_a_step_makes_waits_for_it(world, tmp_path):
+def test_calls_that_need_a_step_wait_for_it(world, tmp_path):
     world.run(2, waits, tmp_path, timeout_s=300)

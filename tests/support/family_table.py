@@ -185,20 +185,20 @@ INTRO = """\
 # Model families
 
 Each row is a class of transformers {version}, built from a small config with random weights and trained for two
-steps on {ranks} ranks. Every rank has a batch of its own, and the units are those that `acc.shard` finds by itself.
-The same two steps were made without sharding, on the batches of all ranks. The errors are the largest of any
-tensor and rank in float32: of the first step's gradients relative to the largest value of the gradient, and
-of both losses relative to the loss. Dropout is on. Parameters after two steps agree as closely, and a
-parameter without a gradient has none in either run.
+steps on {ranks} ranks, with the units that `acc.shard` finds and another batch on each rank. The reference is the
+same two steps without sharding, on the batches of all ranks. Errors are the largest of any tensor and rank,
+in float32: of the first step's gradients relative to the largest value of the gradient, and of both losses
+relative to the loss. Dropout is on. Parameters after two steps agree as closely, and a parameter without a
+gradient has none in either run.
 
-Rows that are not 0 differ by the order of sums alone: if a unit is called several times, each call's gradient
+Rows that are not 0 differ only by the order of sums: if a unit is called several times, each call's gradient
 is summed over ranks. If several units read a tensor, such as an encoder's output, its gradient is summed as
 without sharding, bit for bit.
 
-`bf16`: with `Precision(params=torch.bfloat16)` the same holds against bfloat16 weights over float32 masters
-without sharding. It is "with buffers" if the model needs `buffers=torch.bfloat16` too, "no" if the model
-itself does not compute in bfloat16, and has a bound if the model adds or keeps gradients in another precision
-than Accordion does.
+`bf16`: with `Precision(params=torch.bfloat16)` the same holds, compared with bfloat16 weights over float32
+masters without sharding. It is "with buffers" if the model needs `buffers=torch.bfloat16` too, "no" if the
+model itself does not compute in bfloat16, and has a bound if the model adds or keeps gradients in another
+precision than Accordion does.
 
 | class | parameters | units | tied | gradients | losses | bf16 |
 |---|---:|---|---|---:|---:|---|
@@ -213,8 +213,8 @@ The table was made with layer drop off (`layerdrop=0.0` and the like; some confi
 |---|---|
 """
 AGAIN = """
-`tests/engine/test_families.py` makes this table and compares it;
-`python -m tests.support.family_table > docs/models.md` writes it anew.
+`tests/engine/test_families.py` makes this table and compares it with this page;
+`python -m tests.support.family_table > docs/models.md` writes it again.
 """
 
 

@@ -64,7 +64,7 @@ def trained(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) ->
 
 
 def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
-    """Waits after the last of so many steps, whose parameters are read directly; the others go on behind the next forward."""
+    """Return a callback for after each step that waits for the last one alone; others run during the next forward."""
     left = list(range(num_steps))
 
     def after_step() -> None:

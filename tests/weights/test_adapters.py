@@ -1,4 +1,4 @@
-"""Adapters laid around layers, as PEFT lays them: how they begin on the meta device, alone and around pretrained weights."""
+"""Adapters as PEFT puts them around layers: their initialisation on the meta device, alone and with pretrained weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPREAD = 1 / math.sqrt(3 * WIDTH)  # of a uniform draw within 1 / sqrt(width)
 
 
 class Magnitude(nn.Module):
-    """As DoRA's: `weight` follows from what is below and above."""
+    """A magnitude vector as DoRA's, whose `weight` is computed from the base layer and the adapter."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Magnitude(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The structure of a LoRA layer of PEFT."""
+    """A module with the structure of a LoRA layer of PEFT."""
 
     adapter_layer_names: tuple[str, ...] = ("lora_A", "lora_B")
 
@@ -74,7 +74,7 @@ class Gate(nn.Module):
 
 
 class Tuner(nn.Module):
-    """As PEFT's: names of the model's parameters begin with `base_model.model.`."""
+    """A wrapper as PEFT's: names of the model's parameters begin with `base_model.model.`."""
 
     def __init__(self, model: nn.Module, begin: bool | str = True) -> None:
         super().__init__()
@@ -151,11 +151,11 @@ def acc_initialised(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_an_adapter_begins_by_its_own_method(world, num_ranks):
+def test_an_adapter_is_initialised_by_its_own_method(world, num_ranks):
     world.run(num_ranks, initialised, "plain")
 
 
-def test_inside_a_family_modules_of_other_packages_begin_by_their_own_method(world):
+def test_modules_of_other_packages_inside_a_family_are_initialised_by_their_own_method(world):
     pytest.importorskip("transformers")
     for found in world.run(2, initialised, "llama"):
         assert (found["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
@@ -171,7 +171,7 @@ def test_inside_a_family_modules_of_other_packages_begin_by_their_own_method(wor
 
 
 class Bare(nn.Module):
-    """Nothing says how its weight begins."""
+    """A module without a method that initialises its weight."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def saved(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "llama"])
-def test_what_a_load_leaves_out_on_meta_begins_as_initialise_makes_it(world, tmp_path, kind):
+def test_meta_parameters_that_a_load_ignores_are_initialised(world, tmp_path, kind):
     if kind == "llama":
         pytest.importorskip("transformers")
     saved(tmp_path, kind)
@@ -244,7 +244,7 @@ def left_zero(mesh: Any, path: Path) -> None:
     assert not model.base_model.model[2].weight.to_local().any()
 
 
-def test_what_a_load_leaves_out_and_nothing_initialises_is_named(world, tmp_path):
+def test_ignored_parameters_that_nothing_initialises_are_named(world, tmp_path):
     torch.manual_seed(1)
     tensors = plain_model().state_dict()
     save_file(
@@ -255,7 +255,7 @@ def test_what_a_load_leaves_out_and_nothing_initialises_is_named(world, tmp_path
 
 
 def zero_on_purpose(mesh: Any, path: Path) -> None:
-    """A real parameter that is zero has a value."""
+    """A parameter that is real and zero has a value, and is not initialised."""
     model = plain_model()
     with torch.no_grad():
         model[0].bias.zero_()

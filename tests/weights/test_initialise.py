@@ -1,4 +1,4 @@
-"""Weights from nothing: whatever the number of ranks and the strategy, bitwise those of one device."""
+"""`initialise` gives bitwise the weights of one device, for any number of ranks and any strategy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KERNELS = layout_of_kernels()
 
 
 class Layered(nn.Module):
-    """What torch's own modules have: buffers, attention whose init is private, a recurrent network, a shared module."""
+    """A model of torch's modules with buffers, attention whose init is private, a recurrent network, a shared module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def on_meta(name: str) -> nn.Module:
 
 
 def tied_anew(copy: nn.Module, meta: nn.Module) -> None:
-    """`to_empty` gives every name of a tied parameter memory of its own; undo that."""
+    """Tie parameters again after `to_empty`, which gives every name of a tied parameter its own memory."""
     first: dict[int, nn.Parameter] = {}
     for name, param in meta.named_parameters(remove_duplicate=False):
         path, _, attr = name.rpartition(".")
@@ -103,7 +103,7 @@ def tied_anew(copy: nn.Module, meta: nn.Module) -> None:
 
 
 def one_device(name: str | nn.Module, init: Init | None = None) -> nn.Module:
-    """Meta, `to_empty`, the same seed and init: what `initialise` promises to equal."""
+    """Return the reference: a meta model after `to_empty`, initialised with the same seed."""
     meta = on_meta(name) if isinstance(name, str) else name
     model = copy.deepcopy(meta).to_empty(device=device())
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -125,7 +125,7 @@ def own_reset(module: nn.Module) -> None:
 
 
 def unlike(model: nn.Module, wanted: nn.Module) -> list[str]:
-    """Names of parameters and buffers that are not bitwise those of `wanted`; all of them on the first rank only."""
+    """Return, on the first rank, the names of parameters and buffers that are not bitwise those of `wanted`."""
     found = acc.full_state_dict(model)
     other = [n for n, t in wanted.state_dict().items() if found and not torch.equal(t.cpu(), found[n].cpu())]
     own = dict(model.named_buffers())
@@ -168,7 +168,7 @@ def test_families_that_write_into_their_children(world, layout):
 
 
 class Kind(nn.Module):
-    """A matrix and a kernel for one function of `torch.nn.init`."""
+    """A module with a matrix and a kernel for one function of `torch.nn.init`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Assigns(nn.Module):
 
 
 def careless(module: nn.Module) -> None:
-    """Keeps references, writes late, assigns, reads and scales what children drew."""
+    """An init that keeps references, writes late, assigns, and reads and scales the draws of children."""
     if isinstance(module, Assigns):
         module.a.data = torch.randn(5, 2, device=device())
         module.b = nn.Parameter(torch.randn(5, 2, device=device()))
@@ -267,7 +267,7 @@ def test_any_init_function_that_works_on_one_device(world, layout):
 
 
 def trained(mesh: Any, emptied: bool) -> tuple[float, float, list[str]]:
-    """Loss of a step sharded and unsharded after the same init, and what is left of the init in the model.
+    """Return the losses of a step sharded and unsharded after the same init, and traces of the init in the model.
 
     `emptied`: `to_empty` is called on the sharded model first, which `initialise` does not need.
     """
@@ -304,7 +304,7 @@ class Heavy(nn.Module):
 
 
 def scaled(module: nn.Module) -> None:
-    """Reads back what other modules drew, keeping references to all of it."""
+    """An init that reads the draws of other modules and keeps references to all of them."""
     if isinstance(module, nn.Linear):
         nn.init.kaiming_uniform_(module.weight)
     if isinstance(module, Heavy):
@@ -314,7 +314,7 @@ def scaled(module: nn.Module) -> None:
 
 
 def peak_bytes(mesh: Any, init: Init | None) -> int:
-    """The most bytes that `initialise` took beside the shards."""
+    """Return the peak bytes that `initialise` allocated besides the shards."""
     with Allocations() as memory:
         with torch.device("meta"):
             model = Heavy()
@@ -336,7 +336,7 @@ def test_one_full_parameter_is_alive_at_a_time(world, init):
 
 
 class Table(nn.Module):
-    """A buffer that only the constructor computes, unless `reset` is there."""
+    """A module with a buffer that only its constructor computes, unless it has `reset`."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Resets(Table):
 
 
 class Gathers(nn.Module):
-    """A parent that fills a list of parameters, which cannot fill itself."""
+    """A module that fills a list of parameters, which cannot initialise itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], Init | None, list[str]]] = {
 
 
 def refused(mesh: Any) -> dict[str, str]:
-    """The message of each refusal; the model is sharded as before and its buffers are on meta."""
+    """Return the message of each refusal, after which the model is sharded as before, with its buffers on meta."""
     result = {}
     for name, (make, init, _) in REFUSALS.items():
         with torch.device("meta"):

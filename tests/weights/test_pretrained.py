@@ -1,4 +1,4 @@
-"""Pretrained folders: every rank reads its own rows, under whatever names and layout they lie there."""
+"""Pretrained folders: every rank reads its own rows, whatever the names and layout in the files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seeded(name: str) -> nn.Module:
 
 
 class Counts(nn.Module):
-    """Buffers of several kinds in the file, one that is not."""
+    """A module with buffers of several kinds in the file, and one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def write(folder: Path, tensors: dict[str, Tensor], num_files: int = 1) -> str:
-    """A folder of one file, or of several and an index."""
+    """Write a folder of one file, or of several and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     if num_files == 1:
@@ -77,7 +77,7 @@ def write(folder: Path, tensors: dict[str, Tensor], num_files: int = 1) -> str:
 def loaded(
     name: str, folder: str, mesh: Any, strategy: str = "full_shard", real: bool = False, **options: Any
 ) -> nn.Module:
-    """The model of a folder; `real`: built on the CPU with other weights before."""
+    """Return the sharded model, loaded from a folder. `real`: built on the CPU with other weights before."""
     with torch.device("cpu" if real else "meta"):
         model = acc.shard(
             BUILDS[name]() if name in BUILDS else transformers_model(name),
@@ -133,7 +133,7 @@ def family_folders(tmp_path_factory) -> dict[str, str]:
 
 
 def without_base(model: Any) -> dict[str, Tensor]:
-    """As the base model alone writes its file, and with names that old versions used; heads beside it."""
+    """Return the state that the base model alone would save, with names of old versions, without the heads."""
     state = {name: p for name, p in model.state_dict().items() if name not in model.all_tied_weights_keys}
     state = {name.removeprefix(model.base_model_prefix + "."): p for name, p in state.items()}
     if model.config.model_type == "llama":
@@ -170,14 +170,14 @@ def test_the_folders_hold_what_the_test_is_about(family_folders):
 
 
 def cast(mesh: Any, folder: str) -> list[Any]:
-    """A file in half precision over masters in float32; parameters that were there before; buffers cast by `shard`."""
+    """Load a file in half precision into float32 masters, also into real parameters, with buffers cast by `shard`."""
     precision = acc.Precision(params=torch.bfloat16, buffers=torch.bfloat16)
     model = loaded("counts", folder, mesh, real=True, precision=precision)
     state = acc.full_state_dict(model, rank0_only=False)
     return [state, model.table]
 
 
-def test_tensors_are_cast_to_what_the_model_holds(world, tmp_path):
+def test_tensors_are_cast_to_the_dtypes_of_the_model(world, tmp_path):
     state = {
         k: t.to(torch.bfloat16) if t.is_floating_point() else t.int() for k, t in seeded("counts").state_dict().items()
     }
@@ -215,7 +215,7 @@ def test_ignored_names_may_be_missing_on_either_side(world, tmp_path):
 
 
 def refusals(mesh: Any, folders: dict[str, str]) -> dict[str, str]:
-    """Messages of loads that fail; each leaves the model as it was."""
+    """Return the messages of loads that fail; each leaves the model unchanged."""
     result = {}
     for name, folder in folders.items():
         model = acc.shard(models.seeded(vocab=19, tied=name == "untied"), mesh)
@@ -229,7 +229,7 @@ def refusals(mesh: Any, folders: dict[str, str]) -> dict[str, str]:
 
 
 def bad_folders(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Folders, and what the message on each must say."""
+    """Return bad folders by name, and the parts of the error that is expected for each."""
     state = {name: t.detach() for name, t in models.seeded(vocab=19).state_dict().items()}
     wrong = {
         **state,
@@ -284,7 +284,7 @@ def bad_folders(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
     return folders, words
 
 
-def test_what_does_not_fit_is_told_in_one_message_on_every_rank(world, tmp_path):
+def test_all_misfits_are_named_in_one_message_on_every_rank(world, tmp_path):
     folders, words = bad_folders(tmp_path)
     found = world.run(2, refusals, folders)
     assert found[0] == found[1]
@@ -341,7 +341,7 @@ def test_a_buffer_that_nothing_computes_is_named(world, tmp_path):
 
 
 def downloaded(mesh: Any, folder: str) -> list[str]:
-    """A name of the hub, with a hub that is not there and with one that gives a folder."""
+    """Load by a name of the hub, with a hub that cannot be reached and with one that returns a folder."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     asked: list[str] = []
 
@@ -370,7 +370,7 @@ def test_a_name_of_the_hub_is_downloaded(world, tmp_path):
 # -- conversions
 
 
-def test_tensors_that_are_not_read_yet_compute_what_tensors_do(tmp_path):
+def test_lazy_tensors_compute_what_tensors_do(tmp_path):
     a, b = torch.randn(6, 4, 3), torch.randn(6, 4, 3)
     save_file({"a": a, "b": b}, tmp_path / "model.safetensors")
 
@@ -420,7 +420,7 @@ class Anonymous(threading.Thread):
             self.peak_bytes = max(self.peak_bytes, self.now())
 
     def finish(self) -> int:
-        """Bytes above the start."""
+        """Return the peak above the start, in bytes."""
         self._ended.set()
         self.join()
         return max(self.peak_bytes, self.now()) - self.start_bytes

@@ -1,1 +1,1 @@
-"""`accordion export`: a model in the formats of others, one tensor of it in memory at a time."""
+"""`accordion export`: writes a model in the formats of other libraries, with one tensor in memory at a time."""

@@ -1,4 +1,4 @@
-"""Adapters of PEFT merged into the weights below them, one layer in memory at a time, by PEFT's own code."""
+"""Merges adapters of PEFT into their base layers by PEFT's own code, with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 def merged(
     stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
 ) -> tuple[list[TensorSource], dict[str, str]]:
-    """Return the tensors with the adapter merged, and the ties that are left.
+    """Return the tensors with the adapter merged, and the remaining ties. `sources`, `ties`: those of the base.
 
-    Of tied tensors of which the adapter changes one, each is a tensor of its own, as in the adapted model. Host memory: the
-    adapter, and three tensors of a layer as it is merged. Raises `UsageError` for an adapter that does not merge.
+    If the adapter changes one of several tied tensors, they become separate tensors, as in the adapted model. Host memory has
+    the adapter and three tensors of the layer that is merged. Raises `UsageError` for an adapter that cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -44,26 +44,26 @@ def merged(
     layers = {f"{name}.weight": module for name, module in model.named_modules() if is_adapter(module)}
     layers = {WRAPPED.sub(r"\1", name): module for name, module in layers.items()}
     real = {name: t.detach() for name, t in names_of(model).items() if not t.is_meta}
-    given = {original: real[copy] for copy, original in copies_of_layers(model).items() if copy in real}
-    changed = {*layers, *given, *real}
-    left = {name: kept for name, kept in ties.items() if name not in changed and kept not in changed}
+    copies = {original: real[copy] for copy, original in copies_of_layers(model).items() if copy in real}
+    changed = {*layers, *copies, *real}
+    left = {name: first for name, first in ties.items() if name not in changed and first not in changed}
     if left != dict(ties) and not getattr(model.config, "tie_word_embeddings", False):
         raise UsageError(
             f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
             "tie_word_embeddings to untie them with; merge it with PEFT."
         )
     by_name = {source.name: source for source in sources}
-    lost = sorted({*layers, *given} - set(by_name) - set(ties))
+    lost = sorted({*layers, *copies} - set(by_name) - set(ties))
     if lost:
         raise UsageError(
             f"SOURCE {stored.adapter!r} changes {', '.join(lost[:3])}, which its base does not have; merge it with PEFT."
         )
-    untied = [replace(by_name[kept], name=name) for name, kept in ties.items() if name not in left]
+    untied = [replace(by_name[first], name=name) for name, first in ties.items() if name not in left]
     result = []
     for source in (*sources, *untied):
-        own = given.get(source.name, real.get(source.name))  # a copy of a layer that was trained beside the adapter
-        if own is not None:
-            source = replace(source, read=own.clone)
+        trained = copies.get(source.name, real.get(source.name))  # a copy of a layer that was trained with the adapter
+        if trained is not None:
+            source = replace(source, read=trained.clone)
         elif source.name in layers:
             source = replace(source, read=partial(_merge, layers[source.name], source.read))
         result.append(source)
@@ -71,23 +71,23 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """The weight of one layer with what its adapter adds."""
+    """Return the weight of one adapter layer with its adapter merged. `read`: returns the weight of the base layer."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
         with torch.no_grad():
             layer.merge(safe_merge=False)
-        made: Tensor = below.weight.data
-    except Exception as error:  # of PEFT, for layers that it cannot merge
+        weight: Tensor = below.weight.data
+    except Exception as error:  # PEFT raises errors of many kinds for layers that it cannot merge
         raise UsageError(f"the adapter of {type(below).__name__} cannot be merged: {brief(error)}") from None
     finally:
         below.weight = meta
         layer.merged_adapters.clear()
-    return made
+    return weight
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Give the adapter's own parameters, which are on meta, what its folder holds."""
+    """Load the parameters of the adapter, which are on meta, from its folder or checkpoint. Raises `UsageError`."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None
@@ -95,7 +95,7 @@ def _load(whole: Any, stored: StoredModel) -> None:
         weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
     except CheckpointError:
         raise
-    except Exception as error:  # of safetensors, torch and PEFT
+    except Exception as error:  # safetensors, torch and PEFT raise errors of many kinds
         raise UsageError(f"SOURCE {stored.adapter!r} has no weights that can be read: {brief(error)}") from None
     for module in whole.modules():
         for child in added_by(module) if is_adapter(module) else (copy for _, copy in copied_inside(module)):

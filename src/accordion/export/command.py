@@ -1,4 +1,4 @@
-"""`accordion export`: reads the options, checks all input, and writes the model whole or not at all."""
+"""`accordion export`: reads the options, checks all input, and writes the whole model or nothing."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ GGUF = (
     "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
     "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
 )
-OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
+OF_CHECKPOINTS = ("dcp", "torch")  # formats for checkpoints alone
 OF_ONNX = (torch.float32, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write a model in the format of others, with one tensor of it in memory at a time.
+    """Write a model in the format of another library, with one tensor in memory at a time.
 
     Args:
         source: a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT, whose adapter is
             merged
         target: path to write, which must not exist
         format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime, or NAME.onnx and
-            NAME.onnx.data; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; of checkpoints `dcp`, a folder
-            of torch.distributed.checkpoint, and `torch`, one file of torch.save. The default follows from TARGET: `onnx` or
-            `safetensors` if its name ends so, else `hf`
-        like: folder of transformers whose config.json and tokenizer go beside the weights of a checkpoint; the base of an adapter
-        dtype: cast floating-point tensors, say BF16
+            NAME.onnx.data; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; for checkpoints only, `dcp`: a
+            folder of torch.distributed.checkpoint, and `torch`: one file of torch.save. The default follows from TARGET: `onnx`
+            or `safetensors` if its name ends so, else `hf`
+        like: folder of transformers whose config.json and tokenizer are written with the weights of a checkpoint; or the base of
+            an adapter
+        dtype: cast floating-point tensors, such as BF16
     """
 
     source: str = place()
@@ -71,27 +72,27 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`files` that were written, and in words what was `left` out."""
+    """The result of an export."""
 
-    files: list[str]
-    left: list[str]
+    files: list[str]  # paths that were written
+    left: list[str]  # descriptions of what was left out
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """The subcommand; returns the exit code."""
+    """Run the subcommand with the arguments `words`. Return the exit code."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
     try:
-        found = export(options, cache_folder(environ))
+        result = export(options, cache_folder(environ))
     except OSError as error:
         raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
-    print("\n".join([*(f"written: {file}" for file in found.files), *(f"left out: {what}" for what in found.left)]))
+    print("\n".join([*(f"written: {file}" for file in result.files), *(f"left out: {what}" for what in result.left)]))
     return 0
 
 
 def export(options: ExportOptions, cache: Path) -> Exported:
-    """Do what `options` say. Raises `UsageError` before anything is written, `CheckpointError` for a source that is damaged."""
+    """Export the model. Raises `UsageError` before anything is written, `CheckpointError` for a source that is damaged."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -142,17 +143,17 @@ def _form_of(options: ExportOptions) -> tuple[str, bool]:
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
-    """Of any model, also of one that transformers does not know."""
+    """Export a checkpoint of any model, also of one that transformers does not know."""
     stored = model = None
     if form == "hf":
-        with suppress(UsageError):  # it does not say of what it is, or transformers does not know that
+        with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
             stored = find_model(path, cache, like=options.like)
             model = None if options.like is None else meta_model(stored)
     if stored is not None and model is not None:
         check_weights(model, stored)
-    own = stored is not None and options.like is None
+    has_config = stored is not None and options.like is None
     beside: Callable[[Path], list[str]] = (
-        partial(_tokenizer, stored) if own and stored is not None else lambda folder: []
+        partial(_tokenizer, stored) if has_config and stored is not None else lambda folder: []
     )
     files = convert.export(path, options.target, form, like=options.like, dtype=dtype, beside=beside)
     left = []
@@ -162,7 +163,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
 
 
 def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
-    """Put the tokenizer beside the weights, where there is one."""
+    """Save the tokenizer, if there is one, into `folder`. Return the names of its files."""
     if stored.tokenizer is None:
         return []
     before = set(folder.iterdir())
@@ -175,9 +176,9 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
     if stored.adapter is None:
         files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
     else:
-        with tensors_of(stored, dtype) as found:
-            files = write_shards(draft, found.sources, convert.SHARD_BYTES)
-            config = {**config, "tie_word_embeddings": False} if found.untied else config
+        with tensors_of(stored, dtype) as tensors:
+            files = write_shards(draft, tensors.sources, convert.SHARD_BYTES)
+            config = {**config, "tie_word_embeddings": False} if tensors.untied else config
     if stored.kind == "folder":
         files += [name for name in convert.copy_beside(Path(stored.path), draft) if name not in files]
     files += [name for name in convert.write_config(draft, config, dtype, stored.generation) if name not in files]
@@ -187,7 +188,7 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """The adapter alone, which names the folder of its base."""
+    """Write the adapter alone; its config names the folder of its base."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
@@ -200,8 +201,8 @@ def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[s
 
 
 def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    with tensors_of(stored, dtype) as found:
-        write_safetensors(draft / "model", found.sources, {**PLAIN, **found.ties})
+    with tensors_of(stored, dtype) as tensors:
+        write_safetensors(draft / "model", tensors.sources, {**PLAIN, **tensors.ties})
     return ["model"]
 
 
@@ -211,13 +212,13 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
     dtype = dtype or torch.float32
     if dtype not in OF_ONNX:
         raise UsageError(f"--dtype is {CODES[dtype]}, and --format onnx takes {', '.join(CODES[d] for d in OF_ONNX)}.")
-    with tensors_of(stored, dtype) as found:
-        if found.untied:
+    with tensors_of(stored, dtype) as tensors:
+        if tensors.untied:
             raise UsageError(
                 "the adapter changes one of two tied embeddings, which --format onnx keeps tied; take hf, and export that folder."
             )
         base = replace(stored, adapter=None)  # the adapter is merged
-        files = write_onnx(draft / name, found, meta_model(base, dtype))
+        files = write_onnx(draft / name, tensors, meta_model(base, dtype))
     files += convert.write_config(draft, stored.config, dtype, stored.generation)
     return [*files, *_tokenizer(stored, draft)]
 
@@ -229,7 +230,7 @@ def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Expo
         raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")
     with draft_of(at) as draft:
         _onnx(stored, draft, dtype, at.name)
-        (draft / data.name).rename(data)  # before the graph, which is of no use without it
+        (draft / data.name).rename(data)  # first, because the graph cannot be used without it
         (draft / at.name).rename(at)
     return Exported(
         [str(at), str(data)], ["config.json and the tokenizer; a TARGET without .onnx is a folder that has them"]

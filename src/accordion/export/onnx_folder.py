@@ -1,4 +1,4 @@
-"""ONNX: the graph of a model traced without weights, and its weights beside it, written one at a time."""
+"""Writes ONNX files: the graph, traced without weights, and a file of the weights, written one at a time."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from accordion.errors import UsageError
 from accordion.export.tensors import NamedTensors
 from accordion.models.language import brief
 
-SAMPLE = (2, 5)  # sequences and tokens of the trace; both are free in the graph
-INSIDE = "model."  # what wrapping puts before the names of a model's tensors
+SAMPLE = (2, 5)  # sequences and tokens of the traced input; both dims are dynamic in the graph
+INSIDE = "model."  # prefix of tensor names in `LogitsAlone`
 
 
 class LogitsAlone(nn.Module):
-    """A language model as a function of tokens, without a cache."""
+    """Wraps a language model so that it returns logits alone, without a cache."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`input_ids`, `attention_mask`: (b, tokens), int64. Returns the logits (b, tokens, vocab)."""
+        """Return the logits, (b, tokens, vocab), of `input_ids` and `attention_mask`, both (b, tokens), int64."""
         logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits
 
 
-def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph to `path` and its weights next to it; return both names. `model`: on meta, in the dtype of `found`.
+def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
+    """Write the graph to `path` and the weights `tensors` next to it. Return both names. `model`: on meta, of their dtype.
 
-    Inputs are `input_ids` and `attention_mask`, the output `logits`. Raises `UsageError` for a model that is no graph.
+    The graph has inputs `input_ids` and `attention_mask`, and output `logits`. Raises `UsageError` if torch cannot trace it.
     """
     import onnx_ir
 
     buffers = computed_buffers(model)
     graph = _traced(model, buffers)
-    by_name = {source.name: source for source in found.sources}
+    by_name = {source.name: source for source in tensors.sources}
     for name, value in list(graph.graph.initializers.items()):
-        own = name.removeprefix(INSIDE)
-        source = by_name.get(found.ties.get(own, own))
+        plain = name.removeprefix(INSIDE)
+        source = by_name.get(tensors.ties.get(plain, plain))
         if source is not None:
             value.const_value = onnx_ir.LazyTensor(
                 lambda source=source, name=name: onnx_ir.tensor(
@@ -54,17 +54,17 @@ def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
                 shape=value.shape,
                 name=name,
             )
-        elif own in buffers:
-            value.const_value = onnx_ir.tensor(buffers[own].numpy(), name=name)
+        elif plain in buffers:
+            value.const_value = onnx_ir.tensor(buffers[plain].numpy(), name=name)
         elif isinstance(getattr(value.const_value, "raw", None), torch.Tensor):
-            raise UsageError(f"--format onnx: nothing in SOURCE is the tensor {own} of the graph; take hf.")
+            raise UsageError(f"--format onnx: nothing in SOURCE is the tensor {plain} of the graph; take hf.")
     data = f"{path.name}.data"
     onnx_ir.save(graph, path, external_data=data, max_workers=1, max_in_flight_bytes=1)
     return [path.name, data]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """The model of onnx_ir, whose weights are fakes without memory."""
+    """Return the onnx_ir model of `model`, with fake weights. Raises `UsageError` if torch cannot trace it."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -85,10 +85,10 @@ def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
                 output_names=["logits"],
                 dynamic_shapes={"input_ids": free, "attention_mask": free},
                 dynamo=True,
-                optimize=False,  # folds weights, which are not there
+                optimize=False,  # would fold weights, which are fake
                 verbose=False,
             )
-        except Exception as error:  # whatever a model's code does that no graph can say
+        except Exception as error:  # torch.onnx raises errors of many kinds for code that it cannot trace
             raise UsageError(f"--format onnx: torch makes no graph of this model: {brief(error)}") from None
         finally:
             quiet.setLevel(level)
@@ -97,7 +97,6 @@ def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """One of its shape in host memory; inside `fake_tensors` it takes none."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
@@ -108,9 +107,9 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that no file holds, by name, computed on the host by transformers' own code.
+    """Return name -> value of the buffers that are in no file, computed on the host by transformers' own code.
 
-    Raises `UsageError` for one that it does not compute.
+    Raises `UsageError` if it does not compute one of them.
     """
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners: dict[str, nn.Module] = {}
@@ -122,15 +121,15 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     for module in dict.fromkeys(owners.values()):
         if not any(True for _ in module.parameters(recurse=False)):
             model._init_weights(module)  # type: ignore[operator]
-    found = {name: module._buffers[name.rpartition(".")[2]] for name, module in owners.items()}
-    left = [name for name, value in found.items() if value is None or bool((value == _odd(value.dtype)).any())]
+    buffers = {name: module._buffers[name.rpartition(".")[2]] for name, module in owners.items()}
+    left = [name for name, value in buffers.items() if value is None or bool((value == _odd(value.dtype)).any())]
     if left:
         raise UsageError(
             f"--format onnx: no code of transformers computes the buffers {', '.join(left)} of SOURCE; take hf."
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in buffers.items() if value is not None}
 
 
 def _odd(dtype: torch.dtype) -> float:
-    """A value that no table has, by which one that nobody wrote shows."""
+    """Return a value that computed buffers do not contain, so that one that was not computed can be detected."""
     return -12345.0 if dtype.is_floating_point else -77 if dtype != torch.bool else 0

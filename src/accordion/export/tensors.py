@@ -1,4 +1,4 @@
-"""The tensors of a stored model, by the names of transformers' model, each read when it is written."""
+"""Lists the tensors of a stored model by the names of transformers; each is read when it is written."""
 
 from __future__ import annotations
 
@@ -23,27 +23,24 @@ from accordion.weights.pretrained import equal_rows, match, names_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """`sources`: each tied tensor once. `ties`: other names of tied ones, and the name under which each is in `sources`.
-
-    `untied`: tensors that config.json ties differ, since an adapter changed one of them.
-    """
+    """The tensors of a stored model, with tied ones once."""
 
     sources: list[TensorSource]
-    ties: Mapping[str, str]
-    untied: bool = False
+    ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
+    untied: bool = False  # tensors that config.json ties are different, because an adapter changed one of them
 
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
-    """Inside, what is stored can be read: adapters merged, floating-point tensors in `dtype`.
+    """Context manager that yields the tensors of a stored model, which can be read inside; adapters are merged.
 
-    Raises `CheckpointError` for a source that is damaged or of another model.
+    `dtype`: cast floating-point tensors. Raises `CheckpointError` for a source that is damaged or of another model.
     """
-    with _as_stored(stored) as found:
+    with _as_stored(stored) as tensors:
         if stored.adapter is not None:
-            sources, ties = merged(stored, found.sources, found.ties)
-            found = NamedTensors(sources, ties, untied=len(ties) < len(found.ties))
-        yield replace(found, sources=[source.cast(dtype) for source in found.sources])
+            sources, ties = merged(stored, tensors.sources, tensors.ties)
+            tensors = NamedTensors(sources, ties, untied=len(ties) < len(tensors.ties))
+        yield replace(tensors, sources=[source.cast(dtype) for source in tensors.sources])
 
 
 @contextmanager
@@ -59,22 +56,22 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
     check_quantised({}, str(folder), tensors)
     matched = match(model, folder, tensors, [])
     for one, other in matched.ties:
-        if not equal_rows(matched.found[one].rows, matched.found[other].rows):
+        if not equal_rows(matched.stored[one].rows, matched.stored[other].rows):
             raise UsageError(
                 f"{folder}: config.json ties {one} and {other}, and they differ in the file; set tie_word_embeddings to false "
                 "there, or remove the one that is not meant."
             )
     wanted = names_of(model)
     sources = [
-        TensorSource(name, matched.found[name].rows.dtype, tuple(wanted[name].shape), matched.found[name].rows.whole)
+        TensorSource(name, matched.stored[name].rows.dtype, tuple(wanted[name].shape), matched.stored[name].rows.whole)
         for name in matched.first.values()
     ]
-    ties = {name: kept for name, t in wanted.items() if (kept := matched.first.get(id(t), name)) != name}
+    ties = {name: first for name, t in wanted.items() if (first := matched.first.get(id(t), name)) != name}
     yield NamedTensors(sources, ties)
 
 
 def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource]:
-    """The tensors of a folder of transformers by its own names."""
+    """Return the tensors of a folder of transformers by the names in its files. `dtype`: cast floating-point tensors."""
     tensors = rows_of_folder(folder)
     check_quantised({}, str(folder), tensors)
     return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in tensors.items()]

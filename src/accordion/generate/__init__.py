@@ -1,1 +1,1 @@
-"""`accordion generate`: text from a checkpoint, a run or a folder of transformers."""
+"""`accordion generate`: writes text with a model from a checkpoint, a run or a folder of transformers."""

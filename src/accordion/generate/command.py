@@ -1,4 +1,4 @@
-"""`accordion generate`: reads the options, checks all input, and runs this rank or starts all of them."""
+"""`accordion generate`: reads the options, checks all input, and runs this rank or starts all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
+    """Start the ranks, or run one if torchrun or srun started this process. Return the exit code. `words`: arguments."""
     options = flags.read(GenerateOptions, words, PROG, ABOUT)
     if options is None:
         return 0
@@ -59,7 +59,7 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
 
 
 def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
-    """Everything that can go wrong before ranks start."""
+    """Find the model and tokenize the prompts. Raise `UsageError` for any wrong input, before ranks start."""
     stored = find_model(options.source, cache)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:

@@ -8,28 +8,28 @@ from typing import Literal
 from accordion.errors import UsageError
 from accordion.options import at_least, check_limits, place
 
-MANY = 128  # new tokens without --max-new-tokens
+MANY = 128  # number of new tokens without --max-new-tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Write on from a prompt, with a model of any size: whole on each rank if it fits, else gathered unit by unit.
+    """Generate text from a prompt, with a model of any size: whole on each rank if it fits, else gathered unit by unit.
 
     Args:
         source: a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT
-        prompt: text to write on from
+        prompt: text to continue
         prompts: file with a prompt on each line, or a .jsonl file of objects with `prompt` (or `messages`, with --chat)
-        max_new_tokens: tokens after each prompt at most; without it 128, or what the model has positions for
-        temperature: 0 takes the likeliest token each time, 1 draws as the model says; higher ones draw more widely
-        top_p: draw only from the likeliest tokens that have this probability together
-        seed: of the draws; each prompt has its own, so that other prompts and other numbers of ranks change none
+        max_new_tokens: most tokens to generate per prompt; by default 128, or as many as the model has positions for
+        temperature: 0 takes the likeliest token, 1 samples from the model's probabilities; higher values sample more widely
+        top_p: sample only from the likeliest tokens that have this probability together
+        seed: random seed; each prompt has its own, so that results depend on no other prompt and no number of ranks
         chat: prompts are messages of a user, put into the chat template of the tokenizer
         hold: `full` keeps the whole model on each rank, `units` gathers one unit after the other in each step, `auto` takes
             `full` if the model fits into free memory
-        batch: prompts that a rank computes together; more is faster, rounds differently, and shares the draws
-        dtype: to compute in; `auto` takes that of the stored weights
-        nproc: ranks on this machine; 0: one for each accelerator found, else 1
-        device: `auto` takes the accelerators of this machine if there are some; `cpu`, or a type of device
+        batch: prompts that a rank computes together; more is faster, rounds differently, and shares the random seed
+        dtype: dtype of the computation; `auto` takes that of the stored weights
+        nproc: ranks on this machine; 0: one for each accelerator, or one without accelerators
+        device: `auto` takes the accelerators of this machine if there are any; `cpu`, or a type of device
         json: print a JSON object for each prompt
     """
 

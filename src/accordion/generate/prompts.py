@@ -1,4 +1,4 @@
-"""The prompts: out of a flag or a file, as tokens, each held against what the model takes."""
+"""Reads prompts from a flag or a file, tokenizes them, and checks that the model can take them."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """`text`: as it was given; the last message of a chat. `ids`: what the model is shown."""
+    """A tokenized prompt."""
 
-    text: str
-    ids: tuple[int, ...]
+    text: str  # as the user gave it; of a chat, the last message
+    ids: tuple[int, ...]  # with the chat template, if --chat is given
 
 
 def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
-    """All prompts as tokens. Raises `UsageError` naming the one that is wrong, where the model cannot take it too."""
-    given = _given(options)
+    """Return all prompts, tokenized. Raises `UsageError`, which names the prompt, if one is wrong or too long for the model."""
+    prompts = _read(options)
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or put the tokenizer of a "
             "chat model beside the weights."
         )
-    return [_as_tokens(where, prompt, options, tokenizer, config) for where, prompt in given]
+    return [_as_tokens(where, prompt, options, tokenizer, config) for where, prompt in prompts]
 
 
 def positions_of(config: Any) -> int | None:
-    """How many tokens a sequence may have; None where the model does not say."""
+    """Return the longest sequence of a model, in tokens; None if its configuration has no limit."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Tokens to write after each prompt at most."""
+    """Return the most tokens to generate for each prompt."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)
     return MANY if longest is None else min(MANY, longest - max(len(prompt.ids) for prompt in prompts))
 
 
-def _given(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
-    """Each prompt, a text or the messages of a chat, with what to call it in a message."""
+def _read(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
+    """Return (name for errors, text or messages of a chat) of each prompt."""
     if options.prompt is not None:
         return [("--prompt", options.prompt)]
     assert options.prompts is not None
@@ -61,27 +61,27 @@ def _given(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
         raise UsageError(f"--prompts {options.prompts!r} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {options.prompts!r} is no text in UTF-8: {error.reason}.") from None
-    found: list[tuple[str, str | list[Message]]] = []
+    prompts: list[tuple[str, str | list[Message]]] = []
     for i, line in enumerate(lines, 1):
         if line.strip():
             where = f"line {i} of --prompts"
-            found.append((where, _of_json(where, line, options.chat) if path.suffix == ".jsonl" else line))
-    if not found:
+            prompts.append((where, _of_json(where, line, options.chat) if path.suffix == ".jsonl" else line))
+    if not prompts:
         raise UsageError(f"--prompts {options.prompts!r} holds no prompt; write one on each line.")
-    return found
+    return prompts
 
 
 def _of_json(where: str, line: str, chat: bool) -> str | list[Message]:
     try:
-        said = json.loads(line)
+        content = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{where} is no JSON: {error}.") from None
     keys = ("prompt", "messages") if chat else ("prompt",)
-    key = next((key for key in keys if isinstance(said, dict) and key in said), None)
+    key = next((key for key in keys if isinstance(content, dict) and key in content), None)
     if key is None:
         more = "; --chat takes `messages` too" if not chat else ""
         raise UsageError(f"{where} is no object with {' or '.join(keys)}{more}.")
-    value = said[key]
+    value = content[key]
     if key == "prompt":
         if not isinstance(value, str):
             raise UsageError(f"{where}: prompt is no text.")
@@ -103,10 +103,10 @@ def _as_tokens(
         if options.chat:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(shown, add_special_tokens=False)["input_ids"]  # the template has them
+            ids = tokenizer(shown, add_special_tokens=False)["input_ids"]  # the template adds special tokens
         else:
             ids = tokenizer(prompt)["input_ids"]
-    except Exception as error:  # a template is a program of its own
+    except Exception as error:  # a template is a program, which can raise any error
         raise UsageError(f"{where} cannot be made into tokens: {brief(error)}") from None
     if not ids:
         raise UsageError(f"{where} is empty, and the tokenizer has no token to begin a text with; write something.")

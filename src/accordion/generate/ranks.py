@@ -1,4 +1,4 @@
-"""Generation on one rank: join, load the model, answer its prompts, take part in the all-gathers of others, and print."""
+"""Generation on one rank: join the group, load the model, answer prompts, take part in the all-gathers of others, print."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from accordion.weights.meta_start import load_saved
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
-SHARE = 0.9  # of the free memory: allocators round up, and activations of a prompt take some
+SHARE = 0.9  # of the free memory that the model may take: allocators round up, and activations need some
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-LOOK_S = 0.02  # between two polls of the store for answers
-TIMEOUT_S = 600  # after which a rank exits that waits for another one
+POLL_S = 0.02  # interval between two polls of the store for answers
+TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 
 
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Answer all `prompts`: the whole of one rank. The first one prints."""
-    warnings.simplefilter("ignore")  # of transformers, about settings that are not the user's
+    """Run one rank: load the model, answer its share of `prompts`, and on the first rank print all answers."""
+    warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -51,37 +51,37 @@ def generate(
     new = num_new(options, prompts, model.config)
     longest = max(len(prompt.ids) for prompt in prompts) + new
     needed = full_bytes(model, place.world, longest, options.batch)
-    full, how = _held(options, needed, place, device)
+    full, how = _fits(options, needed, place, device)
     acc.shard(model, init_device_mesh(device.type, (place.world,), mesh_dim_names=("shard",)), precision=AS_STORED)
     _fill(whole, model, stored)
     tokenizer = tokenizer_of(stored)
     printer = Printer(prompts, store, tokenizer, options, speaks=place.rank == 0)
     writer = TextWriter(model, tokenizer, stored, replace(options, max_new_tokens=new), device)
-    mine = range(place.rank, len(prompts), place.world)
+    indices = range(place.rank, len(prompts), place.world)
     with torch.no_grad():
         if full:
             with acc.full_params(model):
-                _answer(writer, prompts, mine, options.batch, printer)
+                _answer(writer, prompts, indices, options.batch, printer)
         else:
             steps = CommonSteps(model, device)
-            _answer(writer, prompts, mine, options.batch, printer)
+            _answer(writer, prompts, indices, options.batch, printer)
             steps.finish(printer)
     printer.end(f"{how}, {place.world} rank{'s' if place.world > 1 else ''}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _answer(writer: TextWriter, prompts: Sequence[Prompt], mine: range, batch: int, printer: Printer) -> None:
-    for at in range(0, len(mine), batch):
-        chosen = mine[at : at + batch]
-        printer.keep(writer.write({i: prompts[i].ids for i in chosen}, printer.streamer()))
+def _answer(writer: TextWriter, prompts: Sequence[Prompt], indices: range, batch: int, printer: Printer) -> None:
+    for at in range(0, len(indices), batch):
+        chosen = indices[at : at + batch]
+        printer.send(writer.write({i: prompts[i].ids for i in chosen}, printer.streamer()))
         printer.show()
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Return the bytes on a rank of the full parameters, the shards that they are gathered from, and keys and values.
+    """Return the bytes that one rank needs for full parameters, shards, and the cache of keys and values.
 
-    `model`: on any device, in the dtype to compute in. `num_tokens`: of the longest prompt with its answer.
+    `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest prompt with its answer.
     """
     config: Any = model.config
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
@@ -91,13 +91,13 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
     hidden, layers = getattr(words, "hidden_size", None) or 0, getattr(words, "num_hidden_layers", None) or 0
     head_dim = getattr(words, "head_dim", None) or hidden // heads
     cache = 2 * layers * kv_heads * head_dim * next(model.parameters()).element_size() * num_tokens * batch
-    return weights + weights // num_ranks * (num_ranks > 1) + cache  # one rank's shards are the whole model
+    return weights + weights // num_ranks * (num_ranks > 1) + cache  # with one rank the shards are the full parameters
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the memory that one of `num_ranks` ranks of this machine may take: that of its device, or its part of the host's.
+    """Return the free bytes for each of `num_ranks` ranks of this machine: of its device, or on the CPU its part of the host's.
 
-    The host's is what the system has available, or the control group of this process if that is less; 0 if neither is known.
+    Host memory is what the system has available, or the control group of this process if that is less; 0 if unknown.
     """
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
@@ -112,8 +112,8 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
     return max(0, min(free, default=0)) // num_ranks
 
 
-def _held(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Return if all ranks keep the whole model, and that in words. Before anything of it is in memory."""
+def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
+    """Return (True if all ranks keep the whole model, a description). Collective; called before the model is loaded."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
@@ -122,7 +122,7 @@ def _held(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """The weights, of which each rank reads its own rows."""
+    """Load the weights of `model` and of adapters in `whole`, which contains it; each rank reads its own rows."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:
@@ -134,7 +134,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Owns what was printed so far; on other ranks `show` and `end` do nothing. Answers travel through the job's store."""
+    """Sends answers through the job's store and, on the rank that `speaks`, prints them in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -145,19 +145,19 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Prints words as they are written, where there is one prompt; else None."""
+        """Return a streamer of transformers that prints words as they are generated if there is one prompt; else None."""
         if not self._streams:
             return None
         from transformers import TextStreamer
 
         return TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-    def keep(self, answers: Sequence[WrittenText]) -> None:
+    def send(self, answers: Sequence[WrittenText]) -> None:
         for answer in answers:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print the next answers, as far as they have come."""
+        """Print the next answers that are in the store."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             self._print(self._prompts[self._num_shown], answer)
@@ -165,12 +165,12 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Print what is still to come, as it comes, and how fast all was."""
+        """Wait for the remaining answers and print them, then the speed and `how`, which describes the run."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):
             self.show()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         seconds = time.perf_counter() - self._began_s
         speed = f"{self._num_tokens:,} tokens in {seconds:.1f} s, {self._num_tokens / seconds:,.1f} tokens/s"
         print(f"{speed}; {how}", file=sys.stderr, flush=True)
@@ -190,10 +190,10 @@ def _key(index: int) -> str:
 
 
 class CommonSteps:
-    """Owns the step that ranks take together where each forward gathers units: who has no prompt left computes for nothing.
+    """Makes all ranks call the model equally often if each forward gathers units; ranks without prompts compute dummy calls.
 
-    Each call of the model begins with one number summed over ranks: how many still have something to write. So ranks whose
-    prompts differ in number and in length call the model equally often, and none waits for one that has gone.
+    Each call begins with an all-reduce of the number of ranks that still generate. So ranks whose prompts differ in number and
+    length end together, and no rank waits for one that has ended.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Take part until no rank has anything left; answers that have come are printed meanwhile."""
+        """Make dummy calls until no rank has prompts left, and print answers meanwhile."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

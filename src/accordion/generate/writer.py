@@ -1,4 +1,4 @@
-"""Tokens after prompts, by the `generate` of transformers: a cache of keys and values, draws with a seed of each prompt."""
+"""Generates text with the `generate` of transformers, with a cache of keys and values and a random seed for each prompt."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from torch import nn
 from accordion.generate.options import GenerateOptions
 from accordion.models.stored import StoredModel, end_of_turn, ends_of
 
-FIRST = 0  # a token that every model has, where neither tokenizer nor model names one to pad with
+FIRST = 0  # padding token if neither tokenizer nor model names one: every model has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenText:
-    """What was written after one prompt. `ended`: by the model, and not by the limit of tokens."""
+    """The text that was generated for one prompt."""
 
-    index: int
+    index: int  # of the prompt
     text: str
     num_tokens: int
-    ended: bool
+    ended: bool  # by an end token, and not by the limit of tokens
 
 
 class TextWriter:
-    """Owns the settings of `generate` for one model."""
+    """Generates text with one model of transformers, full, or sharded and called equally often by all ranks."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
     ) -> None:
-        """`model`: of transformers; full, or sharded with all ranks in step."""
         self._model: Any = model
         self._tokenizer, self._options, self._device = tokenizer, options, device
         self._settings, self._ends, self._pad = settings_of(model, tokenizer, stored, options)
-        self._model.generation_config = self._settings  # what it has of its own would be mixed in
+        self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Write on from some prompts together: number -> tokens. `streamer`: of transformers, for one prompt."""
+        """Generate text for some prompts in one batch. `prompts`: index -> tokens; `streamer`: of transformers, for one."""
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
         real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
@@ -53,8 +52,8 @@ class TextWriter:
 
     def _answer(self, index: int, ids: list[int]) -> WrittenText:
         end = next((i for i, token in enumerate(ids) if token in self._ends), None)
-        own = ids if end is None else ids[:end]
-        text = self._tokenizer.decode(own, skip_special_tokens=True)
+        text_ids = ids if end is None else ids[:end]
+        text = self._tokenizer.decode(text_ids, skip_special_tokens=True)
         return WrittenText(
             index=index, text=text, num_tokens=len(ids[: None if end is None else end + 1]), ended=end is not None
         )
@@ -63,19 +62,20 @@ class TextWriter:
 def settings_of(
     model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions
 ) -> tuple[Any, frozenset[int], int]:
-    """What `generate` is told; the tokens that end a text; the token that fills up shorter prompts.
+    """Return (GenerationConfig, ids of tokens that end a text, id of the padding token).
 
-    Of the model's own generation_config.json its tokens count alone: how tokens are drawn, the flags say.
+    Only token ids are taken from the model's generation_config.json; sampling is set by the flags.
     """
     from transformers import GenerationConfig
 
-    own: Any = getattr(model, "generation_config", None)
+    base: Any = getattr(model, "generation_config", None)
     if stored.generation is not None:
-        own = GenerationConfig(**stored.generation)
+        base = GenerationConfig(**stored.generation)
     of_chat = end_of_turn(tokenizer) if options.chat else None
-    ends = frozenset(ends_of(getattr(own, "eos_token_id", None), of_chat) or ends_of(tokenizer.eos_token_id))
+    ends = frozenset(ends_of(getattr(base, "eos_token_id", None), of_chat) or ends_of(tokenizer.eos_token_id))
     pad = next(
-        (p for p in (tokenizer.pad_token_id, getattr(own, "pad_token_id", None), *sorted(ends)) if p is not None), FIRST
+        (p for p in (tokenizer.pad_token_id, getattr(base, "pad_token_id", None), *sorted(ends)) if p is not None),
+        FIRST,
     )
     draws = options.temperature > 0
     how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if draws else {}  # 0: no limit
@@ -84,7 +84,7 @@ def settings_of(
         do_sample=draws,
         eos_token_id=sorted(ends) or None,
         pad_token_id=pad,
-        bos_token_id=getattr(own, "bos_token_id", None),
+        bos_token_id=getattr(base, "bos_token_id", None),
         **how,
     )
     return settings, ends, pad

@@ -1,1 +1,1 @@
-"""The model shapes that the commands know by name."""
+"""Models for the commands: presets, models of transformers on the meta device, and stored models."""

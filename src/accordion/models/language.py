@@ -1,4 +1,4 @@
-"""Causal language models of transformers, built without memory: for the planner and for the main job alike."""
+"""Builds language models of transformers on the meta device, for the planner and for training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether a configuration describes a model that fills in masked tokens, and does not say that it is a causal one."""
+    """Return True if a configuration is of a masked language model, and does not name a causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()
@@ -21,7 +21,7 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """The model of an encoder that fills in masked tokens, as `language_model` gives a causal one."""
+    """Return the masked language model of a configuration on the meta device. Arguments as of `language_model`."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -30,8 +30,9 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
 def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The causal language model of a configuration on the meta device. `attention`: transformers' name of the
-    implementation; None: its own choice. Raises `UsageError` where it is none.
+    """Return the causal language model of a configuration on the meta device. Raises `UsageError` if transformers has none.
+
+    Args: `where`: names the configuration in errors; `attention`: transformers' name of an implementation, None for its choice.
     """
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -44,16 +45,16 @@ def language_model(
 
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
-    """What one of transformers' `Auto` classes makes of a configuration, on the meta device. Raises `UsageError`."""
+    """Return the model that one of transformers' `Auto` classes builds from `config`, on meta. Raises `UsageError`."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
             model: nn.Module = auto.from_config(config, dtype=dtype, **how)
-    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
+    except Exception as error:  # a wrong config.json can raise any error anywhere in transformers
         raise UsageError(f"{where} is no model that transformers can build: {brief(error)}") from None
     return model.train()
 
 
 def brief(error: Exception) -> str:
-    """The first sentence: transformers lists every model it knows."""
+    """Return the first sentence of an error, at most 200 characters: transformers' errors list every model it knows."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."

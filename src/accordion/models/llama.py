@@ -1,4 +1,4 @@
-"""Llamas by their sizes: those that `accordion train` and the benchmarks train, and those that their makers published."""
+"""Presets of Llama models: those that `accordion train` and the benchmarks train, and published ones for the planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama. `tied`: its head has the weights of its embedding."""
+    """Sizes of a Llama. `tied`: the head shares the weights of the embedding."""
 
     vocab: int
     hidden: int
@@ -47,7 +47,7 @@ TRAINED: Mapping[str, LlamaShape] = {  # `vocab` is also the size of the tokeniz
 
 
 def llama_config(shape: LlamaShape, positions: int, **more: Any) -> LlamaConfig:
-    """What transformers builds that Llama from, for sequences of at most `positions` tokens. `more`: its other keys."""
+    """Return transformers' configuration of a Llama for sequences of at most `positions` tokens. `more`: other keys."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

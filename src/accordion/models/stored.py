@@ -1,4 +1,4 @@
-"""What SOURCE names on a command line: a checkpoint, the folder of a run, or a folder of transformers or of PEFT."""
+"""Finds the model that SOURCE names on a command line: a checkpoint, a run, or a folder of transformers or PEFT."""
 
 from __future__ import annotations
 
@@ -39,28 +39,23 @@ from accordion.weights.pretrained import check_pretrained, names_of
 CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json", "tokenizer.json", "config.yaml"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
-SHOWN = 3  # tensors named in a message of one line
-AUTO = "auto"  # all linear layers but the head
-NAME = "default"  # of the adapter, as PEFT names it
+SHOWN = 3  # number of tensors that an error names
+AUTO = "auto"  # LoRA targets: all linear layers but the head
+NAME = "default"  # PEFT's name of the only adapter
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """A model as it lies on disk.
+    """A model on disk, with its configuration and optionally an adapter for it."""
 
-    `kind`: a "checkpoint" of ours, or a "folder" of transformers. `config`: what its config.json says. `tokenizer`: a folder of
-    transformers, or a tokenizer.json; None where nobody knows one. `adapter`: the folder of PEFT whose base this is, or, where
-    `lora` says of which kind it is, the checkpoint of a run that trained it. `generation`: its generation_config.json.
-    """
-
-    kind: Literal["checkpoint", "folder"]
+    kind: Literal["checkpoint", "folder"]  # a checkpoint of accordion, or a folder of transformers
     path: str
-    config: Mapping[str, Any]
-    tokenizer: str | None
-    adapter: str | None = None
-    lora: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
+    config: Mapping[str, Any]  # contents of config.json
+    tokenizer: str | None  # path of a folder of transformers or of a tokenizer.json, if one is known
+    adapter: str | None = None  # folder of PEFT with an adapter of this base or, if `lora` is set, checkpoint of a run
+    lora: Mapping[str, Any] | None = None  # settings of the adapter in that checkpoint, for `lora_config`
+    generation: Mapping[str, Any] | None = None  # contents of generation_config.json
 
     def __str__(self) -> str:
         return self.adapter or self.path
@@ -72,10 +67,10 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
-    """Return the model that `source` names; nothing of its weights is read. Raises `UsageError` if there is none.
+    """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `cache`: of `cache_folder`. `like`: a folder of transformers, whose
-    config.json describes a checkpoint that does not say itself of what it is, or the base of an adapter.
+    Args: `cache`: the folder of `cache_folder`; `like`: a folder of transformers whose config.json describes a checkpoint that
+    has no configuration, or the base of an adapter.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -88,7 +83,7 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """What `source` names, and where it lies: of a run or a folder of checkpoints the newest one. Raises `UsageError`."""
+    """Return the kind and the path of the model `source`: for a run, that of its newest checkpoint. Raises `UsageError`."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -99,17 +94,17 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     if (path / CONFIG).is_file():
         return "folder", source
     try:
-        found = newest(_checkpoints_of_run(path))
+        result = newest(_checkpoints_of_run(path))
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {source!r}: {error}") from None
-    if found.path is None:
-        why = f": {found.words()}" if found.passed_over else f"; give {TAKES}."
+    if result.path is None:
+        why = f": {result.words()}" if result.passed_over else f"; give {TAKES}."
         raise UsageError(f"SOURCE {source!r} holds no model: no {CONFIG}, no {ADAPTER} and no good checkpoint{why}")
-    return "checkpoint", found.path
+    return "checkpoint", result.path
 
 
 def _absent(path: Path) -> str:
-    """What is wrong with a path that is no folder, and which one beside it may be meant."""
+    """Return the end of an error about a path that is no folder, with the folder of a similar name next to it."""
     if path.exists():
         return f"is a file; give {TAKES}."
     above = path.absolute().parent
@@ -119,23 +114,23 @@ def _absent(path: Path) -> str:
 
 
 def _checkpoints_of_run(path: Path) -> Path:
-    """The folder of a run's checkpoints; that itself is no run."""
+    """Return the folder of the checkpoints of the run at `path`; `path` itself if it is no run."""
     inside = path / "checkpoints"
     if not (path / RUN_FILE).is_file():
         return inside if inside.is_dir() else path
     import yaml  # type: ignore[import-untyped]
 
     try:
-        found = yaml.safe_load(read_text(path / RUN_FILE))
-        own = found["checkpoint"]["dir"]
+        settings = yaml.safe_load(read_text(path / RUN_FILE))
+        folder = settings["checkpoint"]["dir"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        own = None
-    return Path(own) if isinstance(own, str) and Path(own).is_dir() else inside
+        folder = None
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else inside
 
 
 def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
     extra = extra_of(path)
-    if isinstance(lora := extra.get("adapter"), dict):  # what a run trained beside a base, which it names
+    if isinstance(lora := extra.get("adapter"), dict):  # an adapter that a run trained, with the name of its base
         named = _base_folder(path, "a checkpoint of an adapter", like or lora.get("base"))
         base = _of_folder(Path(named))
         tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
@@ -155,15 +150,15 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Beside the checkpoint or in its run, in the folder that the model came from, or in the cache of `accordion train`."""
+    """Return the tokenizer next to the checkpoint, in its run, its model's source, or the cache of `accordion train`."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
-    found = next(filter(has_tokenizer, folders), None)
-    if found is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
-        return None if found is None else str(found)
-    kept = cache / "tokenizers" / extra["tokenizer"]
-    return str(kept) if (kept / TOKENIZER).is_file() else None
+    folder = next(filter(has_tokenizer, folders), None)
+    if folder is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
+        return None if folder is None else str(folder)
+    cached = cache / "tokenizers" / extra["tokenizer"]
+    return str(cached) if (cached / TOKENIZER).is_file() else None
 
 
 def _base_folder(source: str, kind: str, named: object) -> str:
@@ -193,22 +188,22 @@ def _of_folder(path: Path) -> StoredModel:
 
 def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(folder / name))
+        content = json.loads(read_text(folder / name))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{option} {str(folder)!r}: its {name} cannot be read: {why}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UsageError(f"{option} {str(folder)!r}: its {name} is no JSON object.")
-    return found
+    return content
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return what generation_config.json of a folder of transformers says, None if it has none. Raises `UsageError`."""
+    """Return the contents of generation_config.json in a folder of transformers; None without one. Raises `UsageError`."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return if a folder holds a tokenizer of transformers."""
+    """Return True if `folder` has a tokenizer of transformers."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -216,7 +211,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def configuration_of(stored: StoredModel) -> Any:
-    """The configuration of transformers. Raises `UsageError` where it knows no such model."""
+    """Return transformers' configuration of a stored model. Raises `UsageError` if transformers does not know the model."""
     from transformers import AutoConfig
 
     words = {key: value for key, value in stored.config.items() if key != "model_type"}
@@ -229,7 +224,7 @@ def configuration_of(stored: StoredModel) -> Any:
 
 
 def tokenizer_of(stored: StoredModel) -> Any:
-    """The tokenizer of transformers. Raises `UsageError` where there is none, or it cannot be read."""
+    """Return transformers' tokenizer of a stored model. Raises `UsageError` if there is none, or it cannot be read."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if stored.tokenizer is None:
@@ -243,35 +238,35 @@ def tokenizer_of(stored: StoredModel) -> Any:
         if path.is_file() or (not (path / "tokenizer_config.json").is_file() and alone.is_file()):
             return PreTrainedTokenizerFast(tokenizer_file=str(alone), clean_up_tokenization_spaces=False)
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # of the library, which raises plain Exception
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise UsageError(f"{str(path)!r} holds no tokenizer that can be read: {brief(error)}") from None
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the tokens that are no text: those with a name in transformers, and those marked so in tokenizer.json."""
+    """Return the ids of tokens that are no text: transformers' named ones, and those marked as special in tokenizer.json."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token that a chat template puts behind an answer; None if there is none, or no template."""
+    """Return the id of the special token that a chat template puts after an answer; None if there is none, or no template."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
-    except Exception:  # a template is a program of its own, and may want other messages
+    except Exception:  # a template is a program, which may require other messages
         return None
     special = special_ids(tokenizer)
     return next((n for n in tokenizer(closing, add_special_tokens=False)["input_ids"] if n in special), None)
 
 
 def ends_of(*eos: int | list[int] | None) -> list[int]:
-    """Return the tokens of some `eos_token_id`s of transformers, each once."""
+    """Return the token ids of some `eos_token_id`s of transformers as one list, each once."""
     listed = [ends if isinstance(ends, list) else [ends] for ends in eos]
     return list(dict.fromkeys(end for ends in listed for end in ends if end is not None))
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The causal language model on the meta device, in eval mode, with its adapters. Raises `UsageError` where it is none."""
+    """Return the causal language model on meta, in eval mode, with its adapter. Raises `UsageError` if it cannot be built."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -282,7 +277,7 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
         with torch.device("meta"):
             adapted: nn.Module = get_peft_model(model, adapter_config(stored.adapter, stored.lora, stored.path))
         return adapted.eval()
-    except Exception as error:  # what a wrong adapter_config.json breaks is anywhere in PEFT
+    except Exception as error:  # a wrong adapter_config.json can raise any error anywhere in PEFT
         raise UsageError(f"SOURCE {stored.adapter!r} is no adapter of {stored.path!r}: {brief(error)}") from None
 
 
@@ -290,64 +285,64 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 
 def check_peft() -> None:
-    """Raise `UsageError` where PEFT is not installed."""
+    """Raise `UsageError` if PEFT is not installed."""
     if find_spec("peft") is None:
         raise UsageError("adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'.")
 
 
-def lora_config(said: Mapping[str, Any], base: str | None) -> Any:
-    """PEFT's configuration. `said`: `r`, `alpha`, `dropout`, and `targets`, AUTO or last names of layers with commas between."""
+def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
+    """Return PEFT's configuration. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or last names of layers with commas)."""
     check_peft()
     from peft import LoraConfig
 
-    targets = said["targets"]
+    targets = lora["targets"]
     return LoraConfig(
         task_type="CAUSAL_LM",
-        r=int(said["r"]),
-        lora_alpha=said["alpha"],
-        lora_dropout=float(said["dropout"]),
+        r=int(lora["r"]),
+        lora_alpha=lora["alpha"],
+        lora_dropout=float(lora["dropout"]),
         target_modules="all-linear" if targets == AUTO else [name.strip() for name in targets.split(",")],
         base_model_name_or_path=base,
     )
 
 
-def with_lora(model: nn.Module, said: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
-    """`model`, which is on meta, frozen and with adapters as `said`. Raises `UsageError` naming `key` for layers it has not."""
-    config = lora_config(said, base)
+def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
+    """Freeze `model`, on meta, and return it with LoRA adapters. Raise `UsageError` naming `key` for a layer it has not."""
+    config = lora_config(lora, base)
     from peft import get_peft_model
 
     known = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if name and not list(m.children())})
-    for name in said["targets"].split(",") if said["targets"] != AUTO else ():
+    for name in lora["targets"].split(",") if lora["targets"] != AUTO else ():
         if name.strip() not in known:
             raise UsageError(
                 f"{key} names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
             )
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PEFT's about what it asks of transformers
-            made: nn.Module = get_peft_model(model, config)
-    except Exception as error:  # of PEFT, for layers that it has no adapter for
-        raise UsageError(f"{key} {said['targets']!r} cannot have adapters: {brief(error)}") from None
-    made.peft_config[NAME].base_model_name_or_path = base  # type: ignore[index, union-attr]
-    return made.train()
+            warnings.simplefilter("ignore")  # PEFT's warnings about its own calls of transformers
+            adapted: nn.Module = get_peft_model(model, config)
+    except Exception as error:  # PEFT raises errors of many kinds for layers that it has no adapter for
+        raise UsageError(f"{key} {lora['targets']!r} cannot have adapters: {brief(error)}") from None
+    adapted.peft_config[NAME].base_model_name_or_path = base  # type: ignore[index, union-attr]
+    return adapted.train()
 
 
-def adapter_config(place: str, said: Mapping[str, Any] | None, base: str) -> Any:
-    """PEFT's configuration of an adapter in a folder of PEFT; in a checkpoint of ours where `said` is what that says of it."""
+def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
+    """Return PEFT's configuration of the adapter in the folder `path`; with `lora`, of one that a checkpoint describes so."""
     check_peft()
     from peft import PeftConfig
 
-    return PeftConfig.from_pretrained(place) if said is None else lora_config(said, base)
+    return PeftConfig.from_pretrained(path) if lora is None else lora_config(lora, base)
 
 
-def adapter_weights(place: str, *, ours: bool) -> dict[str, Tensor]:
-    """The adapter's tensors by PEFT's names, on the CPU. `ours`: `place` is a checkpoint of ours, else a folder of PEFT."""
+def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
+    """Return an adapter's tensors by PEFT's names, on the CPU. `ours`: `path` is a checkpoint, else a folder of PEFT."""
     if not ours:
         from peft import load_peft_weights
 
-        found: dict[str, Tensor] = load_peft_weights(place, device="cpu")
-        return found
-    with closing(opened(checkpoint_at(Path(place)))) as files:
+        weights: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+        return weights
+    with closing(opened(checkpoint_at(Path(path)))) as files:
         check_model(files)
         return {source.name.replace(f".{NAME}.", "."): source.read() for source in sources_of(files)}
 
@@ -356,7 +351,7 @@ def adapter_weights(place: str, *, ours: bool) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """The floating-point dtype of most of the stored weights."""
+    """Return the floating-point dtype of most of the stored bytes; float32 if there is none."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -386,23 +381,23 @@ def extra_of(path: str) -> Mapping[str, Any]:
 
 
 def computing(model: nn.Module) -> Any:
-    """The model of transformers itself, with the layers of its adapters inside, where PEFT has one around it."""
+    """Return the model of transformers, with adapter layers inside, if `model` is a model of PEFT; else `model`."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
 def check_weights(model: nn.Module, stored: StoredModel) -> None:
-    """Hold names and shapes of what is stored against a model on meta. Raises `UsageError` or `CheckpointError`."""
+    """Raise `UsageError` or `CheckpointError` if stored names or shapes do not fit `model`, which is on meta."""
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return
     manifest = manifest_at(stored.path)
     shapes = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
-    held = {name: shapes[key] for key, name in plain_names(shapes).items()}
+    saved = {name: shapes[key] for key, name in plain_names(shapes).items()}
     added = added_by_adapters(model)
-    own = {name: tuple(value.shape) for name, value in names_of(model).items() if id(value) not in added}
-    wrong = [f"{n} is {held[n]} there and {shape} here" for n, shape in own.items() if held.get(n, shape) != shape]
-    wrong += [f"{n} is not in it" for n in own if n not in held and f"model/{n}" not in manifest.aliases]
-    wrong += [f"{n} is not in the model" for n in held if n not in own]
+    wanted = {name: tuple(value.shape) for name, value in names_of(model).items() if id(value) not in added}
+    wrong = [f"{n} is {saved[n]}, not {shape}" for n, shape in wanted.items() if saved.get(n, shape) != shape]
+    wrong += [f"{n} is not in it" for n in wanted if n not in saved and f"model/{n}" not in manifest.aliases]
+    wrong += [f"{n} is not in the model" for n in saved if n not in wanted]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UsageError(f"SOURCE {stored.path!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}.")

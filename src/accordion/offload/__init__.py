@@ -1,1 +1,1 @@
-"""Memory tiers: buffers of shards, gradients and optimizer states off the device. Made by `shard`, unknown to the engine."""
+"""Memory tiers: keeps shards, gradients, optimizer states and activations off the device; the engine does not import it."""

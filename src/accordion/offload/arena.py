@@ -1,4 +1,4 @@
-"""The host memory of a sharded model: one piece, sized before the first step, that devices can reach without a copy."""
+"""The arena: one allocation of host memory for offloaded state, made before the first step and pinned for accelerators."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from accordion.errors import UsageError
 
-ALIGN_BYTES = 4096  # of each part: a page, which pinning and direct disk access ask for
+ALIGN_BYTES = 4096  # each tensor begins at a page, as pinning and direct disk access require
 
-SETTLE_S = 2.0  # for copies that are under way when pinned memory is dropped
+SETTLE_S = 2.0  # how long freeing pinned memory waits for copies under way
 
 
 def page_aligned(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to whole pages."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class Arena:
-    """Owns one piece of host memory and hands out parts of it, each once; it never grows.
+    """One allocation of host memory from which tensors are taken, each range once; freed with the last of them.
 
-    Beside an accelerator it is pinned: registered with the driver, since torch's pinned allocator rounds sizes up to powers of
-    two. It is let go when nobody holds a part of it any more.
+    For an accelerator it is pinned: registered with the driver, since torch's pinned allocator rounds up to powers of two.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Arena:
         purpose: str = "offloading",
         instead: str = "offload less, or use more ranks or the disk",
     ) -> None:
-        """`purpose`, `instead`: of what needs the memory, and what to do without, for the error where there is none."""
+        # `purpose` and `instead` are for the error message: what needs the memory, and what to do if there is none.
         self.num_bytes = num_bytes
         try:
             whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
@@ -50,12 +50,12 @@ class Arena:
         self.memory, self._used = whole[start : start + num_bytes], 0
         if device.type != "cpu" and num_bytes:
             driver = getattr(torch.get_device_module(device), "cudart", None)
-            if driver is not None:  # another accelerator's copies are right, and slower
+            if driver is not None:  # copies to an accelerator without cudart are correct, and slower
                 settle = partial(torch.get_device_module(device).synchronize, device)
                 pin(self, self.memory, driver(), settle, lambda: torch.zeros(1, device=device))
 
     def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
-        """A 1-D tensor of zeros in a part that nobody has. Without `zeros` of anything, and not resident before it is used."""
+        """Return a new (numel,) tensor of the arena; without `zeros` uninitialised, and not resident before its first use."""
         start, num_bytes = self._used, numel * dtype.itemsize
         self._used += page_aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
@@ -64,35 +64,33 @@ class Arena:
 
 
 ArenaMaker = Callable[[int, torch.device], Arena]
-"""What takes so many bytes of host memory for what is offloaded from a device; the planner has one of its own."""
+"""(num_bytes, device) -> an arena for what is offloaded from `device`; the planner passes a function of its own."""
 
 
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
-    """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
+    """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
-    `runtime`: the driver, as `torch.cuda.cudart()` gives it. `settle`: waits until no copy is under way any more. `launch`:
-    launches a kernel.
+    `runtime`: what `torch.cuda.cudart()` returns; `settle`: waits until no copy is under way; `launch`: launches a kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
-        # The runtime keeps its last error for whoever launches next, which would be the agreement of ranks on this very error.
+        # The runtime reports its last error at the next launch, which would be the collective that reports this very error.
         with suppress(RuntimeError):
             launch()
         raise UsageError(
             f"the machine refuses to pin {memory.numel()} bytes of host memory ({runtime.cudaGetErrorString(result)}); raise the "
             "limit of locked memory (ulimit -l), offload less, or use more machines."
         )
-    # The finalizer holds the memory: it must not be given back while it is registered. At exit the system takes both back.
+    # The finalizer keeps the memory alive, which must not be freed while it is registered. At exit the system frees both.
     weakref.finalize(owner, _unpin, runtime, memory, settle).atexit = False
 
 
 def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:
-    """Give memory back once the device has settled; on a thread, as a collective before that may never end."""
-
     def unregister() -> None:
         settle()
         runtime.cudaHostUnregister(memory.data_ptr())
 
-    waits = threading.Thread(target=unregister, name="accordion-unpin", daemon=True)
-    waits.start()
-    waits.join(SETTLE_S)
+    # A collective that never ends may keep the device busy, so a thread waits for the device.
+    thread = threading.Thread(target=unregister, name="accordion-unpin", daemon=True)
+    thread.start()
+    thread.join(SETTLE_S)

@@ -1,4 +1,4 @@
-"""Shards on disk: read ahead of their gather into a piece of host memory that units share."""
+"""Shards on disk: read before their gather into host memory that units share."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from accordion.engine.layout import Message
 from accordion.engine.shards import local_view, own_storage
 from accordion.engine.streams import Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.host_shards import Means, OffDeviceShards
+from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.swap_file import FileAllocator, FileRange
 
-CHUNK_BYTES = 2**23  # read at a time by one thread
+CHUNK_BYTES = 2**23  # what one thread reads or writes at a time
 
 
 @dataclass(eq=False, slots=True)
 class StagingBuffer:
-    """Owns a piece of host memory into which the shards of one unit at a time are read, and what still reads or fills it."""
+    """Host memory for the shards of one unit at a time, with the file reads that fill it and the copies that read it."""
 
-    memory: Tensor  # bytes
+    memory: Tensor  # 1-D uint8
     unit: int = -1
-    times: int = 0  # how often it went to another unit
+    times: int = 0  # number of changes of the unit
     filling: list[Future[None]] = field(default_factory=list)
     emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
-        """Give it to `unit` once nothing is under way in it; returns which tenancy that is."""
+        """Use the buffer for `unit`; if that is a new unit, first wait for all reads and copies. Return `times`."""
         if self.unit != unit:
             self.wait()
             self.unit, self.times = unit, self.times + 1
         return self.times
 
     def wait(self) -> None:
+        """Wait for the reads that fill the buffer and the copies that read it."""
         self.filled()
         for transfer in self.emptying.values():
             transfer.synchronize()
         self.emptying.clear()
 
     def filled(self) -> None:
-        """Wait for what is being read into it."""
+        """Wait for the reads that fill the buffer."""
         futures, self.filling = self.filling, []
         for future in futures:
             future.result()
 
 
 class DiskShards(OffDeviceShards):
-    """Owns the shards of one group on disk: `locals` are mapped from the file; rows travel through a staging buffer.
+    """The shards of one group on disk: `locals` are mapped from the file, and gathers read rows from a staging buffer.
 
-    Each shard begins at a page of the file, as in the staging buffer; rows that are gathered in another dtype lie beside it:
-    one run of the file is what is read for a gather. A step reads and writes the file past the map.
+    The file has first all rows, in the gathered dtype, then the masters of another dtype; each begins at a page. So the rows
+    are one range of the file, which is read for a gather. A step reads and writes the file directly, not through the mapping.
+
+    Args: `staging_buffer`: and the offset in bytes of this group; `place`: index of the unit, and a function that reads ahead.
     """
 
     off_device = True
@@ -64,22 +67,22 @@ class DiskShards(OffDeviceShards):
         rank: int,
         dtypes: Sequence[torch.dtype],
         gathered: torch.dtype,
-        means: Means,
+        resources: Resources,
         *,
         allocator: FileAllocator,
         staging_buffer: tuple[StagingBuffer, int],
         place: tuple[int, Callable[[], None]],
     ) -> None:
-        self._unit, self._ahead = place
+        self._unit, self._read_ahead = place
         self._staging_buffer, start = staging_buffer
         self._rows = [allocator.take(c.shard_numel, gathered) for c in msg.cuts]
-        self._own = [
+        self._shards = [
             row if dtype == gathered else allocator.take(c.shard_numel, dtype)
             for row, c, dtype in zip(self._rows, msg.cuts, dtypes, strict=True)
         ]
-        pairs = list(zip(msg.cuts, self._own, self._rows, strict=True))
-        self.locals = [own_storage(local_view(own.mapped(), c, rank)) for c, own, _ in pairs]
-        self._shown_rows = [own_storage(local_view(row.mapped(), c, rank)) for c, _, row in pairs]
+        pairs = list(zip(msg.cuts, self._shards, self._rows, strict=True))
+        self.locals = [own_storage(local_view(shard.mapped(), c, rank)) for c, shard, _ in pairs]
+        self._mapped_rows = [own_storage(local_view(row.mapped(), c, rank)) for c, _, row in pairs]
         self._low = self._rows[0].offset
         self._high = self._rows[-1].offset + page_aligned(self._rows[-1].numel * gathered.itemsize)
         self._memory = self._staging_buffer.memory[start : start + self._high - self._low]
@@ -87,47 +90,46 @@ class DiskShards(OffDeviceShards):
             self._memory[r.offset - self._low :][: r.numel * gathered.itemsize].view(gathered) for r in self._rows
         ]
         self.pack_row, self.dtype, self.flats = None, gathered, []
-        self.tag = means.allocate(msg.num_flags, gathered)
-        self._held: tuple[int, int] | None = (
-            None  # the tenancy and the version of the shards that are in the staging buffer
-        )
-        self._furnish(msg, rank, dtypes, means)
-        self._pool = means.pool
+        self.tag = resources.allocate(msg.num_flags, gathered)
+        # Of the last read: `times` of the staging buffer, and the version of the shards.
+        self._staged: tuple[int, int] | None = None
+        self._set_up(msg, rank, dtypes, resources)
+        self._pool = resources.pool
 
     def num_bytes(self) -> int:
         return 0  # of memory
 
     def write_rows(self) -> None:
-        for own, row, local, shown in zip(self._own, self._rows, self.locals, self._shown_rows, strict=True):
-            if own is not row:
-                shown.copy_(local)
+        for shard, row, local, mapped in zip(self._shards, self._rows, self.locals, self._mapped_rows, strict=True):
+            if shard is not row:
+                mapped.copy_(local)
         self.flush()
 
     def flush(self) -> None:
         self._rows[0].file.flush()
 
     def row(self, i: int) -> Tensor | FileRange | None:
-        return None if self._own[i] is self._rows[i] else self._rows[i]
+        return None if self._shards[i] is self._rows[i] else self._rows[i]
 
-    def own_range(self, i: int) -> FileRange | None:
-        return self._own[i]
+    def shard_range(self, i: int) -> FileRange | None:
+        return self._shards[i]
 
     def refresh(self, version: int) -> Transfer | None:
         self.begin_read(version)
         self._staging_buffer.filled()
-        self._ahead()
+        self._read_ahead()
         return None
 
     def begin_read(self, version: int) -> None:
-        """Let threads bring the shards of `version` into the staging buffer, unless they are there, or on their way."""
+        """Start reading the rows of `version` into the staging buffer on threads, unless that was started already."""
         self.settle(version)
-        tenancy = self._staging_buffer.claim(self._unit)
-        if self._held == (tenancy, version):
+        times = self._staging_buffer.claim(self._unit)
+        if self._staged == (times, version):
             return
         self._staging_buffer.filled()
-        for transfer in self._reading:  # the last gather of this unit may still copy from it
+        for transfer in self._reading:  # the last gather of this unit may still copy from the buffer
             transfer.synchronize()
-        self._held = (tenancy, version)
+        self._staged = (times, version)
         file = self._rows[0].file
         for at in range(0, self._high - self._low, CHUNK_BYTES):
             part = self._memory[at : at + CHUNK_BYTES]
@@ -135,7 +137,7 @@ class DiskShards(OffDeviceShards):
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._staging_buffer.filled()  # what was read ahead for nothing, of pages that may be written now
+        self._staging_buffer.filled()  # the caller may write the pages that are still being read ahead
 
     def read_by(self, transfer: Transfer) -> None:
         super().read_by(transfer)
@@ -143,4 +145,4 @@ class DiskShards(OffDeviceShards):
 
     def mark_stale(self) -> None:
         super().mark_stale()
-        self._held = None
+        self._staged = None

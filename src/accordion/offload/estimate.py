@@ -1,4 +1,4 @@
-"""What a model takes in each tier, said before anything is allocated: of real models, on the meta device, or of fake tensors."""
+"""Estimates the bytes of a model in each tier before anything is allocated, for real, meta and fake parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank between uses; full parameters, activations and what the kernels take come beside that.
+    """Bytes of one rank between uses, without full parameters, activations and the workspace of kernels.
 
-    `device`: shards or rows kept of them, gradients and states there. `device_buffers`: through which a step on the device has
-    the rest come. `arena`: host memory that `shard` allocates, pinned beside an accelerator. `host_states`,
-    `host_buffers`: allocated by `wrap_optimizer` or the first step. `disk`: in files, all kinds. `places`: of each unit, the
-    root first, budgets kept.
+    `device`: shards or their copies to gather, gradients and states. `device_buffers`: buffers of a step on the device for
+    what is kept elsewhere. `arena`: host memory that `shard` allocates, pinned for an accelerator. `host_states`,
+    `host_buffers`: host memory that `wrap_optimizer` or the first step allocates. `disk`: all files. `places`: the tiers of
+    each unit with budgets applied, the root first.
     """
 
     device: int
@@ -50,58 +50,58 @@ def estimate_memory(
     precision: Precision | None = None,
     num_states: int = NUM_STATES,
 ) -> MemoryEstimate:
-    """Say what `shard(model, offload=...)` over `num_ranks` ranks takes in each tier, budgets kept; changes nothing.
+    """Return the bytes that `shard(model, offload=offload)` will take in each tier on one rank; changes nothing.
 
-    `model`: not sharded; only names, shapes and dtypes are read. `num_ranks`: those over which the optimizer's rows are cut.
-    `units`, `precision`: as of `shard`. `num_states`: of each trained element, in the dtype of its shard; budgets count two.
-    Raises `UsageError` where a budget is below what must be somewhere.
+    Args: `model`: not sharded, may be on the meta device; `num_ranks`: over which the optimizer's rows are sharded; `units`,
+    `precision`: as for `shard`; `num_states`: optimizer states of each trained element, in the dtype of its shard (budgets
+    count two). Raises `UsageError` if a budget is below the bytes that must be there.
     """
     chosen = choose_units(model, units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
     precisions, offloads = by_unit(chosen, precision or Precision(), "Precision"), by_unit(chosen, offload, "Offload")
-    shapes = [shapes_of([o for o in owned if o.owner == i], own, num_ranks) for i, own in enumerate(precisions)]
+    shapes = [shapes_of([o for o in owned if o.owner == i], p, num_ranks) for i, p in enumerate(precisions)]
     return estimate_of_units(shapes, within(offload, offloads, shapes), num_states)
 
 
 def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> list[Shape]:
-    """How the parameters of one unit lie, group by group."""
+    """Return the shape of each group of one unit, which owns the parameters `owned`."""
     by_dtype: dict[torch.dtype, list[tuple[Cut, torch.dtype, bool]]] = {}
     for o in owned:
         p, gathered = o.original, gathered_dtype(o, precision)
-        own = precision.master_dtype(p.dtype, p.requires_grad)
-        by_dtype.setdefault(gathered, []).append((cut(p.shape, num_ranks, gathered.itemsize), own, p.requires_grad))
+        stepped = precision.master_dtype(p.dtype, p.requires_grad)
+        by_dtype.setdefault(gathered, []).append((cut(p.shape, num_ranks, gathered.itemsize), stepped, p.requires_grad))
     shapes = []
-    for gathered, mine in by_dtype.items():
-        cuts, dtypes, trained = zip(*mine, strict=True)
+    for gathered, members in by_dtype.items():
+        cuts, dtypes, trained = zip(*members, strict=True)
         shapes.append(Shape(message(cuts, gathered.itemsize, num_flags=1), dtypes, trained, gathered))
     return shapes
 
 
 def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
-    """`estimate_memory`, of units whose places are known. Pages and chunks are rounded up, so that no rank takes more."""
+    """Return the estimate for units with these shapes and tiers. Pages and chunks are rounded up: no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
-    resting = {DEVICE: 0, HOST: 0}
+    states = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))
-    streamed = [s for offload, mine in pairs for s in mine if offload.streams]
+    streamed = [s for offload, groups in pairs for s in groups if offload.streams]
     total = sum(c.shard_numel for s in streamed for c, trains in zip(s.msg.cuts, s.trained, strict=True) if trains)
     host_buffer = device_buffer = 0
-    for offload, mine in pairs:
+    for offload, groups in pairs:
         folder = folder_of(offload.optimizer)
-        for s in mine:
+        for s in groups:
             num_bytes = num_states * s.state_bytes(offload.streams)
             if folder is not None:
                 files[folder] = files.get(folder, 0) + num_bytes
             else:
-                resting[offload.optimizer] += num_bytes
+                states[offload.optimizer] += num_bytes
             if offload.streams and s.trained_bytes:
                 on_host, on_device = _buffer_bytes(s, offload, num_states, total)
                 host_buffer, device_buffer = max(host_buffer, on_host), max(device_buffer, on_device)
-    on_device = sum(device_bytes(offload, mine, num_states=0) for offload, mine in pairs)
+    on_device = sum(device_bytes(offload, groups, num_states=0) for offload, groups in pairs)
     return MemoryEstimate(
-        device=on_device + resting[DEVICE],
+        device=on_device + states[DEVICE],
         device_buffers=NUM_DEVICE_BUFFERS * device_buffer,
         arena=host_needs(offloads, shapes).total,
-        host_states=resting[HOST],
+        host_states=states[HOST],
         host_buffers=NUM_BUFFERS * page_aligned(host_buffer),
         disk=sum(files.values()),
         places=tuple(offloads),
@@ -109,17 +109,17 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """The largest chunk of a group, in a buffer of the host and in one of the device (0 where it is not stepped there).
+    """Return the bytes of a group's largest chunk in a host buffer, and in a device buffer (0 if it is stepped on the host).
 
-    `total`: elements whose step is streamed.
+    Args: `total`: number of elements on this rank that are stepped chunk by chunk.
     """
-    own = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
-    numel = min(chunk_numel(s.gathered.itemsize, total), s.laid_out_bytes // own)
-    row = s.gathered.itemsize if own != s.gathered.itemsize and offload.offloads else 0
+    itemsize = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
+    numel = min(chunk_numel(s.gathered.itemsize, total), s.laid_out_bytes // itemsize)
+    row = s.gathered.itemsize if itemsize != s.gathered.itemsize and offload.offloads else 0
     from_disk = [
-        num_states * own if folder_of(offload.optimizer) else 0,
-        own + row if folder_of(offload.params) else 0,
-        own if folder_of(offload.rest_of_grads) else 0,
+        num_states * itemsize if folder_of(offload.optimizer) else 0,
+        itemsize + row if folder_of(offload.params) else 0,
+        itemsize if folder_of(offload.rest_of_grads) else 0,
     ]
-    over = (num_states + 2) * own + row if offload.stepped_on == DEVICE else 0
-    return sum(from_disk) * numel, over * numel
+    to_device = (num_states + 2) * itemsize + row if offload.stepped_on == DEVICE else 0
+    return sum(from_disk) * numel, to_device * numel

@@ -1,4 +1,4 @@
-"""Where the gradients of one group rest off the device: a slot for each, in host memory or on disk."""
+"""Stores the gradients of one group off the device: a slot for each parameter, in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from accordion.offload.swap_file import FileRange
 
 
 class Gradients:
-    """Owns the slots of one group's gradients, and the part of the `landing` into which they come first.
+    """Copies the reduced gradients of one group from the device into their slots.
 
-    What a device adds to others lands there and is added from there; what rests on disk is written from there. All shard buffers
-    share the landing, so what lands is waited for before the next unit's gradients come.
+    A gradient that is added to an earlier one, or whose slot is on disk, is first copied into `landing`, the group's part of
+    the landing buffer, 1-D uint8, and added or written from there. Other units use that buffer too, so these copies are
+    waited for before the next unit's gradients are reduced.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class Gradients:
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
         self.slots, self._locals, self._side_stream, self._pool = slots, locals_, side_stream, pool
-        self.comes_from_device = side_stream.sleeps  # else what is added to others is added from where it is
-        self._landing: list[Tensor] = []  # for each parameter its part, bytes
+        self.comes_from_device = side_stream.sleeps  # on the CPU gradients are added without a copy
+        self._landing: list[Tensor] = []  # for each parameter its part of the landing buffer, uint8
         at = 0
         for local in locals_:
             num_bytes = page_aligned(local.nbytes)
@@ -60,70 +61,72 @@ class Gradients:
             if is_added and not self.comes_from_device:
                 result.append(row)
                 continue
-            landed = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
-            target = given = landed if is_added else self.slots[i].take()
-            if not is_added and self.slots[i].lies_at(given):
-                target = landed
+            landing = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
+            target = grad = landing if is_added else self.slots[i].take()
+            if not is_added and self.slots[i].is_on_disk(grad):
+                target = landing
                 if row.numel():
                     writes.append((self.slots[i], self._landing[i]))
             to.append(target)
             source.append(row)
-            result.append(given)
+            result.append(grad)
         if not to:
             return result, None
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
         transfer = self._side_stream.copy(copies, source, "copies gradients to the host", after)
         if writes:
-            transfer = cast(Transfer, Written(transfer, writes, None if self._side_stream.late else self._pool()))
+            transfer = cast(Transfer, DiskWrites(transfer, writes, None if self._side_stream.late else self._pool()))
         return result, transfer
 
     def file_range(self, i: int, grad: Tensor) -> FileRange | None:
-        """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
-        return self.slots[i].file_range if self.slots[i].lies_at(grad) else None
+        """Return the file range of `grad`, the gradient of parameter `i`; None if it is in memory."""
+        return self.slots[i].file_range if self.slots[i].is_on_disk(grad) else None
 
 
 class Slot:
-    """Owns the memory, or the place on disk, in which one gradient rests, and gives it out while nobody else has it.
+    """Memory for the gradient of one parameter, used in every step.
 
-    `rest`: the gradient as the outside sees it, mapped where it lies at a `file_range`.
+    Args: `memory`: in the shape and dtype of the shard; mapped from the file if the slot is on disk, at `file_range`.
     """
 
-    def __init__(self, rest: Tensor, file_range: FileRange | None = None) -> None:
-        self._rest, self.file_range = own_storage(rest), file_range
-        self.num_holders = _torch.holders_of_memory(self._rest)  # while nobody has a gradient that lies here
+    def __init__(self, memory: Tensor, file_range: FileRange | None = None) -> None:
+        self._memory, self.file_range = own_storage(memory), file_range
+        self.num_holders = _torch.holders_of_memory(self._memory)  # references while no gradient uses the slot
 
     def take(self) -> Tensor:
-        """A tensor over the slot; over new memory where a gradient that was given out before is still held."""
-        if _torch.holders_of_memory(self._rest) > self.num_holders:
-            return torch.empty_like(self._rest)
-        return self._rest.detach()
+        """Return a tensor over the slot, or over new memory if a gradient of an earlier step still uses the slot."""
+        if _torch.holders_of_memory(self._memory) > self.num_holders:
+            return torch.empty_like(self._memory)
+        return self._memory.detach()
 
-    def lies_at(self, grad: Tensor) -> bool:
-        return self.file_range is not None and grad.data_ptr() == self._rest.data_ptr()
+    def is_on_disk(self, grad: Tensor) -> bool:
+        """Return True if the slot is on disk and `grad` uses it."""
+        return self.file_range is not None and grad.data_ptr() == self._memory.data_ptr()
 
-    def write(self, landed: Tensor) -> None:
-        assert self.file_range is not None, "only what lies on disk is written there"
-        self.file_range.file.write(self.file_range.offset, landed)
+    def write(self, landing: Tensor) -> None:
+        """Write `landing`, 1-D uint8 of whole pages, to the file."""
+        assert self.file_range is not None, "only slots on disk have a file"
+        self.file_range.file.write(self.file_range.offset, landing)
 
     def settle(self) -> None:
-        """What a caller wrote into the gradient is on disk."""
-        if self.file_range is not None and self._rest.numel():
-            self.file_range.file.settle(self.file_range.offset, page_aligned(self._rest.nbytes))
+        """If the slot is on disk, write to the file what a caller changed in the gradient."""
+        if self.file_range is not None and self._memory.numel():
+            self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))
 
 
-class Written:
-    """Gradients on their way to the host and from there to the disk; answers as the `Transfer` of their copy does."""
+class DiskWrites:
+    """A copy of gradients to the landing buffer, followed by writes to the disk; `synchronize` as that of a `Transfer`."""
 
     def __init__(self, transfer: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
         self._transfer, self._writes = transfer, writes
         self._started: Future[list[Future[None]]] | None = None
-        if pool is not None:  # else nothing has arrived before it is waited for
+        if pool is not None:  # with debug="streams" the copy runs only when it is waited for
             self._started = pool.submit(self._start, pool)
 
     def _start(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """Once they are on the host: one thread waits for all, the others have work meanwhile."""
+        # One thread waits for the copy of all gradients, so that the other threads are free for other work.
         self._transfer.block()
-        return [pool.submit(slot.write, landed) for slot, landed in self._writes]
+        return [pool.submit(slot.write, landing) for slot, landing in self._writes]
 
     def synchronize(self) -> None:
         self._transfer.synchronize()
@@ -131,6 +134,6 @@ class Written:
             for future in self._started.result():
                 future.result()
         else:
-            for slot, landed in self._writes:
-                slot.write(landed)
+            for slot, landing in self._writes:
+                slot.write(landing)
         self._started, self._writes = None, []

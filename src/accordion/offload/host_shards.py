@@ -1,4 +1,4 @@
-"""Shards in host memory: what every shard buffer off the device has, and copies on streams of their own to the device."""
+"""Shards in host memory, copied to the device on a side stream; and the base class of all shard buffers off the device."""
 
 from __future__ import annotations
 
@@ -20,46 +20,43 @@ from accordion.offload.gradient_slots import Gradients, Slot
 from accordion.offload.step.optimizer_copy import flat_of
 from accordion.offload.swap_file import FileAllocator, FileRange
 
-ALIGNED_ITEMSIZE = 4  # of what never travels: only where each tensor begins depends on it
+ALIGNED_ITEMSIZE = 4  # for buffers that are never gathered: it only determines at which offsets tensors begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What shard buffers off the device are made with: host memory, the landing of this group's gradients, streams and threads.
-
-    `grads`: the file in which gradients rest; None: in host memory.
-    """
+class Resources:
+    """Memory, streams and threads for the shard buffer of one group off the device."""
 
     allocate: Allocate
-    landing: Tensor
-    grads: FileAllocator | None
+    landing: Tensor  # this group's part of the landing buffer, 1-D uint8
+    grads: FileAllocator | None  # of the file for gradients; None if they are kept in host memory
     device: torch.device
-    fetch_stream: SideStream
-    store_stream: SideStream
+    fetch_stream: SideStream  # for copies to the device
+    store_stream: SideStream  # for copies to the host
     pool: Callable[[], ThreadPoolExecutor]
 
 
 class OffDeviceShards(ShardBuffer):
-    """A shard buffer off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
+    """Base class of shard buffers off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
 
-    Gradients come back into slots. Owns the steps of its shards that are under way, and the copies that read it.
+    Gathers read the rows, one 1-D tensor per parameter in the gathered dtype; `grads` stores the gradients.
     """
 
     is_memory_of_locals = False
 
-    def _furnish(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], means: Means) -> None:
-        """What does not depend on where the shards are. `locals` are there."""
-        if means.grads is None:
+    def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], resources: Resources) -> None:
+        """Create everything but the shards. Subclasses call this after they have set `locals`."""
+        if resources.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
-            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, means.allocate).locals]
+            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, resources.allocate).locals]
         else:
-            file_ranges = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            file_ranges = [resources.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
-        self.grads = Gradients(slots, means.landing, self.locals, means.store_stream, means.pool)
-        self._shown = NO_VERSION  # version of the shards in the rows that travel
+        self.grads = Gradients(slots, resources.landing, self.locals, resources.store_stream, resources.pool)
+        self._row_version = NO_VERSION  # version of the shards that the rows hold
         self._reading: list[Transfer] = []
-        self.steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
-        self._is_written = False  # the rows that travel are those of a step that has ended
+        self.steps: list[Callable[[], None]] = []  # steps under way; each returns when it has ended
+        self._is_written = False  # a step that has ended wrote the rows
 
     def put(
         self,
@@ -71,7 +68,7 @@ class OffDeviceShards(ShardBuffer):
         return self.grads.put(chosen, rows, adding, after)
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """A step of these shards is under way, which writes the rows that travel; `wait` returns when it has ended."""
+        """Register a step of these shards that is under way and writes the rows; `wait` returns when it has ended."""
         self.steps.append(wait)
 
     def ready(self) -> None:
@@ -80,47 +77,46 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before rows travel: they are the shards of `version`, whoever wrote these."""
-        if self._shown != version and not self._is_written:
+        """Before a gather: make the rows hold the shards of `version`, unless the step that ended has written them."""
+        if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
-        self._shown, self._is_written = version, False
+        self._row_version, self._is_written = version, False
 
     def read_by(self, transfer: Transfer) -> None:
-        self._reading = [transfer]  # of one side stream, so that it ends after those before it
+        self._reading = [transfer]  # all run on one side stream, so this one ends after those before it
 
     def synchronize(self) -> None:
         self.ready()
-        self._is_written = False  # a caller who waits may write
+        self._is_written = False  # a caller that waits may write the shards
         for transfer in self._reading:
             transfer.synchronize()
         self._reading.clear()
 
     def mark_stale(self) -> None:
-        self._shown, self._is_written = NO_VERSION, False
+        self._row_version, self._is_written = NO_VERSION, False
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Let the rows that travel be what `locals` are; nothing reads them then."""
+        """Cast `locals` into the rows. No transfer may read the rows meanwhile."""
 
     @abstractmethod
     def row(self, i: int) -> Tensor | FileRange | None:
-        """Parameter `i` as it travels, (numel,), where a step writes it too; None: as it is stepped."""
+        """Return the row of parameter `i`, (numel,), which a step must write too; None if its shard itself is gathered."""
 
     def flush(self) -> None:
-        """What was written into `locals` is where they rest."""
+        """Write what callers changed in `locals` to the file, if the shards are on disk."""
 
-    def own_range(self, i: int) -> FileRange | None:
-        """Where the shard of parameter `i` is on disk; None where it is in memory."""
+    def shard_range(self, i: int) -> FileRange | None:
+        """Return the file range of the shard of parameter `i`; None if it is in host memory."""
         return None
 
 
 class HostShards(OffDeviceShards):
-    """Owns the shards of one group in host memory, and the rows of them that travel to the device.
+    """The shards of one group in host memory, each in the dtype in which it is stepped, and the rows that gathers read.
 
-    `locals`: each in its own dtype. Rows travel in the dtype in which they are gathered, so what is kept in another one has a
-    second row, written before it travels. With `keeps` rows also lie on the device, and are copied there once a step; else
-    each gather copies them.
+    A shard of the gathered dtype is its own row; any other has a second copy, cast before it is gathered. With `keeps` the
+    device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
     """
 
     def __init__(
@@ -129,60 +125,62 @@ class HostShards(OffDeviceShards):
         rank: int,
         dtypes: Sequence[torch.dtype],
         gathered: torch.dtype,
-        means: Means,
+        resources: Resources,
         *,
         keeps: bool,
     ) -> None:
-        self._travel = FlatShards(msg, rank, [gathered] * len(dtypes), means.allocate)
-        self._wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
-        own = [dtypes[i] for i in self._wide]
-        self.locals, self.flats = list(self._travel.locals), list(self._travel.flats)
-        if self._wide:
-            masters = FlatShards(some_of(msg, self._wide), rank, own, means.allocate)
+        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), resources.allocate)
+        self._cast = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
+        stepped = [dtypes[i] for i in self._cast]
+        self.locals, self.flats = list(self._rows.locals), list(self._rows.flats)
+        if self._cast:
+            masters = FlatShards(some_of(msg, self._cast), rank, stepped, resources.allocate)
             self.flats += masters.flats
-            for i, local in zip(self._wide, masters.locals, strict=True):
+            for i, local in zip(self._cast, masters.locals, strict=True):
                 self.locals[i] = local
-        self._stage = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
-        source = self._travel if self._stage is None else self._stage
+        self._device_rows = (
+            FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(resources.device)) if keeps else None
+        )
+        source = self._rows if self._device_rows is None else self._device_rows
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
-        self.off_device = self._stage is None
-        self.tag = self._travel.tag
-        self._fetch_stream = means.fetch_stream
-        self._staged = NO_VERSION  # version of the shards in `_stage`
-        self._furnish(msg, rank, dtypes, means)
+        self.off_device = self._device_rows is None
+        self.tag = self._rows.tag
+        self._fetch_stream = resources.fetch_stream
+        self._device_version = NO_VERSION  # version of the shards in `_device_rows`
+        self._set_up(msg, rank, dtypes, resources)
 
     def write_rows(self) -> None:
-        if self._wide:
-            rows = self._travel.locals
-            _torch.foreach_copy_([rows[i] for i in self._wide], [self.locals[i] for i in self._wide])
+        if self._cast:
+            rows = self._rows.locals
+            _torch.foreach_copy_([rows[i] for i in self._cast], [self.locals[i] for i in self._cast])
 
     def row(self, i: int) -> Tensor | FileRange | None:
-        return flat_of(self._travel.locals[i], self._travel.locals[i]) if i in self._wide else None
+        return flat_of(self._rows.locals[i], self._rows.locals[i]) if i in self._cast else None
 
     def refresh(self, version: int) -> Transfer | None:
         self.settle(version)
-        if self._stage is None or self._staged == version:
+        if self._device_rows is None or self._device_version == version:
             return None
-        self._staged = version
-        copies = partial(_torch.foreach_copy_, self._stage.flats, self._travel.flats, non_blocking=True)
+        self._device_version = version
+        copies = partial(_torch.foreach_copy_, self._device_rows.flats, self._rows.flats, non_blocking=True)
         self.read_by(self._fetch_stream.copy(copies, [], "copies shards to the device"))
         return self._reading[-1]
 
     def mark_stale(self) -> None:
         super().mark_stale()
-        self._staged = NO_VERSION
+        self._device_version = NO_VERSION
 
 
 def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return what `FlatShards` of a message take of an arena."""
+    """Return the bytes that `FlatShards(msg, rank, dtypes, arena.take)` takes from an arena."""
     return sum(page_aligned(part.shard_numel * dtype.itemsize) for dtype, _, part in flats_of(msg, dtypes))
 
 
 def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """What shards take where each begins at a page: on disk, and where gradients land."""
+    """Return the bytes of the shards of `msg` if each begins at a page, as on disk and in the landing buffer."""
     return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
 
 
 def some_of(msg: Message, chosen: Sequence[int]) -> Message:
-    """Return the message of some of these tensors, with nothing behind them."""
+    """Return a message of the tensors with the indices `chosen`, without flags."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

@@ -1,4 +1,4 @@
-"""Files in which what is offloaded rests: preallocated, nameless, and accessed past the page cache where that is possible."""
+"""Files for offloaded state: unnamed, preallocated, and read and written with O_DIRECT if the file system supports it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ PREFIX = ".accordion-swap-"
 
 @cache
 def _mincore() -> Any:
-    """The system's: which pages of a mapping are in memory; looked up once, since a step asks for each gradient."""
+    # The system call that reports which pages of a mapping are in memory. A step calls it for each gradient.
     return ctypes.CDLL(None).mincore
 
 
 class SwapFile:
-    """Owns one file that has no name: its space is given back with the process, however that ends, and no two jobs share one.
+    """One file without a name: its space is freed when the process ends, however it ends, and no two jobs share it.
 
-    `read` and `write` take offsets and lengths that are multiples of a page and memory that begins at one; they run on any
-    thread. `mapped` shows parts of the file as tensors to whoever wants to see them outside of a step: nothing of them is
-    in memory until it is looked at. With `checksums` each page that is read is what was last written there.
+    `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
+    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. With
+    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
         pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
-        self._is_summed, self._lock = checksums, Lock()  # of the sums, which `grow` replaces
+        self._is_summed, self._lock = checksums, Lock()  # the lock guards the sums, which `grow` replaces
         self._sums = torch.zeros(pages, dtype=torch.int64, device="cpu")
         self._known = torch.zeros(pages, dtype=torch.bool, device="cpu")
         self._plain, self._fast = _unnamed(folder, direct)
@@ -61,7 +61,7 @@ class SwapFile:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _reads_direct(self) -> bool:
-        """Some file systems open a file for direct access and refuse it then."""
+        # Some file systems open a file for direct access and then refuse to read it.
         buffer = aligned_buffer(ALIGN_BYTES)
         try:
             return os.preadv(self._fast, [bytes_of(buffer)], 0) == ALIGN_BYTES
@@ -69,7 +69,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Allocate so many bytes more, whole pages, behind the others; they are not mapped."""
+        """Extend the file by `num_bytes`, a multiple of a page. The new part cannot be read through `mapped`."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -82,42 +82,43 @@ class SwapFile:
                 self._known = torch.cat([self._known, self._known.new_zeros(pages)])
 
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of the file, shared with it."""
+        """Return a (numel,) tensor that shares memory with the file at `offset` bytes."""
         return own_storage(self._bytes[offset : offset + numel * dtype.itemsize].view(dtype))
 
     def flush(self) -> None:
-        """What was written through `mapped` is in the file, and what was summed before is no longer expected."""
+        """Write all changes made through `mapped` to the file, and drop all checksums."""
         self._map.flush()
         self._known.fill_(False)
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """What was written through `mapped` there, whole pages, is in the file, and no other sum is expected.
+        """Write changes made through `mapped` to a range of whole pages to the file, and drop its checksums.
 
-        Versions of tensors do not tell: foreach operators on DTensors count nowhere. But what was written past the cache and
-        not looked at since is not in the cache.
+        Does nothing if no page of the range is in the page cache: then nobody has read or changed it since the last direct write.
         """
+        # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
-        where = ctypes.c_void_p(self._bytes.data_ptr() + offset)
-        failed = _mincore()(where, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
+        start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
+        failed = _mincore()(start, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
         if failed or (present & 1).any():
             self._map.flush(offset, num_bytes)
             with self._lock:
                 self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill the bytes `into`. Raises `OffloadError` where the disk fails, or gives other bytes than were written."""
+        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or returns other bytes than were written."""
         self._transfer(os.preadv, "read", offset, into)
         if self._is_summed:
-            pages, found = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
+            pages, sums = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
             with self._lock:
-                wrong = (self._known[pages] & (self._sums[pages] != found)).nonzero()
+                wrong = (self._known[pages] & (self._sums[pages] != sums)).nonzero()
             if len(wrong):
                 raise OffloadError(
                     f"{ALIGN_BYTES} bytes at {offset + int(wrong[0]) * ALIGN_BYTES} of the swap file in {self.folder} are not "
-                    "what was written there; the disk or its memory is faulty. Go on from the last checkpoint, on another disk."
+                    "what was written there; the disk or its memory is faulty. Resume from the last checkpoint, on another disk."
                 )
 
     def write(self, offset: int, source: Tensor) -> None:
+        """Write `source`, 1-D uint8. Raise `OffloadError` if the disk fails."""
         if self._is_summed:
             pages, sums = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES), sums_of(source)
             with self._lock:
@@ -135,7 +136,7 @@ class SwapFile:
         except OSError as error:
             raise OffloadError(
                 f"{len(view)} bytes at {offset} of the swap file in {self.folder} could not be {what}: {error.strerror}. The "
-                "last checkpoint is not touched by this; go on from it when the disk is well, or on another."
+                "last checkpoint is not affected; resume from it when the disk works again, or on another disk."
             ) from error
         self.traffic[what] += done
 
@@ -150,20 +151,20 @@ class SwapFile:
 
 def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
     return OffloadError(
-        f"{folder} has no room for {num_bytes} bytes of what is offloaded ({error.strerror}); free some, name another "
-        "folder, or use more ranks."
+        f"{folder} has no room for {num_bytes} bytes of what is offloaded ({error.strerror}); free space there, name "
+        "another folder, or use more ranks."
     )
 
 
 def sums_of(memory: Tensor) -> Tensor:
-    """(pages,) int64 of whole pages, bytes: the sum of their words, each times an odd number, so that any changed word shows."""
+    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: the sum of words times odd numbers."""
     words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
     return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where `numel` elements lie in a file: from a page on, with the rest of their last page to themselves."""
+    """A 1-D tensor in a file, `numel` elements that begin at a page, at `offset` bytes; nothing else uses its last page."""
 
     file: SwapFile
     offset: int
@@ -175,7 +176,7 @@ class FileRange:
 
 
 class FileAllocator:
-    """Owns a file of a given size and hands out its pages, each once."""
+    """A file of `num_bytes` bytes in `folder`, whose pages are taken one range after the other."""
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
@@ -188,12 +189,12 @@ class FileAllocator:
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
-    """A new file without a name, opened for ordinary and for direct access (the same handle where there is none)."""
+    """Return two handles of a new unnamed file, for ordinary and for direct access; the same one if direct is impossible."""
     try:
         plain = _opened(folder)
     except OSError as error:
         raise OffloadError(
-            f"what is offloaded cannot rest in {folder}: {error.strerror}; name a folder that exists and can be written."
+            f"cannot create a file for offloaded state in {folder}: {error.strerror}; name a folder that exists and is writable."
         ) from error
     try:
         return plain, os.open(f"/proc/self/fd/{plain}", os.O_RDWR | DIRECT) if direct and DIRECT else plain
@@ -202,33 +203,30 @@ def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
 
 
 def _opened(folder: Path) -> int:
-    """A file that never has a name; where the file system has no such files, one whose name goes at once.
-
-    Names left by a job that was killed in between are taken away then.
-    """
+    # A file system without O_TMPFILE needs a name, which is removed at once; so are names that killed jobs have left.
     if NEVER_NAMED:
         with contextlib.suppress(OSError):
             return os.open(folder, os.O_RDWR | NEVER_NAMED, 0o600)
-    for left in folder.glob(f"{PREFIX}*"):  # a job that is about to do this itself needs its name no more
-        left.unlink(missing_ok=True)
+    for path in folder.glob(f"{PREFIX}*"):  # safe for a running job: it has opened its file and is about to do the same
+        path.unlink(missing_ok=True)
     plain, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     Path(name).unlink(missing_ok=True)
     return plain
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `OffloadError` where no file can be made."""
+    """Raise `OffloadError` if no file can be created in `folder`."""
     for handle in set(_unnamed(folder, direct=False)):
         os.close(handle)
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:
-    """(num_bytes,) uint8 that begins at a page."""
+    """Return uninitialised memory, (num_bytes,) uint8, that begins at a page."""
     whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % ALIGN_BYTES
     return whole[start : start + num_bytes]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a 1-D uint8 tensor."""
+    """Return the memory of a 1-D uint8 tensor as a buffer for system calls."""
     return tensor.numpy().data

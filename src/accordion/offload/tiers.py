@@ -1,4 +1,4 @@
-"""Where each unit's shards rest, as `Offload` says: the maker of shard buffers that `shard` hands to the engine."""
+"""Creates the shard buffers of a model in the tiers that `Offload` names; `shard` hands it to the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accordion.offload.activations.offload import ActivationOffload, OffloadedIn
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskShards, StagingBuffer
-from accordion.offload.host_shards import HostShards, Means, OffDeviceShards, paged_bytes
+from accordion.offload.host_shards import HostShards, OffDeviceShards, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
 from accordion.offload.step.step_in_backward import InBackward
@@ -37,9 +37,10 @@ log = logging.getLogger("accordion")
 
 
 class Tiers:
-    """Owns the host memory, the files of shards and gradients and the streams of a model; each group calls it for its buffer.
+    """The memory tiers of one model on one rank: call it to create the shard buffer of a group of parameters.
 
-    `offloads`, `shapes`: of each unit. All that shards and gradients will ever take is counted and allocated now.
+    The constructor counts and allocates all host memory and file space that shards and gradients will ever need. `offloads`,
+    `shapes`: the tiers, with budgets applied, and the groups of each unit.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class Tiers:
         self.late = context.gather_stream.late
         self.store_stream = SideStream(context.device, context.waiter, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
-        self._order = UnitOrder()  # in which the engine uses them
-        self.in_backward: InBackward | None = None  # where some unit is stepped there
-        self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
+        self._order = UnitOrder()  # the order in which the engine uses the units
+        self.in_backward: InBackward | None = None  # set if a unit has step_in_backward
+        self.waited_s = 0.0  # time that callers, forwards and backwards have waited for optimizer steps
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
         for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
         self._checksums = any(offload.checksums for offload in offloads)
-        self._shelves = {
+        self._allocators = {
             folder: FileAllocator(folder, num_bytes, checksums=self._checksums)
             for folder, num_bytes in on_disk(offloads, shapes).items()
         }
@@ -72,24 +73,24 @@ class Tiers:
         self._staging_buffers = [
             StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.staging_buffers
         ]
-        self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
-        self._staged: dict[int, int] = {}  # and of their staging buffer
+        self._landing_used: dict[int, int] = {}  # unit -> bytes of the landing buffer that its groups have taken
+        self._staging_used: dict[int, int] = {}  # unit -> bytes of its staging buffer that its groups have taken
         kind = "pinned" if context.device.type != "cpu" else "ordinary"
         counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
         log.info(
-            "offload: %d bytes of %s host memory for %d of %d units, the optimizer's states of %d on disk, %d bytes of "
-            "parameters and gradients there",
+            "offload: %d bytes of %s host memory for %d of %d units; %d units have optimizer states on disk; parameters and "
+            "gradients take %d bytes on disk",
             needs.total, kind, counts[0], len(offloads), counts[1],
-            sum(allocator.file.num_bytes for allocator in self._shelves.values()),
+            sum(allocator.file.num_bytes for allocator in self._allocators.values()),
         )  # fmt: skip
 
     @property
     def files(self) -> list[FileAllocator]:
-        """Of parameters and gradients."""
-        return list(self._shelves.values())
+        """The allocators of the files that hold parameters and gradients."""
+        return list(self._allocators.values())
 
     def states_of(self, optimizer: Optimizer) -> States:
-        """Where an optimizer's states rest whose step is streamed, made at the first use."""
+        """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
         if optimizer not in self.states:
             side_streams = self._context.fetch_stream, self.store_stream
             self.states[optimizer] = States(
@@ -99,7 +100,6 @@ class Tiers:
 
     @cached_property
     def activation_offload(self) -> ActivationOffload:
-        """Where inputs of recomputed units wait off the device."""
         side_streams = self._context.fetch_stream, self.store_stream
         return ActivationOffload(
             self._context.device, side_streams, lambda: self.pool, self._checksums, self._make_arena
@@ -107,32 +107,31 @@ class Tiers:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads that read and write files, a chunk each."""
-        return self._made(NUM_BUFFERS, "accordion-disk")
+        """Threads that read and write files, one chunk each."""
+        return self._thread_pool(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
     def stepper(self) -> ThreadPoolExecutor:
-        """The thread on which units are stepped, one after the other: the kernels of a step have threads of their own."""
-        return self._made(1, "accordion-step")
+        """One thread that steps units one after the other; the kernels of a step start threads of their own."""
+        return self._thread_pool(1, "accordion-step")
 
-    def _made(self, num_threads: int, name: str) -> ThreadPoolExecutor:
-        """Threads that wait for events of this rank's device."""
-        return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._context.device))
+    def _thread_pool(self, num_threads: int, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(num_threads, name, initializer=partial(_set_device, self._context.device))
 
     def follow(self, unit: Unit, order: UnitOrder) -> None:
-        """Know a unit by its index, and the order in which units are used, for what is read ahead."""
+        """Register `unit` and the `order` in which the engine uses units, which `read_ahead` needs."""
         self._units[unit.index], self._order = weakref.ref(unit), order
 
     def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
-        """The shard buffer of a parameter and which of its shards it is; None where it rests on the device."""
+        """Return the shard buffer of the sharded parameter `param` and its index there; None if it stays on the device."""
         for group in unit.groups:
-            for i, mine in enumerate(group.params):
-                if mine.sharded is param:
+            for i, candidate in enumerate(group.params):
+                if candidate.sharded is param:
                     return (group.shard_buffer, i) if isinstance(group.shard_buffer, OffDeviceShards) else None
         return None
 
     def read_ahead(self, index: int) -> None:
-        """Begin to read the shards of the unit that is gathered after this one, where they rest on disk and stand still."""
+        """Start reading the shards of the unit gathered after unit `index`, if they are on disk and not being stepped."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -151,12 +150,13 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
+        """Create the shard buffer of one group of unit `unit`, as a `ShardBufferMaker` does."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
-        start = self._landed.get(unit, 0)
-        self._landed[unit] = stop = start + paged_bytes(msg, dtypes)
-        means = Means(
+        start = self._landing_used.get(unit, 0)
+        self._landing_used[unit] = stop = start + paged_bytes(msg, dtypes)
+        resources = Resources(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
             grads=self._allocator(offload.rest_of_grads),
@@ -167,41 +167,41 @@ class Tiers:
         )
         allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
-            return HostShards(msg, rank, dtypes, gathered, means, keeps=offload.params == DEVICE)
-        start = self._staged.get(unit, 0)
-        self._staged[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
-        tiers = weakref.ref(self)
+            return HostShards(msg, rank, dtypes, gathered, resources, keeps=offload.params == DEVICE)
+        start = self._staging_used.get(unit, 0)
+        self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
+        reference = weakref.ref(self)
 
-        def ahead() -> None:
-            alive = tiers()
-            if alive is not None:
-                alive.read_ahead(unit)
+        def read_ahead() -> None:
+            tiers = reference()
+            if tiers is not None:
+                tiers.read_ahead(unit)
 
         return DiskShards(
             msg,
             rank,
             dtypes,
             gathered,
-            means,
+            resources,
             allocator=allocator,
             staging_buffer=(staging_buffer, start),
-            place=(unit, ahead),
+            place=(unit, read_ahead),
         )
 
     def _allocator(self, place: str) -> FileAllocator | None:
         folder: Path | None = folder_of(place)
-        return None if folder is None else self._shelves[folder]
+        return None if folder is None else self._allocators[folder]
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
-    """What takes the inputs of a recomputed unit off the device; None where they stay."""
+    """Return the function that offloads an input of the recomputed unit with index `unit`; None if its inputs stay."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
     return partial(tiers.activation_offload.offload, place=tiers.offloads[unit].activations)
 
 
-def _choose(device: torch.device) -> None:
-    """A new thread is at the first device, where its events would make a context."""
+def _set_device(device: torch.device) -> None:
+    # The current device of a new thread is the first one, and its events would create a context there.
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)

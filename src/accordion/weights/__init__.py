@@ -1,1 +1,1 @@
-"""Values of sharded parameters: initialised, or read from files, without a full model anywhere."""
+"""Fills sharded parameters, by initialisation or from files, without a full model on any rank."""

@@ -1,4 +1,4 @@
-"""Adapters that PEFT lays around layers (LoRA and the like) and how each resets what it adds; PEFT is not imported."""
+"""Finds the adapters of PEFT in a model (LoRA and others) and resets the parameters they add; does not import PEFT."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 from torch import nn
 
 RESET = re.compile(r"reset_(\w+_)?parameters")
-FROM_NUMBERS = (True, False, "gaussian")  # what LoRA begins with that needs no weights of the layer below
+FROM_NUMBERS = (True, False, "gaussian")  # values of init_lora_weights that need no weights of the base layer
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether it lies around a layer of the model, `base_layer`, and has weights of its own beside it."""
+    """Return True if `module` is an adapter layer of PEFT: it wraps a layer of the model, `base_layer`, and adds weights."""
     return isinstance(getattr(type(module), "adapter_layer_names", None), tuple) and "base_layer" in module._modules
 
 
 def added_by(module: nn.Module) -> Iterator[nn.Module]:
-    """What an adapter has beside the layer that it lies around."""
+    """Yield the children that an adapter adds to the layer it wraps."""
     return (child for key, child in module._modules.items() if key != "base_layer" and child is not None)
 
 
 def added_by_adapters(model: nn.Module) -> set[int]:
-    """Ids of the parameters that adapters and prompts of PEFT have beside the model's own."""
-    found: set[int] = set()
+    """Return the ids of all parameters that adapters and prompts of PEFT add to `model`."""
+    ids: set[int] = set()
     for module in model.modules():
         if is_adapter(module):
-            found |= {id(param) for child in added_by(module) for param in child.parameters()}
-            found |= {id(param) for param in module._parameters.values() if param is not None}
+            ids |= {id(param) for child in added_by(module) for param in child.parameters()}
+            ids |= {id(param) for param in module._parameters.values() if param is not None}
         prompts = module._modules.get("prompt_encoder") if "peft_config" in vars(module) else None
         if prompts is not None:
-            found |= {id(param) for param in prompts.parameters()}
-    return found
+            ids |= {id(param) for param in prompts.parameters()}
+    return ids
 
 
 def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The copies of a layer that PEFT trains in its place, with their adapters' names; none of another module."""
+    """Yield (adapter name, copy) of each copy that PEFT trains in place of a layer (`modules_to_save`), if `module` has any."""
     copies: Any = module._modules.get("modules_to_save")
     if "original_module" in module._modules and copies is not None:
         yield from copies.items()
@@ -46,40 +46,40 @@ def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Resets:
-    """How the adapters of one model begin. `configs`: by an adapter's name; without one LoRA's defaults hold."""
+    """Resets the adapters of one model to their initial values. An adapter without a config takes LoRA's defaults."""
 
-    configs: Mapping[str, Any]
+    configs: Mapping[str, Any]  # by adapter name
 
     @classmethod
     def of(cls, model: nn.Module) -> Resets:
-        found = (vars(module).get("peft_config") for module in model.modules())
-        return cls(next((configs for configs in found if isinstance(configs, Mapping)), {}))
+        candidates = (vars(module).get("peft_config") for module in model.modules())
+        return cls(next((configs for configs in candidates if isinstance(configs, Mapping)), {}))
 
     def problem(self, module: nn.Module) -> str | None:
-        """Why an adapter cannot be reset, to end a sentence; None where it can, and of every other module."""
+        """Return why an adapter cannot be reset, as the end of a sentence; None if it can, or if it is no adapter."""
         if not is_adapter(module):
             return None
         method = _method_of(module)
         if method is None:
             return f"{type(module).__name__} has no method of its own that resets what it adds"
         for adapter in _adapters_of(module):
-            missing, given = self._arguments(module, method, adapter)
+            missing, arguments = self._arguments(module, method, adapter)
             if missing:
                 return f"{type(module).__name__}.{method.__name__} asks for {', '.join(missing)}, which no config has"
-            begin = given.get("init_lora_weights", True)
+            begin = arguments.get("init_lora_weights", True)
             if begin not in FROM_NUMBERS:
                 return f"init_lora_weights={begin!r} of adapter {adapter!r} is made from the weights of the layer below"
         return None
 
     def reset(self, module: nn.Module) -> None:
-        """Call an adapter's own method for each of its adapters."""
+        """Call the reset method of an adapter layer for each of its adapters."""
         method = _method_of(module)
         assert method is not None, "problem() was asked before"
         for adapter in _adapters_of(module):
             method(adapter, **self._arguments(module, method, adapter)[1])
 
     def follow(self, module: nn.Module) -> None:
-        """What an adapter computes from the weights below and its own: the magnitudes of DoRA."""
+        """Compute the parameters of an adapter layer that depend on its base layer and its other weights: DoRA's magnitudes."""
         magnitudes: Any = module._modules.get("lora_magnitude_vector")
         for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
             layer: Any = module
@@ -95,35 +95,35 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Those that nobody gives, and those that the config gives, or the layer by adapter, as with the rank `r`."""
-        missing, given = [], {}
+        """Return the names of missing arguments of `method`, and the others, from the config or from the layer (rank `r`)."""
+        missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
-            own = getattr(module, name, None)
+            by_adapter = getattr(module, name, None)
             if hasattr(config, name):
-                given[name] = getattr(config, name)
-            elif isinstance(own, (Mapping, nn.ModuleDict, nn.ParameterDict)) and adapter in own:
-                given[name] = own[adapter]
+                arguments[name] = getattr(config, name)
+            elif isinstance(by_adapter, (Mapping, nn.ModuleDict, nn.ParameterDict)) and adapter in by_adapter:
+                arguments[name] = by_adapter[adapter]
             elif name == "init_lora_weights":
-                given[name] = True
+                arguments[name] = True
             elif parameter.default is inspect.Parameter.empty:
                 missing.append(name)
-        return missing, given
+        return missing, arguments
 
 
 def _adapters_of(module: nn.Module) -> list[str]:
-    held: list[Any] = [getattr(module, name, None) for name in module.adapter_layer_names]  # type: ignore[union-attr]
-    return list(dict.fromkeys(key for by_adapter in held if hasattr(by_adapter, "keys") for key in by_adapter.keys()))  # noqa: SIM118
+    layers: list[Any] = [getattr(module, name, None) for name in module.adapter_layer_names]  # type: ignore[union-attr]
+    return list(dict.fromkeys(key for by_adapter in layers if hasattr(by_adapter, "keys") for key in by_adapter.keys()))  # noqa: SIM118
 
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
-    """`reset_lora_parameters` and the like, which takes an adapter's name; of several that which is named after the method."""
+    """Return the method that resets one adapter, such as `reset_lora_parameters`; of several the one of the layer's package."""
     kind = type(module)
-    found = {
+    methods = {
         name: getattr(module, name)
         for name in dir(kind)
         if RESET.fullmatch(name)
         and next(iter(inspect.signature(getattr(module, name)).parameters), "") == "adapter_name"
     }
-    own = f"reset_{kind.__module__.split('.')[-2] if '.' in kind.__module__ else ''}_parameters"
-    return found.get(own) or (next(iter(found.values())) if len(found) == 1 else None)
+    preferred = f"reset_{kind.__module__.split('.')[-2] if '.' in kind.__module__ else ''}_parameters"
+    return methods.get(preferred) or (next(iter(methods.values())) if len(methods) == 1 else None)

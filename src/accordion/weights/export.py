@@ -1,4 +1,4 @@
-"""Folders that others load, written by and read into a sharded model: no rank holds more than one full tensor in memory."""
+"""Saves and loads folders of transformers and PEFT for a sharded model, with at most one full tensor in a rank's memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from accordion.weights.pretrained import load_pretrained
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: Any) -> None:
-    """`model.save_pretrained(folder, **kwargs)` of a sharded model of transformers, PEFT or diffusers; called by all ranks.
+    """Call `model.save_pretrained(folder, **kwargs)` of a sharded model of transformers, PEFT or diffusers, on all ranks.
 
-    The first rank writes what that method of an unsharded model would, from full tensors that are gathered one at a time into
-    files beside `folder`, which are removed again: host memory holds one full tensor, and what the method itself takes. Of a
-    PEFT model only what its adapters save is gathered. Raises `UsageError` for a model without such a method, and
-    `CheckpointError` on every rank where the first one failed.
+    The first rank writes the files that the method of the unsharded model would write. Full tensors are gathered one at a time
+    into temporary files next to `folder`, so host memory has one full tensor and what the method itself needs. For a PEFT model
+    only the tensors that its adapters save are gathered. Raises `UsageError` for a model without that method, and
+    `CheckpointError` on every rank if the first one failed.
     """
     method = getattr(type(model), "save_pretrained", None)
     if method is None:
@@ -59,10 +59,11 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
 
 @contextmanager
 def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[dict[str, Tensor] | None]:
-    """The full state dict on the first rank, of tensors in files beside `folder` that are removed at the end; empty on others.
+    """Context manager that yields the full state dict on the first rank, and an empty dict on others. Collective.
 
-    Of a PEFT model what its adapters save, and nothing of the base. None where PEFT computes what it saves, as of prompts: the
-    model then has full parameters inside. Collective. What happens inside must end on all ranks alike.
+    Its tensors are in files next to `folder`, which are removed at the end. For a PEFT model it has only what the adapters save;
+    for adapters of prompts, whose values PEFT computes, it is None on all ranks, and the model has full parameters inside. The
+    body must raise on all ranks or on none.
     """
     engine = sharded_engine(model, "state_on_disk")
     if is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values()):  # type: ignore[operator]
@@ -89,13 +90,13 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
     finally:
         for path in scratch:
             shutil.rmtree(path, ignore_errors=True)
-    team.agree(lambda: None)  # who goes on finds no traces of it
+    team.agree(lambda: None)  # so that no rank continues before the files are removed
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """One tensor after another, tied ones once, over the pages of files, which the system writes out if it needs the memory.
+    """Gather tensors one by one, tied ones once, into files in `scratch`; a failed write is raised on all ranks.
 
-    A failure to write is told to all at the end of each.
+    They are mapped files, whose pages the system can write out if it needs the memory.
     """
 
     def in_file(value: Any, index: int) -> Any:
@@ -120,26 +121,26 @@ def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, t
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether it is a `peft.PeftModel`; PEFT is not imported for this."""
+    """Return True if `model` is a `peft.PeftModel`, without importing PEFT."""
     library: Any = sys.modules.get("peft.peft_model")
     return library is not None and isinstance(model, library.PeftModel)
 
 
 def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] | None:
-    """What PEFT would save of a PEFT model, by the model's names; None of another model."""
+    """Return the names of the tensors that PEFT would save for `model`; None if it is no PEFT model."""
     if not is_peft(model):
         return None
     from peft import get_peft_model_state_dict
 
     wanted = {id(value) for value in values.values() if isinstance(value, nn.Parameter) and value.requires_grad}
     for adapter in model.peft_config:  # type: ignore[union-attr]
-        found = get_peft_model_state_dict(model, state_dict=dict(values), adapter_name=adapter)
-        wanted |= {id(value) for value in found.values()}
+        saved = get_peft_model_state_dict(model, state_dict=dict(values), adapter_name=adapter)
+        wanted |= {id(value) for value in saved.values()}
     return {name for name, value in values.items() if id(value) in wanted}
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model from what `save_pretrained` wrote of it; of a PEFT model its adapters. Called by all ranks."""
+    """Fill a sharded model from a folder that `save_pretrained` wrote; for a PEFT model, its adapters. Called by all ranks."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

@@ -1,4 +1,4 @@
-"""The weights of a sharded model from nothing: bitwise those of one device, for any number of ranks and any strategy."""
+"""Initialises a sharded model with the same bits as one device, for any number of ranks and any strategy."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from accordion.weights.write_through import Fulls, init_mode
 
 
 def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
-    """Give a model that `shard` returned, from the meta device or real, the weights that one device would give it.
+    """Initialise a model that `shard` returned, from the meta device or not, with the weights that one device would give it.
 
-    "Would" means: built on meta, `to_empty`, the same seed and device type, then the same init in the order of
-    `model.apply`, children first. `init`: called with every module; None: transformers' `init_weights` for its models, and
-    `reset_parameters` for every other module; inside a model of transformers, for those of other packages, after it. Adapters
-    of PEFT begin by their own methods, as `reset_lora_parameters`, and DoRA's magnitudes follow. Seed all ranks alike
-    before, as with `torch.manual_seed(0)`. A tied parameter is drawn at each of its places and keeps the last draw;
-    transformers ties afterwards, so there it keeps its source's.
-    Parameters are drawn contiguous and in the dtype of their shards. The memory beside the shards is one full parameter, and
-    what the init itself takes. Buffers of the meta device are made too, by `init` or else by the code of their modules.
+    These are the weights of the model built on meta, then `to_empty`, then initialised with the same seed and device type, in
+    the order of `model.apply`, children first. Seed all ranks alike before, as with `torch.manual_seed(0)`.
 
-    Raises `UsageError` naming every module, parameter and buffer that nothing initialises, `DivergenceError` where the
-    ranks' generators differ.
+    `init` is called with every module. If it is None, models of transformers are initialised by their `init_weights` and every
+    other module by `reset_parameters`; modules of other packages inside a model of transformers follow after it. Adapters of
+    PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
+    parameter is drawn at each of its places and keeps the last draw; transformers ties afterwards, so there it keeps its
+    source's. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond the shards is one full parameter and
+    what `init` needs. Buffers on the meta device are computed too, by `init` or else by the code of their modules.
+
+    Raises `UsageError`, which names every module, parameter and buffer that nothing initialises, and `DivergenceError` if the
+    ranks' random generators differ.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
@@ -71,7 +72,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A buffer of the meta device, and the memory that the registry holds in its place."""
+    """A buffer on the meta device, and the real tensor that is registered in its place."""
 
     name: str
     module: nn.Module
@@ -81,42 +82,42 @@ class Buffer:
     storage: torch.UntypedStorage
 
     @property
-    def now(self) -> Tensor | None:
+    def current(self) -> Tensor | None:
         return self.module._buffers.get(self.key)
 
 
 class Buffers:
-    """Owns the buffers that were on the meta device until each has a value."""
+    """Gives memory to the buffers of a model that are on the meta device, and keeps track of which have a value."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
-        self.made: list[Buffer] = []
-        self._computed: set[int] = set()  # ids of the storages
+        self.all: list[Buffer] = []
+        self._computed: set[int] = set()  # ids of the storages that have a value
         real: dict[int, Tensor] = {}
         for prefix, module in model.named_modules():
             for key, meta in module._buffers.items():
                 if meta is not None and meta.is_meta:
-                    made = real.setdefault(id(meta), torch.empty_like(meta, device=engine.context.device))
+                    buffer = real.setdefault(id(meta), torch.empty_like(meta, device=engine.context.device))
                     name = f"{prefix}.{key}".lstrip(".")
-                    self.made.append(Buffer(name, module, key, meta, made, made.untyped_storage()))
-                    module._buffers[key] = made
+                    self.all.append(Buffer(name, module, key, meta, buffer, buffer.untyped_storage()))
+                    module._buffers[key] = buffer
 
     def note(self, fulls: Fulls) -> None:
         """Remember which buffers were written or replaced while `fulls` was active."""
-        for b in self.made:
-            if id(b.storage) in fulls.written or b.now is not b.real:
+        for b in self.all:
+            if id(b.storage) in fulls.written or b.current is not b.real:
                 self._computed.add(id(b.storage))
 
-    def left(self, but: Iterable[int] = ()) -> dict[str, nn.Module]:
-        """Name and owner of those that have no value yet. `but`: ids of meta tensors that do not count."""
-        return {b.name: b.module for b in self.made if id(b.storage) not in self._computed and id(b.meta) not in but}
+    def left(self, ignore: Iterable[int] = ()) -> dict[str, nn.Module]:
+        """Return name -> module of the buffers without a value. `ignore`: ids of buffers on the meta device to leave out."""
+        return {b.name: b.module for b in self.all if id(b.storage) not in self._computed and id(b.meta) not in ignore}
 
-    def compute_left(self, but: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
-        """Run the modules' own code for buffers without a value, and for some parameters, by id; names of what it leaves.
+    def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
+        """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return names of failures.
 
-        It changes no other parameter and no random number; what it draws from `seed`, it draws alike on all ranks.
+        Changes no other parameter and no random generator. With the same `seed`, random values are equal on all ranks.
         """
-        owners = list(dict.fromkeys(self.left(but).values()))
+        owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
             return []
         device, holders = self._engine.context.device, _holders(self._model, params)
@@ -125,8 +126,8 @@ class Buffers:
             init_mode(self._model, only=params) as fulls,
         ):
             torch.manual_seed(seed)
-            for full in fulls.all:  # transformers' init functions pass over those that are not kept
-                full.tensor._is_hf_initialized = not full.kept  # type: ignore[attr-defined]
+            for full in fulls.all:  # transformers' init functions skip parameters with this attribute
+                full.tensor._is_hf_initialized = not full.writes_shard  # type: ignore[attr-defined]
             for top in _outermost_of_transformers(self._model):
                 inside = set(top.modules())
                 if params or inside & set(owners):
@@ -139,25 +140,25 @@ class Buffers:
             if params:
                 _reset(self._model, Resets.of(self._model), holders, families=False)
         self.note(fulls)
-        return [*self.left(but), *(param.name for param in fulls.unwritten())]
+        return [*self.left(ignore), *(param.name for param in fulls.unwritten())]
 
     def cast(self) -> None:
-        """As `shard` does for buffers that are not on the meta device."""
+        """Cast floating-point buffers to `Precision.buffers`, as `shard` does for buffers that are not on the meta device."""
         dtype = self._engine.precision.buffers
-        for b in self.made:
-            if dtype is not None and b.now is not None and b.now.is_floating_point():
-                b.module._buffers[b.key] = b.now.to(dtype)
+        for b in self.all:
+            if dtype is not None and b.current is not None and b.current.is_floating_point():
+                b.module._buffers[b.key] = b.current.to(dtype)
 
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Inside, buffers of the meta device have memory, to be given a value; after an exception they are on meta again."""
+    """Context manager in which meta buffers have memory, to be filled; after an exception they are on meta again."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:
             yield buffers
         except BaseException:
-            for b in buffers.made:
+            for b in buffers.all:
                 b.module._buffers[b.key] = b.meta
             raise
         buffers.cast()
@@ -167,7 +168,7 @@ def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether it is a `transformers.PreTrainedModel`; transformers is not imported for this."""
+    """Return True if `module` is a `transformers.PreTrainedModel`, without importing transformers."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
@@ -181,28 +182,28 @@ def _outermost_of_transformers(module: nn.Module) -> Iterator[Any]:
 
 
 def _retied(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where transformers ties after its initialisation: what is drawn there is dropped, as in its own constructor."""
-    found = []
+    """Return (module, attribute) of each tied parameter that transformers ties after its initialisation, dropping its draw."""
+    places = []
     for top in _outermost_of_transformers(model):
         for name, source in top.all_tied_weights_keys.items():
             path, _, attr = name.rpartition(".")
             module = top.get_submodule(path)
             if attr in module._parameters and module._parameters[attr] is top.get_parameter(source):
-                found.append((module, attr))
-    return found
+                places.append((module, attr))
+    return places
 
 
 def _init_as_transformers(top: Any) -> None:
-    """What its `init_weights` does but for the ties, which stand; modules of a model that was real count as done already."""
+    # As `init_weights`, without tying again. A model that was not on meta has modules marked as initialised.
     for module in top.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     top.initialize_weights()
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """`reset_parameters`, as torch calls it, or `_reset_parameters`, as its attention and transformer do."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        # What a wrapper's `__getattr__` finds is not its own.
+    """Return the method that resets a module's own parameters; None if it has none."""
+    for name in ("reset_parameters", "_reset_parameters"):  # the second is of torch's attention and transformer modules
+        # A method that a wrapper's `__getattr__` returns belongs to the module inside.
         method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
         if callable(method):
             return method  # type: ignore[no-any-return]
@@ -217,9 +218,9 @@ def _reset(
     families: bool = True,
     known: Collection[str] = (),
 ) -> None:
-    """In the order of `nn.Module.apply`. `only`: modules; others are passed over. `families`: models of transformers too.
+    """Reset a module and those inside, children first, as `nn.Module.apply` visits them. `only`: modules to reset or enter.
 
-    `known`: packages whose classes the model of transformers around has initialised.
+    `families`: initialise models of transformers too. `known`: packages that an enclosing one of these has initialised.
     """
     if only is not None and module not in only:
         return
@@ -240,7 +241,7 @@ def _reset(
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute anew which of some parameters, by id, follow from others: after these were loaded."""
+    """Compute those parameters, of the ids `params`, that adapters derive from other weights, after these were loaded."""
     adapters, holders = Resets.of(model), _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():
@@ -253,12 +254,12 @@ def _package_of(module: nn.Module) -> str:
 
 
 def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
-    """The modules that hold some parameters, by id, themselves or below."""
+    """Return the modules that have a parameter with one of the ids `params`, directly or inside."""
     return {m for m in model.modules() if any(id(p) in params for p in m.parameters())} if params else set()
 
 
 def _check_resets(model: nn.Module) -> None:
-    """Raise where parameters belong to a module that cannot reset them, and neither can one above it."""
+    """Raise `UsageError` if a module has parameters that neither it nor a module around it can reset."""
     check_adapters(model)
     missing = []
 
@@ -268,9 +269,9 @@ def _check_resets(model: nn.Module) -> None:
             return
         if _reset_of(module) is not None or is_of_transformers(module):
             return
-        own = [key for key, param in module._parameters.items() if param is not None]
-        if own:
-            missing.append(f"{name or '(root)'}: {type(module).__name__} ({', '.join(own)})")
+        keys = [key for key, param in module._parameters.items() if param is not None]
+        if keys:
+            missing.append(f"{name or '(root)'}: {type(module).__name__} ({', '.join(keys)})")
         for key, child in module.named_children():
             search(child, f"{name}.{key}".lstrip("."))
 
@@ -283,7 +284,7 @@ def _check_resets(model: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise where an adapter cannot begin by its own method. `params`: ids; only adapters that hold one of them count."""
+    """Raise `UsageError` if an adapter cannot be reset by its own method. `params`: check only adapters of these ids."""
     adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"
@@ -298,14 +299,14 @@ def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> N
 
 
 def _agree_on_generators(engine: Engine, when: str) -> None:
-    """Raise on every rank where their random numbers differ: each would keep its rows of another draw."""
+    """Raise `DivergenceError` on every rank if random generators differ between ranks: their rows would not fit together."""
     device = engine.context.device
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     digest = hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    low, high = extremes(own, [axis.gather for axis in (engine.context.shard, engine.context.replicate)])
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    low, high = extremes(words, [axis.gather for axis in (engine.context.shard, engine.context.replicate)])
     if not torch.equal(low, high):
         raise DivergenceError(
             f"the ranks' random generators differ {when} initialise(); call torch.manual_seed with the same number on every "
@@ -314,7 +315,7 @@ def _agree_on_generators(engine: Engine, when: str) -> None:
 
 
 def blank(params: list[Param], context: ShardingContext) -> list[str]:
-    """Names of those that are zero on every rank, as `shard` leaves a parameter of the meta device."""
+    """Return the names of parameters that are zero on every rank, as `shard` leaves a parameter of the meta device."""
     params = [param for param in params if param.cut.numel]
     if not params:
         return []

@@ -1,4 +1,4 @@
-"""Tensors of files that are not read yet: functions of torch apply to them, and parts are read when they are asked for."""
+"""Lazy tensors of files: functions of torch apply to them without reading, and parts are read when they are needed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
 from accordion.errors import CheckpointError
 
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
-"""Called with (into, start): fills `into` with the part of a tensor that begins at `start` and has its shape."""
+"""(into, start) -> None: fills `into` with the part of a tensor that begins at the index `start`, of the shape of `into`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A tensor that is read in parts, or a function of some. Functions of torch apply, and nothing is read when they do.
+    """A lazy tensor: one of a file, or the result of functions of torch on such, which read nothing when they are called.
 
-    So the conversions of transformers run as they are. Stacking, joining, splitting and transposing read no more than is
-    asked for; any other function computes the whole tensor, once for each part that is asked for.
+    So the conversions of transformers run unchanged. For the result of stack, cat, split, chunk and transpose only the needed
+    parts are read; any other function computes its whole result, once for each part that is needed.
     """
 
     shape: torch.Size
@@ -81,7 +81,7 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return every tensor of a folder of safetensors, nothing of it read. Raises as `read_folder`."""
+    """Return every tensor of a folder of safetensors by name, without reading values. Raises as `read_folder`."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
@@ -103,7 +103,7 @@ def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -
 
 
 def as_rows(value: Any) -> Rows:
-    """A tensor that is there already, as one that is not read yet."""
+    """Return `value` if it is a lazy tensor, or a tensor in memory as a lazy one."""
     if isinstance(value, Rows):
         return value
 
@@ -167,7 +167,7 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives, for tensors that are not read yet: its shapes now, from the meta device, its values when asked for."""
+    """Return the lazy result of `func`: runs it on meta tensors now, for shapes, and on values when they are needed."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pretrained weights out of safetensors: every rank reads its own rows, straight into its shards."""
+"""Loads pretrained weights from safetensors: every rank reads its own rows, directly into its shards."""
 
 from __future__ import annotations
 
@@ -26,34 +26,29 @@ from accordion.weights.adapters import added_by_adapters, copied_inside
 from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
 from accordion.weights.lazy_tensors import Rows, as_rows, rows_of_folder
 
-PREFIXES = (
-    "model.",
-    "transformer.",
-    "module.",
-    "base_model.model.",
-)  # of models inside models, DistributedDataParallel, PEFT
-INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # adapters of PEFT have these beside their own
-# Saved by old versions of transformers, recomputed now.
+PREFIXES = ("model.", "transformer.", "module.", "base_model.model.")  # nested models, DistributedDataParallel, PEFT
+INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # PEFT's adapter layers keep the model's own weights there
+# Buffers that old versions of transformers saved and new ones compute.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-COMPARE_BYTES = 16 * 2**20  # read at a time of tensors that should be equal
+COMPARE_BYTES = 16 * 2**20  # how much of two tensors is read at a time to compare them
 
 
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
     """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
 
-    `folder`: it has `model.safetensors` or `model.safetensors.index.json` and the files that this names; or the name of a
-    model on the hub, "owner/name". Each rank reads its own rows of each tensor into its shard, cast to its dtype, and holds
-    nothing else but at most 16 MiB that are cast or copied to a device. Names may differ by the usual prefixes; names and
-    layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
-    Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
-    transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
-    parameters keep what they hold, and those that `shard` found on the meta device and nothing has filled since are
-    initialised by the modules' own code, as `initialise` does, with random numbers of the first rank's seed. Layers inside
-    PEFT's adapters are found under the names that they had without; what adapters add may be missing, as if it were ignored,
-    and copies of layers that PEFT trains (`modules_to_save`) begin as these layers.
+    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs at most 16 MiB more. Names
+    may differ by the usual prefixes; for models of transformers, names and layouts of other versions are converted as it does.
+    Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few parameters that
+    transformers never saves, are computed by the modules' own code. Layers inside PEFT's adapters are found by the names they
+    have without adapters; parameters that adapters add may be missing, as if they were ignored, and copies of layers that PEFT
+    trains (`modules_to_save`) begin with the weights of these layers.
 
-    Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
+    Args:
+        folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
+        ignore: shell patterns of names that may be missing in the folder or in the model. Such parameters keep their values;
+            those from the meta device that have none are initialised as by `initialise`, with the first rank's seed.
+    Raises `CheckpointError` on every rank before any weight changes, which names every missing, extra or misshapen tensor.
     """
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
@@ -63,13 +58,13 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     with torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))
         patterns = list(ignore)
-        found, own = team.agree(lambda: _fitting(model, engine, source, patterns))
-        filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        tensors, computed = team.agree(lambda: _fitting(model, engine, source, patterns))
+        filled = {id(tensor) for name, tensor in names_of(model).items() if name in tensors}
         left_out = _unfilled(model, engine, patterns) - filled
         seed = int(team.shared(str(torch.initial_seed()))[0])
         with materialised_buffers(model, engine) as buffers:
             check_adapters(model, left_out)
-            left = team.agree(lambda: buffers.compute_left(but=filled, params=own | left_out, seed=seed))
+            left = team.agree(lambda: buffers.compute_left(ignore=filled, params=computed | left_out, seed=seed))
             if left:
                 kinds = "buffers and parameters" if left_out else "buffers"
                 raise UsageError(
@@ -80,8 +75,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
             def read() -> None:
                 wanted = names_of(model)
-                for name, f in found.items():
-                    rows, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])
+                for name, f in tensors.items():
+                    rows, into = _rows_of_rank(f.rows, wanted[name], engine), local_data(wanted[name])
                     assert rows.shape == into.shape, f"{name}: this rank holds {into.shape} and reads {rows.shape}"
                     if into.numel():
                         rows.fill(into, (0,) * into.dim())
@@ -92,7 +87,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
 
 def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
-    """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
+    """Return ids of parameters from the meta device that are ignored by name and have no value on any rank. Collective."""
     added = added_by_adapters(model)
     ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
     params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
@@ -101,7 +96,7 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself, or the one into which a model of the hub is downloaded. Raises `CheckpointError`."""
+    """Return `folder` if it exists, else download the model of that name from the hub. Raises `CheckpointError`."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -121,7 +116,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FoundTensor:
-    """A tensor of the folder under the model's name for it; `stored_as`: under which names it lies there."""
+    """A tensor of the folder for one of the model; `stored_as`: its names in the folder, several if it is made of several."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -129,70 +124,67 @@ class FoundTensor:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """What a folder holds for a model: `found` by the model's names; `first`, of each tensor's names one, by id.
+    """The tensors of a folder matched with those of a model."""
 
-    `ties`: pairs of names of one tensor that the folder holds twice. `own`: parameters that the model's own init makes.
-    """
-
-    found: dict[str, FoundTensor]
-    first: dict[int, str]
-    ties: list[tuple[str, str]]
-    own: set[int]
+    stored: dict[str, FoundTensor]  # by the model's names
+    first: dict[int, str]  # id of a model's tensor -> the first of its names that is in `stored`
+    ties: list[tuple[str, str]]  # pairs of names of one tensor of the model that the folder has twice
+    computed: set[int]  # ids of parameters that transformers never saves and the model's own code computes
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`.
+    """Raise `CheckpointError` if names or shapes of a folder do not fit an unsharded model, which may be on meta.
 
     Raises `UsageError` if its tensors are those of a quantised model.
     """
-    held = rows_of_folder(folder)
-    check_quantised({}, str(folder), held.keys() - names_of(model).keys())
-    match(model, folder, held, [])
+    stored = rows_of_folder(folder)
+    check_quantised({}, str(folder), stored.keys() - names_of(model).keys())
+    match(model, folder, stored, [])
 
 
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, FoundTensor], set[int]]:
-    """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
+    """Return the tensors to read by the model's names, tied ones once; and ids of parameters for the model's own code."""
     matched = match(model, folder, rows_of_folder(folder), ignore)
     wanted, unequal = names_of(model), []
     for first, second in matched.ties:
-        a, b = (_own(matched.found[name].rows, wanted[first], engine) for name in (first, second))
+        a, b = (_rows_of_rank(matched.stored[name].rows, wanted[first], engine) for name in (first, second))
         if not equal_rows(a, b):
             unequal.append(f"{first} and {second}")
     if unequal:
         raise _misfit(model, folder, _listed("tied in the model but not equal in the folder", unequal))
-    return {name: matched.found[name] for name in matched.first.values()}, matched.own
+    return {name: matched.stored[name] for name in matched.first.values()}, matched.computed
 
 
-def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list[str]) -> Matched:
-    """Which tensor of `held`, by the folder's names, is which of the model's. Nothing is read.
+def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
+    """Match the tensors `stored` in a folder, by its names, with those of the model. Reads no values.
 
-    Raises `CheckpointError` where the folder lacks a tensor, or has one more or another.
+    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: as of `load_pretrained`.
     """
     wanted = names_of(model)
-    named, extra, wrong = _named(model, held, wanted)
+    named, extra, wrong = _named(model, stored, wanted)
     # A copied layer may be tied to one that the folder has.
     by_tensor = {id(wanted[name]): f for name, f in named.items()}
     copies = {copy: by_tensor.get(id(wanted[original])) for copy, original in copies_of_layers(model).items()}
     named |= {copy: f for copy, f in copies.items() if f is not None and copy not in named}
     added = added_by_adapters(model)
-    found = {name: f for name, f in named.items() if not _matches(name, ignore)}
-    first: dict[int, str] = {}  # of the tied names that are in the folder
-    ties = [(one, name) for name in found if (one := first.setdefault(id(wanted[name]), name)) != name]
+    tensors = {name: f for name, f in named.items() if not _matches(name, ignore)}
+    first: dict[int, str] = {}
+    ties = [(one, name) for name in tensors if (one := first.setdefault(id(wanted[name]), name)) != name]
     absent = {name: t for name, t in wanted.items() if not (id(t) in first or id(t) in added or _matches(name, ignore))}
-    own = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
-    missing = [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in own]
+    unsaved = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
+    missing = [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in unsaved]
     known = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
     surplus = [key for key in extra if not (_matches(key, ignore) or _searched(key, known))]
     unlike = [
         *_listed("missing in the folder", missing),
-        *_listed("in the folder but not in the model", [f"{key} {tuple(held[key].shape)}" for key in surplus]),
-        *_listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
+        *_listed("in the folder but not in the model", [f"{key} {tuple(stored[key].shape)}" for key in surplus]),
+        *_listed("that do not fit", [*wrong, *_misfits(tensors, wanted)]),
     ]
     if unlike:
         raise _misfit(model, folder, unlike)
-    return Matched(found, first, ties, {id(absent[name]) for name in own if isinstance(absent[name], nn.Parameter)})
+    return Matched(tensors, first, ties, {id(absent[n]) for n in unsaved if isinstance(absent[n], nn.Parameter)})
 
 
 def _misfit(model: nn.Module, folder: Path, unlike: list[str]) -> CheckpointError:
@@ -212,41 +204,41 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """What transformers lets a model's files lack or have in addition, as regular expressions."""
+    """Return regular expressions of names that may be "missing" or "unexpected" (`kind`) in files of transformers' models."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones under each of theirs."""
+    """Return name -> parameter or persistent buffer, without wrappers in the names; tied tensors under each of their names."""
     return named_tensors(model, INSIDE)
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Name of each tensor of a layer that PEFT copied to train the copy, and of what it is a copy of, as `names_of` has them."""
-    found = {}
+    """Return name of the copy -> name of the original, as in `names_of`, for tensors of `modules_to_save` of PEFT."""
+    originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):
             for key in copy.state_dict(keep_vars=True):
                 names = (f"{prefix}.modules_to_save.{adapter}.{key}", f"{prefix}.{key}")
                 plain, original = (without_wrappers(name, INSIDE) for name in names)
-                found[plain] = original
-    return found
+                originals[plain] = original
+    return originals
 
 
-def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def _misfits(tensors: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
     result = []
-    for name, f in found.items():
+    for name, f in tensors.items():
         tensor = wanted[name]
-        there, here = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
+        stored, expected = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
         if f.rows.shape != tensor.shape or not holds(tensor.dtype, f.rows.dtype):
             stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
-            result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
+            result.append(f"{name} is {stored} in the folder{stored_as} and {expected} in the model")
     return result
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return if two tensors of files hold the same numbers."""
+    """Return True if two tensors of files have the same values; reads at most 16 MiB at a time."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
@@ -258,10 +250,10 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 
 
 def _named(
-    model: nn.Module, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+    model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
-    """What the folder holds by the model's names; what of it the model has no name for; what cannot be made."""
-    found, extra, wrong = _converted(model, held, wanted) if is_of_transformers(model) else ({}, list(held), [])
+    """Return the stored tensors by the model's names, the stored names that the model lacks, and errors of conversions."""
+    tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
     if is_of_transformers(model) and model.base_model_prefix:
         prefixes = (f"{model.base_model_prefix}.", *PREFIXES)
@@ -270,15 +262,15 @@ def _named(
         name = own_name(key, wanted, prefixes)
         if name is None:
             left.append(key)
-        elif name in found:
-            wrong.append(f"{key} and {', '.join(found[name].stored_as)} both stand for {name}")
+        elif name in tensors:
+            wrong.append(f"{key} and {', '.join(tensors[name].stored_as)} both stand for {name}")
         else:
-            found[name] = FoundTensor(held[key], (key,))
-    return found, left, wrong
+            tensors[name] = FoundTensor(stored[key], (key,))
+    return tensors, left, wrong
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
+    """Return the name in `wanted` of the stored tensor `key`: without wrappers and prefixes, or with one prefix; else None."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:
@@ -292,51 +284,53 @@ def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) ->
 
 
 def _converted(
-    model: Any, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+    model: Any, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
-    """`_named` by the rules of transformers, which renames, merges and splits what other versions and formats hold."""
+    """Match as `_named`, by the rules with which transformers renames, merges and splits tensors of other versions."""
     from transformers import conversion_mapping, core_model_loading
 
     rules = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, FoundTensor] = {}
+    tensors: dict[str, FoundTensor] = {}
     extra, wrong = [], []
     makers: dict[str, tuple[Any, list[str]]] = {}
-    for key in sorted(held, key=core_model_loading.dot_natural_key):
+    for key in sorted(stored, key=core_model_loading.dot_natural_key):
         name, pattern = core_model_loading.rename_source_key(
             key, renamings, converters, model.base_model_prefix, wanted
         )
         if name not in wanted and key in wanted:
             name, pattern = key, None
-        if name not in wanted or (pattern is None and name in found):
+        if name not in wanted or (pattern is None and name in tensors):
             extra.append(key)
         elif pattern is None:
-            found[name] = FoundTensor(held[key], (key,))
+            tensors[name] = FoundTensor(stored[key], (key,))
         else:
             maker, keys = makers.setdefault(name, (deepcopy(by_pattern[pattern]), []))
-            maker.add_tensor(name, key, pattern, held[key])
+            maker.add_tensor(name, key, pattern, stored[key])
             keys.append(key)
     for name, (maker, keys) in makers.items():
         try:
-            for target, made in maker.convert(name, model=model, config=model.config).items():
-                rows = as_rows(made[0] if isinstance(made, (list, tuple)) else made)
-                if target in found:
-                    wrong.append(f"{', '.join(keys)} and {', '.join(found[target].stored_as)} both stand for {target}")
+            for target, value in maker.convert(name, model=model, config=model.config).items():
+                rows = as_rows(value[0] if isinstance(value, (list, tuple)) else value)
+                if target in tensors:
+                    wrong.append(
+                        f"{', '.join(keys)} and {', '.join(tensors[target].stored_as)} both stand for {target}"
+                    )
                 elif target in wanted:
-                    found[target] = FoundTensor(rows, tuple(keys))
+                    tensors[target] = FoundTensor(rows, tuple(keys))
                 else:
                     wrong.append(f"{', '.join(keys)} become {target}, which the model has not")
-        except Exception as error:  # whatever an operation of transformers meets
+        except Exception as error:  # operations of transformers raise errors of many kinds
             wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
-    return found, extra, wrong
+    return tensors, extra, wrong
 
 
 # -- reading
 
 
-def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
-    """What this rank holds of a tensor of the model."""
+def _rows_of_rank(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
+    """Return the part of `rows`, stored for the model's `tensor`, that this rank keeps."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]

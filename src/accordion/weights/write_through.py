@@ -1,11 +1,11 @@
-"""Full parameters that stand in for shards, one in memory at a time, while code runs that writes into parameters.
+"""Runs code that writes into parameters, such as init functions, on plain full tensors, with memory for one at a time.
 
-While an init function runs, every parameter stands in the registry as the plain full tensor that one device has, over a
-storage without memory. Before each operator the storages that it touches get memory, filled from the shards where the
-operator reads them; what the operators before left behind is cut into rows and let go. So nothing has to be known of init
-functions: views, `.data`, lists of parameters, compound ones like `orthogonal_`, and parents that write into their
-children all meet a plain tensor. (Running in-place operators on the DTensors themselves loses writes through views; full
-tensors made when a parameter is read and cut when the next one is lose writes through a reference kept meanwhile.)
+While an init function runs, every parameter is registered as a plain full tensor whose storage has no memory. Before each
+operator, the storages of its arguments get memory, filled from the shards if the operator reads them; full tensors of earlier
+operators are written to the shards and freed. So init functions can do anything they do on one device: write through views
+and `.data`, keep lists of parameters, call compound functions like `orthogonal_`, and write into child modules. (In-place
+operators on the DTensors themselves lose writes through views. Full tensors that live from one read of a parameter to the
+next read of another lose writes through references that were kept.)
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from accordion.errors import UsageError
 from accordion.state import sharded_engine
 
 aten = torch.ops.aten
-OVERWRITES = {  # the first argument is written and not read: no need to gather it; others are right too, only slower
+OVERWRITES = {  # these write their first argument without reading it, so that it need not be gathered
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor,
     aten.copy_.default, aten.bernoulli_.float, aten.exponential_.default, aten.random_.default,
     getattr(aten.random_, "from"), aten.log_normal_.default, aten.cauchy_.default, aten.eye.out, aten.eye.m_out,
 }  # fmt: skip
-# Views of every element: what overwrites one overwrites the parameter.
+# These return views of every element: an operator that overwrites the view overwrites the parameter.
 VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.default, aten.transpose.int}
 
 
 class Full:
-    """A parameter as one device has it, over a storage that has memory only while an operator needs it.
+    """A full parameter whose storage has memory only while an operator uses it.
 
-    `kept`: what is written goes to the shards. `filled`: the memory holds the parameter's value.
+    `writes_shard`: values written into it are written to the shard; else they are dropped. `filled`: the memory has a value.
     """
 
-    __slots__ = ("data", "filled", "kept", "num_bytes", "param", "storage", "tensor")
+    __slots__ = ("data", "filled", "num_bytes", "param", "storage", "tensor", "writes_shard")
 
-    def __init__(self, param: Param, device: torch.device, kept: bool) -> None:
-        self.param, self.kept, self.filled = param, kept, False
+    def __init__(self, param: Param, device: torch.device, writes_shard: bool) -> None:
+        self.param, self.writes_shard, self.filled = param, writes_shard, False
         self.data = torch.empty(param.sharded.shape, dtype=param.dtype, device=device)
         self.storage = self.data.untyped_storage()
         self.num_bytes = self.storage.nbytes()
@@ -52,13 +52,13 @@ class Full:
         self.storage.resize_(0)
 
     def take(self, value: Tensor) -> None:
-        """Write this rank's rows of `value` to the shard."""
-        if self.kept:
+        """Write this rank's rows of `value`, a full tensor, to the shard."""
+        if self.writes_shard:
             _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
 
 
 class Fulls(_torch.DispatchMode):
-    """Owns the full tensors that stand in the registry; gives memory to those that the running operator touches."""
+    """Dispatch mode that gives memory to the full tensors that an operator uses, and frees those of earlier operators."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,9 +69,9 @@ class Fulls(_torch.DispatchMode):
         self._open: list[Full] = []
         self.written: set[int] = set()  # ids of the storages that an operator wrote
 
-    def stand_in(self, param: Param, places: Iterable[tuple[nn.Module, str]], kept: bool) -> None:
-        """Register a full tensor in place of the shard of `param` at these places."""
-        full = Full(param, self._device, kept)
+    def replace(self, param: Param, places: Iterable[tuple[nn.Module, str]], writes_shard: bool) -> None:
+        """Register one full tensor in place of the shard of `param` at some places (module, attribute)."""
+        full = Full(param, self._device, writes_shard)
         self.all.append(full)
         self._by_storage[id(full.storage)] = full
         for module, attr in places:
@@ -79,10 +79,10 @@ class Fulls(_torch.DispatchMode):
             module._parameters[attr] = full.tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t.untyped_storage() for t in _plain_tensors((args, kwargs))]
+        storages = [t.untyped_storage() for t in _plain_tensors((args, kwargs))]
         if _torch.mutates(func):
             self.written.update(id(t.untyped_storage()) for t in _plain_tensors((args[:1], kwargs)))
-        used = [self._by_storage[id(s)] for s in given if id(s) in self._by_storage]
+        used = [self._by_storage[id(s)] for s in storages if id(s) in self._by_storage]
         if used:
             self.close(used)
         for full in dict.fromkeys(used):
@@ -91,13 +91,13 @@ class Fulls(_torch.DispatchMode):
                 self._open.append(full)
             if full.filled or func in VIEWS:
                 continue
-            if func not in OVERWRITES or len(used) > 1 or given[0] is not full.storage:
+            if func not in OVERWRITES or len(used) > 1 or storages[0] is not full.storage:
                 gather_into(full.data, full.param)
             full.filled = True
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Cut what stands open into rows and let its memory go, except where numpy shares it."""
+        """Write all full tensors that have memory to the shards and free them, unless numpy shares their memory."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)
@@ -107,23 +107,24 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def settle(self, module: nn.Module) -> None:
-        """Take over what an init assigned instead of writing in place: `weight.data = ...`, `module.weight = Parameter(...)`."""
+        """Write values that an init assigned (`weight.data = ...`, `module.weight = Parameter(...)`) to the shards."""
         for _, attr, full in self._places.get(id(module), []):
-            given = module._parameters.get(attr)
-            storage = None if given is None else given.untyped_storage()
-            if given is full.tensor and storage is full.storage:
+            assigned = module._parameters.get(attr)
+            storage = None if assigned is None else assigned.untyped_storage()
+            if assigned is full.tensor and storage is full.storage:
                 continue
             tied = sum(full is other for _, _, other in self.places()) > 1
-            fits = given is not None and given.shape == full.data.shape and id(storage) not in self._by_storage
-            if given is None or not fits or (given is not full.tensor and tied):
+            fits = assigned is not None and assigned.shape == full.data.shape and id(storage) not in self._by_storage
+            if assigned is None or not fits or (assigned is not full.tensor and tied):
                 raise UsageError(
-                    f"init put {'nothing' if given is None else f'another parameter of shape {tuple(given.shape)}'} in place "
-                    f"of {full.param.name!r} of shape {tuple(full.data.shape)}; fill it in place, and tie or drop before shard()."
+                    f"init put {'nothing' if assigned is None else f'another parameter of shape {tuple(assigned.shape)}'} in "
+                    f"place of {full.param.name!r} of shape {tuple(full.data.shape)}; fill it in place, and tie or drop before "
+                    "shard()."
                 )
-            full.take(given.detach())
+            full.take(assigned.detach())
             self.written.add(id(full.storage))
             full.storage.resize_(full.num_bytes)
-            full.tensor.data = full.data  # over its storage again, without a value
+            full.tensor.data = full.data  # back to its own storage, without a value
             full.storage.resize_(0)
             full.filled = False
             module._parameters[attr] = full.tensor
@@ -131,7 +132,7 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def places(self) -> list[tuple[nn.Module, str, Full]]:
-        """Return where each full tensor is registered: module and attribute."""
+        """Return (module, attribute, full tensor) of each place at which one is registered."""
         return [place for places in self._places.values() for place in places]
 
     def restore(self) -> None:
@@ -140,20 +141,20 @@ class Fulls(_torch.DispatchMode):
             module._parameters[attr] = full.param.sharded
 
     def unwritten(self) -> list[Param]:
-        """The parameters that no operator wrote."""
-        kept = [full for full in self.all if full.kept]
-        return [full.param for full in kept if id(full.storage) not in self.written]
+        """Return the parameters that no operator wrote, except those whose values are dropped."""
+        candidates = [full for full in self.all if full.writes_shard]
+        return [full.param for full in candidates if id(full.storage) not in self.written]
 
 
 @contextmanager
 def init_mode(
     model: nn.Module, *, only: Collection[int] | None = None, drafts: Iterable[tuple[nn.Module, str]] = ()
 ) -> Iterator[Fulls]:
-    """Inside, parameters are full and plain, and what is written into them goes to the shards; every rank must write alike.
+    """Context manager in which parameters are plain full tensors, and values written into them are written to the shards.
 
-    `only`: ids of sharded parameters; what is written into others goes nowhere. `drafts`: places (module, attribute) of
-    tied parameters that get a full tensor of their own, and what is written there goes nowhere: so a tie made after an init
-    works on one device.
+    Every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others are
+    dropped. `drafts`: places (module, attribute) of tied parameters that get a full tensor of their own, whose values are
+    dropped, as they are on one device if parameters are tied after an init.
     """
     engine = sharded_engine(model, "init_mode")
     if engine.suspended:
@@ -164,11 +165,11 @@ def init_mode(
     with torch.inference_mode(False), torch.no_grad():
         for param in (p for unit in engine.units for p in unit.params):
             places = [(module, attr) for ref, attr in param.places if (module := ref()) is not None]
-            own = [(m, a) for m, a in places if (id(m), a) not in drafted] or places
-            fulls.stand_in(param, own, only is None or id(param.sharded) in only)
+            shared = [(m, a) for m, a in places if (id(m), a) not in drafted] or places
+            fulls.replace(param, shared, only is None or id(param.sharded) in only)
             for place in places:
-                if place not in own:
-                    fulls.stand_in(param, [place], kept=False)
+                if place not in shared:
+                    fulls.replace(param, [place], writes_shard=False)
         engine.suspended = True
         try:
             with fulls:
@@ -182,7 +183,7 @@ def init_mode(
 
 
 def gather_into(full: Tensor, param: Param) -> None:
-    """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
+    """Fill the contiguous full tensor `full` from the shards of all ranks in place: a sum of integers, as others have zeros."""
     full.zero_()
     own_part(full, param).copy_(_torch.local_of(param.sharded))
     over = [] if param.cut.dim is None else list(param.context.cut_communicators)
@@ -192,7 +193,7 @@ def gather_into(full: Tensor, param: Param) -> None:
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors with a storage in the arguments of an operator."""
+    """Yield the tensors in the arguments of an operator that have a storage."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
             yield leaf

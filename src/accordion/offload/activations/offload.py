@@ -1,4 +1,4 @@
-"""Inputs of recomputed blocks off the device: taken away behind the forward, and back ahead of their use in the backward."""
+"""Copies the inputs of recomputed blocks off the device during the forward, and back before they are used in the backward."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger("accordion")
 
 
 class ActivationOffload:
-    """Owns the places in which inputs wait, made in the first forward and used again, and the order in which they came.
+    """Offloads the inputs of a model's recomputed units, into stores that are created in the first forward and reused.
 
-    `side streams`: on which they come back, and on which they leave.
+    `side_streams`: for copies to the device, and from it.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ActivationOffload:
         self.device, self._side_streams, self._pool, self._checksums = device, side_streams, pool, checksums
         self._make_arena = make_arena
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
-        self._told = (0, 0)
+        self._reported_bytes = (0, 0)  # (host, disk) in the last log message
         self._last: weakref.ref[OffloadedInput] | None = None
-        self._leaving: tuple[Transfer | Stored, Tensor, int] | None = None  # what leaves, of what, and its version then
+        self._storing: tuple[Transfer | Stored, Tensor, int] | None = None  # copy under way, its source and its version
 
     @property
     def host_bytes(self) -> int:
@@ -56,8 +56,8 @@ class ActivationOffload:
         return sum(store.disk_bytes for store in self._stores.values())
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
-        """Begin to take an input away; what the one before still held on the device goes."""
-        self.land()
+        """Start copying an input to `place`, a tier. First finishes the copy of the last input, whose memory is then freed."""
+        self.finish_store()
         if place not in self._stores:
             folder, common = folder_of(place), (self.device, self._side_streams)
             if folder is None:
@@ -68,14 +68,14 @@ class ActivationOffload:
                 )
         slot = self._stores[place].take(room_for(tensor.nbytes))
         offloaded = OffloadedInput(self, tensor, slot, self._last)
-        self._last, self._leaving = weakref.ref(offloaded), (offloaded.leaving, tensor, tensor._version)
+        self._last, self._storing = weakref.ref(offloaded), (offloaded.storing, tensor, tensor._version)
         return offloaded
 
-    def land(self) -> None:
-        """Nothing leaves any more. Raises `UsageError` where something was written meanwhile: the copy may have some of it."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            move, tensor, version = leaving
+    def finish_store(self) -> None:
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            move, tensor, version = storing
             move.land()
             if tensor._version != version:
                 raise UsageError(
@@ -83,12 +83,12 @@ class ActivationOffload:
                     "to the host; change a clone of it, or leave out Offload(activations=...)."
                 )
 
-    def turn(self) -> None:
-        """A backward has begun: inputs that are offloaded from now on are of another forward."""
-        self._last, taken = None, (self.host_bytes, self.disk_bytes)
-        if taken != self._told:
-            self._told = taken
-            log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *taken)
+    def begin_backward(self) -> None:
+        """Call in a backward: inputs that are offloaded from now on belong to another forward. Logs the bytes if they changed."""
+        self._last, sizes = None, (self.host_bytes, self.disk_bytes)
+        if sizes != self._reported_bytes:
+            self._reported_bytes = sizes
+            log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *sizes)
 
     def report(self, error: OffloadError) -> None:
         """Report an error to other ranks, which may wait for this one in the backward."""
@@ -96,7 +96,7 @@ class ActivationOffload:
 
 
 class OffloadedInput:
-    """Owns the place of one input off the device, from its forward until the graph goes that may recompute with it."""
+    """One input off the device; `before` is the input that was offloaded before it in the same forward."""
 
     def __init__(
         self,
@@ -106,43 +106,43 @@ class OffloadedInput:
         before: weakref.ref[OffloadedInput] | None,
     ) -> None:
         self._owner, self._slot, self._before = activation_offload, slot, before
-        self._coming: tuple[Transfer, Tensor] | None = None
+        self._fetched: tuple[Transfer, Tensor] | None = None
         self._live: Tensor | None = tensor  # until the block's forward has ended
-        self._like = torch.empty_like(tensor, device="meta")  # its shape and strides, where it is dense
-        self.leaving = slot.store(tensor, self._like)
+        self._like = torch.empty_like(tensor, device="meta")  # its shape, and its strides if it is dense
+        self.storing = slot.store(tensor, self._like)
 
     def leave(self) -> None:
-        """The block's forward has ended."""
+        """Release the input on the device. Call when the block's forward has ended."""
         self._live = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
-        if self._live is None and self._coming is None:
-            self._owner.land()
+        """Start copying the input back to the device, unless that was started already."""
+        if self._live is None and self._fetched is None:
+            self._owner.finish_store()
             tensor = torch.empty_strided(
                 self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.device
             )
-            self._coming = self._slot.fetch(tensor), tensor
+            self._fetched = self._slot.fetch(tensor), tensor
 
     def tensor(self) -> Tensor:
-        """The input: itself in its forward, else its copy, a leaf that requires a gradient; the one before comes too."""
+        """Return the input itself during its forward, and later its copy, a leaf tensor that requires a gradient."""
         if self._live is not None:
             return self._live
-        self._owner.turn()
+        self._owner.begin_backward()
         try:
             with torch.no_grad():
                 self.fetch()
-                before = None if self._before is None else self._before()
+                before = None if self._before is None else self._before()  # the backward needs it next
                 if before is not None:
                     before.fetch()
-                assert self._coming is not None, "it was fetched"
-                move, tensor = self._coming
+                assert self._fetched is not None, "it was fetched"
+                move, tensor = self._fetched
                 move.land()
         except OffloadError as error:
             self._owner.report(error)
             raise
-        self._coming = None
+        self._fetched = None
         return tensor.requires_grad_()
 
     def __del__(self) -> None:
-        self._slot.free(is_coming=self._coming is not None)
+        self._slot.free(is_fetched=self._fetched is not None)

@@ -1,4 +1,4 @@
-"""Where inputs of recomputed blocks wait off the device: in host memory, or in a file behind a few pieces of it."""
+"""Stores for inputs of recomputed blocks: host memory, or a file that is accessed through a few buffers of host memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker, page_aligned
 from accordion.offload.disk_shards import CHUNK_BYTES
 from accordion.offload.swap_file import SwapFile
 
-GROWTH = 8  # a piece that takes the place of a smaller one has this share of its size beyond what is asked for
-NUM_STAGES = 3  # pieces of host memory on the way to a file and back: one is filled, one is written or read, one waits
+GROWTH = 8  # a buffer that replaces a smaller one is larger than requested by one part in this many
+NUM_STAGES = 3  # host buffers for a file: one is filled, one is written or read, one waits
 STORES, FETCHES = "takes activations from the device", "brings activations back"
 
 
 class HostActivationStore:
-    """Owns host memory in pieces: as many as ever waited at once, each as large as the largest of those that were in it."""
+    """Host memory for inputs: as many buffers as inputs were ever stored at once, each as large as its largest input."""
 
     disk_bytes = 0
 
@@ -37,55 +37,57 @@ class HostActivationStore:
         self._free: list[Arena] = []
 
     def take(self, num_bytes: int) -> HostSlot:
-        fits = [piece for piece in self._free if piece.num_bytes >= num_bytes]
+        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or a new one."""
+        fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fits:
-            piece = min(fits, key=lambda piece: piece.num_bytes)
-            self._free.remove(piece)
-            return HostSlot(self, piece)
-        if self._free:  # inputs have grown: a larger one in place of the next smaller one
-            largest = max(self._free, key=lambda piece: piece.num_bytes)
+            buffer = min(fits, key=lambda buffer: buffer.num_bytes)
+            self._free.remove(buffer)
+            return HostSlot(self, buffer)
+        if self._free:  # inputs have grown: replace the largest free buffer by a larger one
+            largest = max(self._free, key=lambda buffer: buffer.num_bytes)
             self._free.remove(largest)
             self.host_bytes -= largest.num_bytes
             del largest
-            # Beyond what is asked for: else lengths that grow a little at a time have each step pin memory, and wait for it.
+            # Larger than requested: if lengths grew a little in each step, each step would pin new memory and wait for it.
             num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
-        piece = self._make_arena(num_bytes, self._device)
+        buffer = self._make_arena(num_bytes, self._device)
         self.host_bytes += num_bytes
-        return HostSlot(self, piece)
+        return HostSlot(self, buffer)
 
-    def give(self, piece: Arena) -> None:
-        self._free.append(piece)
+    def give(self, buffer: Arena) -> None:
+        self._free.append(buffer)
 
 
 class HostSlot:
-    """Owns a piece of host memory while an input waits in it."""
+    """A buffer of host memory for one input."""
 
-    def __init__(self, store: HostActivationStore, piece: Arena) -> None:
-        self._store, self._piece = store, piece
-        self._coming: Transfer | None = None
+    def __init__(self, store: HostActivationStore, buffer: Arena) -> None:
+        self._store, self._buffer = store, buffer
+        self._fetch: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
-        """Begin to take an input there. `like`: its shape and strides, without gaps."""
-        return self._store.side_streams[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
+        """Start copying the input `tensor` to the host. `like`: has its shape and dtype, and dense strides."""
+        return self._store.side_streams[1].copy(copying(shaped(self._buffer.memory, like), tensor), [tensor], STORES)
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Begin to bring it back into a tensor of the same shape and strides."""
-        copies = copying(into, shaped(self._piece.memory, into))
-        self._coming = self._store.side_streams[0].copy(copies, [into], FETCHES)
-        return self._coming
+        """Start copying the input back into `into`, on the device, of the shape and strides of `like`."""
+        copies = copying(into, shaped(self._buffer.memory, into))
+        self._fetch = self._store.side_streams[0].copy(copies, [into], FETCHES)
+        return self._fetch
 
-    def free(self, is_coming: bool) -> None:
-        """Nobody wants it any more, though it may be on its way; on any thread."""
-        if is_coming and self._coming is not None:  # the host cannot wait: a device may wait for ranks that never come
-            self._coming.join(self._store.side_streams[1])
-            self._coming.land()
-        self._store.give(self._piece)
+    def free(self, is_fetched: bool) -> None:
+        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and not waited for."""
+        # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
+        if is_fetched and self._fetch is not None:
+            self._fetch.join(self._store.side_streams[1])
+            self._fetch.land()
+        self._store.give(self._buffer)
 
 
 class DiskActivationStore:
-    """Owns a file, and the host memory through which inputs pass on their way there and back.
+    """A file for inputs, which are copied and read through `NUM_STAGES` host buffers.
 
-    The file grows where no part of it is free that is large enough, in the first passes or with inputs that are larger.
+    The file grows if no free range is large enough: in the first forwards, and when inputs get larger.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class DiskActivationStore:
         self._device, self.side_streams, self._pool = device, side_streams, pool
         self._make_arena = make_arena
         self.file = SwapFile(folder, 0, checksums=checksums)
-        self._free: list[tuple[int, int]] = []  # (start, stop) in the file, in order, none beside another
-        self._given: deque[tuple[int, int, list[Moves]]] = deque()  # free as soon as nothing is moved there
-        self._stages = [Stage() for _ in range(NUM_STAGES)]
+        self._free: list[tuple[int, int]] = []  # (start, stop) in bytes of free ranges, sorted, adjacent ones joined
+        self._released: deque[tuple[int, int, list[Moves]]] = deque()  # free when their reads and writes have ended
+        self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
 
     @property
     def disk_bytes(self) -> int:
@@ -110,10 +112,10 @@ class DiskActivationStore:
 
     @property
     def host_bytes(self) -> int:
-        return sum(stage.piece.num_bytes for stage in self._stages if stage.piece is not None)
+        return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """A part of the file, free or new. Raises `OffloadError` where the disk has no room."""
+        """Return a slot of `num_bytes` in the smallest free range that fits, or at the end. Raise `OffloadError` without room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -130,29 +132,29 @@ class DiskActivationStore:
         return DiskSlot(self, start, num_bytes)
 
     def _collect(self) -> None:
-        while self._given:
-            start, stop, moves = self._given.popleft()
+        while self._released:
+            start, stop, moves = self._released.popleft()
             for move in moves:
-                move.rest()
+                move.settle()
             self._free.append((start, stop))
         self._free = joined(self._free)
 
     def give(self, start: int, stop: int, moves: list[Moves]) -> None:
-        """A part of the file is free once `moves` have ended; on any thread."""
-        self._given.append((start, stop, moves))
+        """Free a range of the file, in bytes, once `moves` have ended; callable on any thread."""
+        self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """The piece of host memory that was used longest ago, once what it had is where it belongs."""
+        """Return the least recently used host buffer, at least `num_bytes` large, after waiting for its last use."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
-        if stage.piece is None or stage.piece.num_bytes < num_bytes:
-            stage.piece = None  # what is too small is freed first
-            stage.piece = self._make_arena(num_bytes, self._device)
+        if stage.buffer is None or stage.buffer.num_bytes < num_bytes:
+            stage.buffer = None  # free the smaller one before allocating
+            stage.buffer = self._make_arena(num_bytes, self._device)
         return stage
 
     def move(self, call: Callable[[int, Tensor], None], start: int, memory: Tensor, after: Callable[[], None]) -> Moves:
-        """Let threads read or write `memory` at `start`, part by part, once `after` returns."""
+        """Once `after` returns, call `call(offset, part)` on threads for all parts of `memory`, 1-D uint8, from `start` on."""
         parts = [
             partial(call, start + at, memory[at : at + CHUNK_BYTES]) for at in range(0, memory.numel(), CHUNK_BYTES)
         ]
@@ -160,26 +162,26 @@ class DiskActivationStore:
 
 
 class Stage:
-    """Owns a piece of host memory that is used again and again, and knows what it has and until when that is needed."""
+    """A buffer of host memory between the device and the file."""
 
     def __init__(self) -> None:
-        self.piece: Arena | None = None
-        self.has: object = None
-        self.needed: list[Callable[[], None]] = []  # each returns when what it has is needed no longer
+        self.buffer: Arena | None = None
+        self.content: object = None  # the `DiskSlot` whose input is in the buffer
+        self.uses: list[Callable[[], None]] = []  # each waits for one use of the buffer
 
     def clear(self) -> None:
-        """Return when nobody needs what it has. Raises what that raises, once."""
-        self.has = None
-        while self.needed:
-            self.needed.pop(0)()
+        """Wait for all uses of the buffer. Raise the error of one that failed, once."""
+        self.content = None
+        while self.uses:
+            self.uses.pop(0)()
 
     def memory(self, num_bytes: int) -> Tensor:
-        assert self.piece is not None, "it was made to fit"
-        return self.piece.memory[:num_bytes]
+        assert self.buffer is not None, "it was made to fit"
+        return self.buffer.memory[:num_bytes]
 
 
 class Moves:
-    """Reads or writes under way on threads. One of them waits for what comes before; the others have work meanwhile."""
+    """Reads or writes of a file on threads. One thread waits until `after` returns, so that the others are free."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, after: Callable[[], None], parts: Sequence[Callable[[], None]]
@@ -193,8 +195,8 @@ class Moves:
         return [self._pool.submit(part) for part in parts]
 
     def wait(self, *_: Any) -> None:
-        """Wait for the end of all, as what a collective gives does. Raises what one of them raised."""
-        self.rest()
+        """Wait for all, as the work of a collective does; other arguments are ignored. Raise the error of one that failed."""
+        self.settle()
         try:
             for future in self._started.result():
                 future.result()
@@ -202,80 +204,82 @@ class Moves:
             failed = error.with_traceback(None)
         else:
             return
-        # Another one: what is raised knows the frames of who waits, and with them the graph that holds this.
+        # A new error: the traceback of a raised one refers to the caller's frames, and so to the graph that refers to this.
         raise OffloadError(*failed.args) from failed.__cause__
 
-    def rest(self) -> None:
-        """Wait for the end, whatever it is."""
+    def settle(self) -> None:
+        """Wait for all, and ignore errors."""
         wait([self._started])
         if self._started.exception() is None:
             wait(self._started.result())
 
 
 class DiskSlot:
-    """Owns a part of the file while an input waits in it, and what is moved there."""
+    """A range of the file for one input, with its reads and writes under way."""
 
     def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
         self._stage: Stage | None = None
         self._stored: Stored | None = None
-        self._coming: Transfer | None = None
+        self._fetch: Transfer | None = None
         self._reads: Moves | None = None
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> Stored:
+        """Start copying the input `tensor` to the host and writing it. `like`: has its shape and dtype, and dense strides."""
         stage = self.activation_store.stage(self.num_bytes)
         memory = stage.memory(self.num_bytes)
-        transfer = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
-        self._stage, self._stored, stage.has = stage, Stored(self.activation_store, self.start, memory, transfer), self
-        stage.needed.append(partial(self._end, self._stored.finish))
+        copy = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
+        self._stage, self._stored, stage.content = stage, Stored(self.activation_store, self.start, memory, copy), self
+        stage.uses.append(partial(self._end, self._stored.finish))
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
-        """From the file, or from the memory in which it went there, where nothing else has come since."""
+        """Start copying the input back into `into`: from its host buffer if that was not reused, else from the file."""
         assert self._stage is not None, "what is fetched was stored"
         assert self._stored is not None, "what is fetched was stored"
         store, stage, reads = self.activation_store, self._stage, None
-        if stage.has is not self:
-            self._stored.finish()  # before the memory was used again; here for what it raised then
+        if stage.content is not self:
+            self._stored.finish()  # it has ended, because its buffer was reused: this raises its error
             stage = store.stage(self.num_bytes)
             reads = store.move(store.file.read, self.start, stage.memory(self.num_bytes), lambda: None)
         memory, self._reads = shaped(stage.memory(self.num_bytes), into), reads
 
-        def steps() -> Steps:  # on a device it waits only for what came before the reads
+        def steps() -> Steps:  # on a device the copy waits for compute work that was started before the reads only
             if reads is not None:
                 yield Pending(Communicator(None, torch.device("cpu")), [reads])
             into.copy_(memory, non_blocking=True)
 
-        self._coming = store.side_streams[0].start(steps(), [into], FETCHES)
-        stage.needed.append(partial(self._end, self._coming.synchronize))
-        return self._coming
+        self._fetch = store.side_streams[0].start(steps(), [into], FETCHES)
+        stage.uses.append(partial(self._end, self._fetch.synchronize))
+        return self._fetch
 
     def _end(self, wait: Callable[[], None]) -> None:
-        """Before host memory is used again. What fails is not told where nobody asks any more."""
+        """Call `wait`, and ignore its `OffloadError` if the input is not needed any more."""
         try:
             wait()
         except OffloadError:
             if self._is_wanted:
                 raise
 
-    def free(self, is_coming: bool) -> None:
+    def free(self, is_fetched: bool) -> None:
+        """Free the range; callable on any thread. `is_fetched`: a copy to the device was started and not waited for."""
         self._is_wanted = False
-        moves = [] if self._stored is None else self._stored.let_go()
-        if is_coming and self._coming is not None:
-            self._end(self._coming.land)  # who uses the stage again waits for the copy
+        moves = [] if self._stored is None else self._stored.cancel()
+        if is_fetched and self._fetch is not None:
+            self._end(self._fetch.land)  # the next use of the stage waits for the copy
         moves += [] if self._reads is None else [self._reads]
         self.activation_store.give(self.start, self.start + self.num_bytes, moves)
 
 
 class Stored:
-    """An input on its way from the device to host memory and from there to the file."""
+    """A copy of an input to a host buffer, followed by its write to the file; answers to `land` as a `Transfer` does."""
 
     def __init__(self, store: DiskActivationStore, start: int, memory: Tensor, transfer: Transfer) -> None:
         self._transfer = transfer
         self._move: Callable[[], Moves] | None = partial(store.move, store.file.write, start, memory, transfer.block)
         self._writes: Moves | None = None
-        if not store.side_streams[1].late:  # else nothing has arrived before it is waited for
+        if not store.side_streams[1].late:  # with debug="streams" the copy runs only when it is waited for
             self._begin()
 
     def _begin(self) -> None:
@@ -288,21 +292,21 @@ class Stored:
         self._begin()
 
     def finish(self) -> None:
-        """Return when it is in the file or, where nobody wants it, in host memory: that is used again then."""
+        """Wait until the host buffer can be reused: after the write or, if that was cancelled before it began, the copy."""
         self.land()
         if self._writes is None:
             self._transfer.block()
         else:
             self._writes.wait()
 
-    def let_go(self) -> list[Moves]:
-        """Nobody wants it any more; what is under way all the same."""
+    def cancel(self) -> list[Moves]:
+        """Cancel the write if it has not begun. Return the writes under way."""
         self._move = None
         return [] if self._writes is None else [self._writes]
 
 
 def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Parts of a file in order, neighbours as one."""
+    """Return the ranges (start, stop) sorted, with adjacent ones joined."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
         if result and result[-1][1] == start:
@@ -312,7 +316,7 @@ def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def shaped(memory: Tensor, like: Tensor) -> Tensor:
-    """The beginning of `memory`, bytes, with dtype, shape and strides of a dense tensor."""
+    """Return a view of the beginning of `memory`, 1-D uint8, with dtype, shape and strides of the dense tensor `like`."""
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
@@ -324,5 +328,5 @@ def copying(to: Tensor, source: Tensor) -> Callable[[], None]:
 
 
 def room_for(num_bytes: int) -> int:
-    """Return the bytes that an input takes."""
+    """Return the bytes that an input of `num_bytes` takes in a store: whole pages, at least one."""
     return max(page_aligned(num_bytes), ALIGN_BYTES)

@@ -1,4 +1,4 @@
-"""A step cut into chunks: which elements of which tensors it takes at a time, where they lie, and the step of one chunk."""
+"""Splits the step of parameters into chunks of a limited number of elements, and steps one chunk."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, local_of, write_back
 from accordion.offload.swap_file import FileRange, SwapFile
 
-CHUNK_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
-LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
-NUM_CHUNKS = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
+CHUNK_NUMEL = 2**21  # largest chunk: 8 MiB of each float32 state
+LEAST_NUMEL = 2**16  # smallest chunk: with four requests of 256 KiB in flight disks still reach their full speed
+NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buffers of four chunks are small
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """States of several parameters in one chunk of memory, of the host or of the device; `owner` keeps it pinned."""
+    """Memory for the states of several parameters, on the host or on the device; answers to `mapped` as a `SwapFile` does."""
 
-    whole: Tensor  # bytes
-    owner: object = None
+    whole: Tensor  # 1-D uint8
+    owner: object = None  # keeps the memory pinned
 
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of it, shared with it."""
+        """Return a (numel,) tensor that shares this memory, from `offset` bytes on."""
         return own_storage(self.whole[offset : offset + numel * dtype.itemsize].view(dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """A part of a store for the parameters of one unit, param group and dtype: for each state a run of `numel` elements.
+    """States of the parameters of one unit, param group and dtype: for each state a contiguous run of `numel` elements.
 
-    `keys`: the states that have an element for each of the parameter's, with their dtypes; `starts`: where each one's run
-    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `most`: elements of the largest chunk.
-    `from_disk`, `besides`: bytes an element of parameter, gradient and row, those on disk and all of them.
+    Args: `keys`: name -> dtype of the states that have the parameter's shape; `starts`: name -> offset in bytes of its run;
+    `itemsize`: the smallest one of all tensors that are stepped with the states; `max_numel`: elements of the largest chunk;
+    `disk_bytes`, `total_bytes`: bytes per element of parameter, gradient and row together: those on disk, and all.
     """
 
     store: SwapFile | Memory
@@ -47,140 +47,134 @@ class StateBlock:
     keys: dict[str, torch.dtype]
     starts: dict[str, int]
     itemsize: int
-    most: int
-    from_disk: int = 0
-    besides: int = 0
+    max_numel: int
+    disk_bytes: int = 0
+    total_bytes: int = 0
 
     @property
     def step(self) -> int:
-        """Parameters begin, and chunks are cut, at multiples of so many elements: of a page, whatever the dtype."""
+        """Number of elements at whose multiples parameters begin and chunks are split: a page of the smallest dtype."""
         return ALIGN_BYTES // self.itemsize
 
     def buffer_bytes(self, *, on_device: bool) -> int:
-        """Return the most that a chunk takes in a buffer of the device, or of the host."""
+        """Return the bytes of the largest chunk in a buffer of the device, or else of the host."""
         in_buffer = on_device or isinstance(self.store, SwapFile)
         states = sum(dtype.itemsize for dtype in self.keys.values()) if in_buffer else 0
-        return ((self.besides if on_device else self.from_disk) + states) * min(self.most, self.numel)
+        return ((self.total_bytes if on_device else self.disk_bytes) + states) * min(self.max_numel, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of a block."""
+    """The position of one parameter's states: elements [start, start + number of its elements) of each run of `block`."""
 
     block: StateBlock
     start: int
-    shown: dict[str, Tensor]  # each state as the outside sees it, in the shape of the shard
+    shown: dict[str, Tensor]  # name -> the state in the shape of the shard, as `optimizer.state` shows it
 
 
 @dataclass(slots=True)
 class ParamStep:
-    """A parameter of a step under way. `shards`: of its shard, and which parameter of it; None: on the device.
-
-    `made`: its states that have not the parameter's shape, as the last chunk left them.
-    """
+    """A parameter of a step under way that goes chunk by chunk."""
 
     entry: Entry
     place: StatePlace
-    present: frozenset[str]
-    shard_buffer: tuple[OffDeviceShards, int] | None = None
-    made: dict[str, Any] = field(default_factory=dict)
+    present: frozenset[str]  # states that the parameter has already; others begin as zeros
+    shard_buffer: tuple[OffDeviceShards, int] | None = None  # with its index there; None if it is on the device
+    states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of elements that a chunk needs: in `memory`, else at `offset` of a file. `reads`: their values matter.
-
-    `writes`: they change, and go back to where they lie.
-    """
+    """A 1-D range of elements that the step of a chunk uses, in `memory` or at `offset` bytes of `file`."""
 
     dtype: torch.dtype
     numel: int
-    reads: bool
-    writes: bool
+    reads: bool  # the step needs the values
+    writes: bool  # the step changes the values
     memory: Tensor | None = None
     file: SwapFile | None = None
     offset: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """In a buffer, and in a file."""
+        """Bytes in a buffer and in a file, in whole pages."""
         return page_aligned(self.numel * self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which spans of the chunk have them."""
+    """Elements [low, high) of a parameter; `local`, `grad`, `row`: indices of the chunk's spans with its shard and so on."""
 
     todo: ParamStep
     low: int
     high: int
-    own: int
+    local: int
     grad: int
     row: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, stop) of a block: what of them is stepped, and all that this takes. States come first, by key."""
+    """Elements [start, stop) of a block of states, and the parts of parameters that are stepped with them."""
 
     block: StateBlock
     start: int
     stop: int
     parts: list[ChunkPart]
-    spans: list[Span]
+    spans: list[Span]  # first one for each state, in the order of `block.keys`, then those of each part
 
 
 def chunk_numel(itemsize: int, total: int) -> int:
-    """Elements of the largest chunk of a step of `total`, where the smallest dtype has `itemsize` bytes.
+    """Return the number of elements of the largest chunk of a step of `total` elements, a multiple of a page in each dtype.
 
-    Chunks are cut at pages of each dtype.
+    Args: `itemsize`: bytes per element of the smallest dtype.
     """
     step = ALIGN_BYTES // itemsize
     return max(step, min(CHUNK_NUMEL, max(LEAST_NUMEL, total // NUM_CHUNKS)) // step * step)
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Cut what is to be stepped of one unit into chunks, in the order of the store; what nobody steps is not read."""
+    """Split the step of some parameters into chunks, in the order of their states. Other parameters are not in any chunk."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
-    for mine in by_block.values():
-        block, mine = mine[0].place.block, sorted(mine, key=lambda t: t.place.start)
+    for members in by_block.values():
+        block, members = members[0].place.block, sorted(members, key=lambda t: t.place.start)
         runs: list[tuple[int, int, list[ParamStep]]] = []
-        for todo in mine:  # neighbours join
+        for todo in members:  # adjacent parameters share chunks
             start = todo.place.start
-            stop = start + -(-todo.entry.own.numel() // block.step) * block.step
+            stop = start + -(-todo.entry.local.numel() // block.step) * block.step
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop, [*runs[-1][2], todo])
             else:
                 runs.append((start, stop, [todo]))
         for start, stop, inside in runs:
-            for at in range(start, stop, block.most):
-                yield _chunk(block, at, min(stop, at + block.most), inside)
+            for at in range(start, stop, block.max_numel):
+                yield _chunk(block, at, min(stop, at + block.max_numel), inside)
 
 
 def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]) -> Chunk:
     cut = []
     for todo in inside:
-        first, numel = todo.place.start, todo.entry.own.numel()
+        first, numel = todo.place.start, todo.entry.local.numel()
         low, high = max(start, first), min(stop, first + numel)
         if low < high:
             cut.append((todo, low - first, high - first))
     spans, parts = list[Span](), list[ChunkPart]()
     for key, dtype in block.keys.items():
-        there, at = any(key in todo.present for todo, _, _ in cut), block.starts[key] + start * dtype.itemsize
+        reads, at = any(key in todo.present for todo, _, _ in cut), block.starts[key] + start * dtype.itemsize
         if isinstance(block.store, SwapFile):
-            spans.append(Span(dtype, stop - start, there, True, file=block.store, offset=at))
+            spans.append(Span(dtype, stop - start, reads, True, file=block.store, offset=at))
         else:
-            spans.append(Span(dtype, stop - start, there, True, memory=block.store.mapped(at, stop - start, dtype)))
+            spans.append(Span(dtype, stop - start, reads, True, memory=block.store.mapped(at, stop - start, dtype)))
     for todo, low, high in cut:
         entry, at, (shard_buffer, i) = todo.entry, len(spans), todo.shard_buffer or (None, 0)
-        own = grad = row = None
+        shard = grad = row = None
         if shard_buffer is not None:
-            own, row = shard_buffer.own_range(i), shard_buffer.row(i)
+            shard, row = shard_buffer.shard_range(i), shard_buffer.row(i)
             grad = shard_buffer.grads.file_range(i, entry.grad)
-        spans.append(_span_of(own or flat_of(entry.own, entry.own), low, high, writes=True))
-        spans.append(_span_of(grad or flat_of(entry.grad, entry.own), low, high, writes=False))
+        spans.append(_span_of(shard or flat_of(entry.local, entry.local), low, high, writes=True))
+        spans.append(_span_of(grad or flat_of(entry.grad, entry.local), low, high, writes=False))
         if row is not None:
             spans.append(_span_of(row, low, high, writes=True, reads=False))
         parts.append(ChunkPart(todo, low, high, at, at + 1, None if row is None else at + 2))
@@ -188,7 +182,7 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 
 def _span_of(whole: Tensor | FileRange, low: int, high: int, *, writes: bool, reads: bool = True) -> Span:
-    """Elements [low, high) of a 1-D tensor in memory, or of a range of a file."""
+    """Return the span of elements [low, high) of a 1-D tensor or of a file range."""
     if isinstance(whole, FileRange):
         at = whole.offset + low * whole.dtype.itemsize
         return Span(whole.dtype, high - low, reads, writes, file=whole.file, offset=at)
@@ -196,42 +190,42 @@ def _span_of(whole: Tensor | FileRange, low: int, high: int, *, writes: bool, re
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Step what a chunk has, with its spans in `views`, which afterwards hold what they become."""
+    """Step the parameters of `chunk` in place. `views`: one 1-D tensor for each of its spans, all on one device."""
     work = []
     blocks = dict(zip(chunk.block.keys, views, strict=False))
     for part in chunk.parts:
-        todo, own = part.todo, views[part.own].detach()
-        own.grad = views[part.grad]
+        todo, local = part.todo, views[part.local].detach()
+        local.grad = views[part.grad]
         at = todo.place.start + part.low - chunk.start
-        mine = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
+        shaped = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
         state = {
-            k: optimizer_copy.scalar(todo.entry.group, k, v, own)
+            k: optimizer_copy.scalar(todo.entry.group, k, v, local)
             for k, v in todo.entry.state.items()
             if k not in blocks
         }
-        work.append((part, own, {k: mine.get(k, state.get(k)) for k in todo.entry.state}, mine))
+        work.append((part, local, {k: shaped.get(k, state.get(k)) for k in todo.entry.state}, shaped))
     states = optimizer_copy.step(
-        [(part.todo.entry.group, part.todo.entry.param, own, state) for part, own, state, _ in work]
+        [(part.todo.entry.group, part.todo.entry.param, local, state) for part, local, state, _ in work]
     )
-    for part, own, _, mine in work:
-        made = states.get(own, {})
-        for key, value in made.items():
-            if key in mine:
-                if value.data_ptr() != mine[key].data_ptr():
-                    mine[key].copy_(value)
-            elif has_elements(value, own):
+    for part, local, _, shaped in work:
+        new_states = states.get(local, {})
+        for key, value in new_states.items():
+            if key in shaped:
+                if value.data_ptr() != shaped[key].data_ptr():
+                    shaped[key].copy_(value)
+            elif has_elements(value, local):
                 raise UsageError(
-                    f"the optimizer made a state {key!r} that it had not when it was wrapped, or that is a list or dict; states "
-                    "that a step brings chunk by chunk are tensors that are laid out then: set its options before "
-                    "wrap_optimizer, or keep the optimizer where it steps."
+                    f"the optimizer created a state {key!r} that it did not have when it was wrapped, or that is a list or dict. "
+                    "States that a step reads chunk by chunk are tensors, allocated by wrap_optimizer: set the optimizer's "
+                    "options before wrap_optimizer, or keep its states on the device that steps."
                 )
-        # What was copied into its place is not kept beside it.
-        part.todo.made = {k: part.todo.place.shown.get(k, v) if k in mine else v for k, v in made.items()}
+        # Keep the mapped state in place of a tensor that was just copied into it.
+        part.todo.states = {k: part.todo.place.shown.get(k, v) if k in shaped else v for k, v in new_states.items()}
         if part.row is not None:
-            views[part.row].copy_(own)
+            views[part.row].copy_(local)
 
 
 def finish(todo: ParamStep) -> None:
-    """After all chunks of a parameter: show its states to the outside."""
+    """Write the new states of a parameter into `optimizer.state`, after all of its chunks were stepped."""
     entry, shown = todo.entry, todo.place.shown
-    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param, local_of(entry.param))
+    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param, local_of(entry.param))

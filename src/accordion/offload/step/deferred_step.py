@@ -1,4 +1,4 @@
-"""The step of offloaded parameters: unit by unit, on a thread of its own, in the order in which the next forward needs them."""
+"""The optimizer step of offloaded parameters: unit by unit on a thread, in the order in which the next forward needs them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
-from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, OptimizerCopy, local_of, step_here
+from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, OptimizerCopy, local_of, step_entries
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.step.step_in_backward import InBackward, refuse_in_backward
 from accordion.offload.tiers import Tiers
 
-OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter names its unit
+OWNER = "_accordion_owner"  # attribute of an offloaded parameter, an `Owner`
 
 
 class Owner:
-    """Names the unit of an offloaded parameter to its optimizer; a copy or a pickle of a parameter names none."""
+    """Weak references from an offloaded parameter to its engine and unit; copies and pickles have none."""
 
     __slots__ = ("engine", "unit")
 
@@ -47,7 +47,7 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Let optimizers find the unit of its parameters, where these are not stepped as others are."""
+    """Register `unit` with the tiers of `engine`, and mark its parameters with their `Owner` if it has an Offload."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -62,22 +62,22 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if an optimizer that is not wrapped is about to step parameters that are stepped chunk by chunk.
+    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that only a wrapped one can step.
 
-    It would keep their states in memory.
+    These are parameters that are stepped in the backward, or chunk by chunk: it would keep all of their states in memory.
     """
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"]):
             offload = tiers_of(engine).offloads[unit.index]
             if offload.streams or offload.step_in_backward:
                 raise UsageError(
-                    f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload has the step "
-                    "bring what it needs from disk or to the device, or step in backward; pass the optimizer to wrap_optimizer."
+                    f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step "
+                    "that reads from disk, copies to the device or runs in the backward; pass the optimizer to wrap_optimizer."
                 )
 
 
 def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
-    """The engine and the unit of an offloaded parameter, None of any other tensor."""
+    """Return the engine and the unit of an offloaded parameter; None for any other tensor."""
     owner = vars(param).get(OWNER) if isinstance(param, DTensor) else None
     if not isinstance(owner, Owner):
         return None
@@ -86,20 +86,20 @@ def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[Engine, Unit]]:
-    """Those of the parameters that are offloaded."""
+    """Return (engine, unit) of each tensor of `params` that is an offloaded parameter."""
     return [owner for owner in map(owner_of, params) if owner is not None]
 
 
 def engines_of(optimizer: Optimizer) -> list[Engine]:
-    """The engines whose offloaded parameters an optimizer steps."""
+    """Return the engines of the offloaded parameters of `optimizer`, each once."""
     owners = [owner for group in optimizer.param_groups for owner in owners_of(group["params"])]
     return list({id(engine): engine for engine, _ in owners}.values())
 
 
 class UnitStep:
-    """The step of the parameters of one unit; owns their gradients until it has ended.
+    """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended.
 
-    `todos`: those of them that come chunk by chunk, by way of `states`, and go back.
+    `todos`: those that are stepped chunk by chunk, with their states in `states`.
     """
 
     def __init__(
@@ -112,47 +112,47 @@ class UnitStep:
     ) -> None:
         self._optimizer_copy, self._todos, self._states = optimizer_copy, todos, states
         self.entries, self.shard_buffers = entries, shard_buffers
-        self._passing: list[Future[None]] = []
+        self._chunk_steps: list[Future[None]] = []
 
     def run(self) -> None:
-        """Step what is at hand, and begin to step all chunks."""
+        """Step the parameters whose states are in memory, and start the steps of all chunks."""
         todos = {id(todo.entry) for todo in self._todos}
-        here = [entry for entry in self.entries if id(entry) not in todos]
+        in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
-            step_here(self._optimizer_copy, here)
-            for shard_buffer in self.shard_buffers if here else ():
-                shard_buffer.write_rows()  # of all parameters; chunks write theirs afterwards
+            step_entries(self._optimizer_copy, in_memory)
+            for shard_buffer in self.shard_buffers if in_memory else ():
+                shard_buffer.write_rows()  # of all parameters; chunks write their rows afterwards
         if self._states is not None:
             step = partial(step_chunk, self._optimizer_copy)
-            self._passing = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
+            self._chunk_steps = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
         self.entries = ()
 
     def finish(self) -> None:
-        """Return when all chunks are where they rest, and the outside sees their states."""
-        for future in self._passing:
+        """Wait until all chunks are stepped and written, then show their new states in `optimizer.state`."""
+        for future in self._chunk_steps:
             future.result()
         for todo in self._todos:
             finish(todo)
-        self._passing, self._todos = [], ()
+        self._chunk_steps, self._todos = [], ()
 
 
-class Waiting:
-    """A job that runs when it is waited for, for debug="streams": until then its parameters read as NaN."""
+class LateStep:
+    """The step of a unit for debug="streams": it runs when `result` is called; until then the parameters are NaN."""
 
     def __init__(self, job: UnitStep) -> None:
         self._job: UnitStep | None = job
-        self._values = [(e.own, e.own.clone()) for e in job.entries]
-        for own, _ in self._values:
-            if own.is_floating_point():
-                own.fill_(float("nan"))
+        self._values = [(e.local, e.local.clone()) for e in job.entries]
+        for local, _ in self._values:
+            if local.is_floating_point():
+                local.fill_(float("nan"))
 
     def result(self) -> None:
         job, self._job = self._job, None
         if job is None:
             return
         with torch.no_grad():
-            for own, value in self._values:
-                own.copy_(value)
+            for local, value in self._values:
+                local.copy_(value)
         self._values.clear()
         for shard_buffer in job.shard_buffers:
             shard_buffer.flush()
@@ -160,9 +160,9 @@ class Waiting:
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
-    """Find room for the states of parameters whose step is streamed, with a copy of the optimizer, which it returns.
+    """Allocate the states of parameters that are stepped chunk by chunk and have none. Return the optimizer copy it used.
 
-    Raises `OffloadError`, `UsageError` if there is no room.
+    Returns None if no parameter is stepped chunk by chunk. Raises `OffloadError` or `UsageError` if there is no room.
     """
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"] if group.get("capturable") else ()):
@@ -177,15 +177,15 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
         if tiers.in_backward is not None:
             tiers.in_backward.steps_with(optimizer, kind)
         owned = [(i, p, owner_of(p)) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
-        mine = [(i, p, owner[1]) for i, p, owner in owned if owner is not None and owner[0] is engine]
+        of_engine = [(i, p, owner[1]) for i, p, owner in owned if owner is not None and owner[0] is engine]
         wanted = [
             Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p))
-            for i, p, unit in mine
+            for i, p, unit in of_engine
             if tiers.offloads[unit.index].streams
         ]
         if wanted:
             optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
-            with telling(engine):
+            with reported(engine):
                 states.cover(wanted, optimizer_copy)
             states.adopt(optimizer.state)
     return optimizer_copy
@@ -198,8 +198,8 @@ def tiers_of(engine: Engine) -> Tiers:
 
 
 @contextmanager
-def telling(engine: Engine) -> Iterator[None]:
-    """Let other ranks hear of an error of this one, which they would wait for."""
+def reported(engine: Engine) -> Iterator[None]:
+    """Context manager that reports an exception to the other ranks, which would wait for this one, and raises it again."""
     try:
         yield
     except Exception as error:
@@ -208,7 +208,7 @@ def telling(engine: Engine) -> Iterator[None]:
 
 
 def expose(optimizer: Optimizer) -> None:
-    """The outside gets states in its hands: what it writes into those on disk counts from the next step on."""
+    """Call before `optimizer.state` is returned to a caller, whose writes into states count from the next step on."""
     for engine in engines_of(optimizer):
         states = tiers_of(engine).states.get(optimizer)
         if states is not None:
@@ -216,9 +216,10 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter that has a gradient: those stepped on the device now, others on a thread, behind the caller's back.
+    """Step every parameter of `optimizer` that has a gradient, with the gradients and hyperparameters of this moment.
 
-    Takes hold of the gradients and of the hyperparameters as they are. Each shard buffer that is stepped waits for its own unit.
+    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, and the gather of
+    each unit waits for its own.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -229,7 +230,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
                 refuse_in_backward(engine, "a gradient scaler")
             in_backward.stepped()
-    optimizer_copy, here = prepare(optimizer, kind) or OptimizerCopy(optimizer, kind), []
+    optimizer_copy, not_offloaded = prepare(optimizer, kind) or OptimizerCopy(optimizer, kind), []
     optimizer_copy.write_after(optimizer)
     by_unit: dict[int, tuple[Engine, Unit, list[Entry]]] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -238,11 +239,11 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                 continue
             entry, owner = _entry(optimizer, i, p, p.grad), owner_of(p)
             if owner is None:
-                here.append(entry)
+                not_offloaded.append(entry)
             else:
                 by_unit.setdefault(id(owner[1]), (*owner, []))[2].append(entry)
-    if here:
-        step_here(optimizer_copy, here)
+    if not_offloaded:
+        step_entries(optimizer_copy, not_offloaded)
     for engine in {id(engine): engine for engine, _, _ in by_unit.values()}.values():
         units = [(unit, entries) for of, unit, entries in by_unit.values() if of is engine]
         _start(engine, units, optimizer_copy, optimizer)
@@ -251,19 +252,19 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 
 
 def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
-    own = local_of(p)
-    torch.autograd.graph.increment_version(own)  # now: what the thread counts comes at any time
-    return Entry(group, p, own, local_of(grad), optimizer.state[p])
+    local = local_of(p)
+    torch.autograd.graph.increment_version(local)  # now, because the thread's own increment comes at any time
+    return Entry(group, p, local, local_of(grad), optimizer.state[p])
 
 
 def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: OptimizerCopy) -> None:
-    """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
+    """Step the parameters of one unit with `step_in_backward` in the backward under way, and set their gradients to None."""
     if not tiers_of(engine).offloads[unit.index].step_in_backward:
         return
-    mine, entries = {id(p.sharded) for p in unit.params}, []
+    param_ids, entries = {id(p.sharded) for p in unit.params}, []
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            if id(p) in mine and p.grad is not None:
+            if id(p) in param_ids and p.grad is not None:
                 entries.append(_entry(optimizer, i, p, p.grad))
                 p.grad = None
     if entries:
@@ -273,14 +274,14 @@ def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: 
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
+    """Step units on the device now, and start the steps of others on the thread, in the expected order of the next forward."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
         states.adopt(optimizer.state)
         states.flush()
     on_device: list[ParamStep] = []
-    here: list[Entry] = []
+    in_memory: list[Entry] = []  # on the device, with their states
     jobs: list[UnitStep] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
         todos = [] if states is None else states.todo(entries)
@@ -290,27 +291,28 @@ def _start(
         if tiers.offloads[unit.index].stepped_on == DEVICE:
             on_device += todos
             streamed_ids = {id(todo.entry) for todo in todos}
-            here += [entry for entry in entries if id(entry) not in streamed_ids]
+            in_memory += [entry for entry in entries if id(entry) not in streamed_ids]
             for shard_buffer in shard_buffers:
-                shard_buffer.defer(lambda: None)  # the step has ended
+                shard_buffer.defer(lambda: None)  # nothing to wait for: the step ends in this call
             continue
         jobs.append(UnitStep(optimizer_copy, entries, shard_buffers, todos, states))
-    if here:
+    if in_memory:
         with torch.no_grad():
-            step_here(optimizer_copy, here)
+            step_entries(optimizer_copy, in_memory)
     if states is not None and on_device:
-        if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
-            tiers.stepper.submit(lambda: None).result()  # and `over_device` waits for the chunks that it has begun
-        with telling(engine):
+        # The thread may be stepping another unit with the same buffers: wait for it here; `over_device` waits for its chunks.
+        if tiers.in_backward is not None and not tiers.late:
+            tiers.stepper.submit(lambda: None).result()
+        with reported(engine):
             step_on_device(optimizer_copy, on_device, states)
     for job in jobs:
-        running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
+        running: Future[None] | LateStep = LateStep(job) if tiers.late else tiers.stepper.submit(job.run)
         for shard_buffer in job.shard_buffers:
             shard_buffer.defer(partial(_wait, engine, running, job))
 
 
 def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
-    """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
+    """Step parameters on the device, whose data comes chunk by chunk, and wait until all chunks are copied and written back."""
     chunks = list(chunks_of(todos))
     stream = states.over_device(chunks)
     count = len(chunks)
@@ -329,9 +331,9 @@ def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], st
         finish(todo)
 
 
-def _wait(engine: Engine, running: Future[None] | Waiting, job: UnitStep) -> None:
+def _wait(engine: Engine, running: Future[None] | LateStep, job: UnitStep) -> None:
     start = time.perf_counter()
-    with telling(engine):
+    with reported(engine):
         running.result()
         job.finish()
     tiers_of(engine).waited_s += time.perf_counter() - start

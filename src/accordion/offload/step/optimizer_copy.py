@@ -1,4 +1,4 @@
-"""What a step works on: parameters with their gradients and states, and a copy of the optimizer that the caller made."""
+"""The inputs of a deferred step: parameters with gradients and states, and a copy of the caller's optimizer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from accordion import _torch
 from accordion.errors import UsageError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # set by `torch.amp.GradScaler` for the time of a fused step
-PROBE_NUMEL = 3  # no state is of this shape unless it follows the parameter's
+SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # `torch.amp.GradScaler` sets these during a fused step
+PROBE_NUMEL = 3  # a state of this shape must have taken it from the parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter with a gradient: `own` is its local tensor, `grad` what it is stepped with, `state` the optimizer's of it."""
+    """A parameter to step, with its gradient and its entry of `optimizer.state`."""
 
     group: int  # index among the optimizer's param_groups
-    param: Tensor
-    own: Tensor
-    grad: Tensor
+    param: Tensor  # as the optimizer has it, a DTensor if it is sharded
+    local: Tensor  # its shard on this rank
+    grad: Tensor  # of the shape and dtype of `local`
     state: dict[str, Any]
 
 
@@ -37,10 +37,10 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 
 
 class OptimizerCopy:
-    """The optimizer as it was when the caller asked for a step, to step parts of its parameters at other times.
+    """A copy of `optimizer` with its hyperparameters at the time of the call, which can step some of its parameters later.
 
-    `after`: the groups, the states that belong to no parameter and the attributes, as a whole step leaves them; None for
-    optimizers of torch, which leave them as they are.
+    `after`: the values that a step changes besides parameters and their states: groups, states of no parameter, attributes.
+    None for optimizers of torch, whose steps change none. `kind`: the optimizer's class before it was wrapped.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -52,38 +52,38 @@ class OptimizerCopy:
         attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups", *HOOKS)}
         memo = dict[int, Any](params) | {id(group["params"]): [] for group in groups if is_torchs}
         self._values = copied([*groups, shared, attributes], memo)
-        # For a step on the host: hyperparameters on an accelerator are on their way, and waited for when they are needed.
+        # For a step on the host, hyperparameters on an accelerator are copied now; `_host_ready` is waited for at their use.
         self._for_host: Sequence[dict[str, Any]] = self._values
-        self._arrived: Any = None
+        self._host_ready: Any = None
         on_device = [
             v for each in self._values for v in each.values() if isinstance(v, Tensor) and v.device.type != "cpu"
         ]
         if on_device:
             self._for_host = [
-                # torch pins what comes from a device
+                # a non-blocking copy from a device goes to pinned memory
                 {k: v.to("cpu", non_blocking=True) if isinstance(v, Tensor) else v for k, v in each.items()}
                 for each in self._values
             ]
-            self._arrived = torch.get_device_module(on_device[0].device).Event()
-            self._arrived.record()  # on the stream of the copies, the caller's
-        # In place of parameters that a step leaves out: without a gradient.
+            self._host_ready = torch.get_device_module(on_device[0].device).Event()
+            self._host_ready.record()  # on the caller's stream, which makes the copies
+        # Parameters that a step leaves out are replaced by an empty tensor without a gradient.
         self._absent = dict.fromkeys(params, torch.empty(0, device="cpu"))
         self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
         self.after: list[dict[str, Any]] | None = None
         if params:
             small: list[Part] = [(i, p, _small(p.dtype, torch.device("cpu")), {}) for i, p in self._firsts.items()]
-            self.after = self._left_by(self._stepped(small), small)
+            self.after = self._extras(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
-        """Step some parameters; returns their states as the step leaves them.
+        """Step the tensors of `todo` in place. Return the new state of each, by its tensor.
 
-        Raises `UsageError` if the step leaves anything else but `after`, since then it depends on which parameters these are.
+        Raises `UsageError` if other values differ from `after`: then the step depends on which parameters it is given.
         """
         if not todo:
             return {}
         clone = self._stepped(todo)
-        for left, after in zip(self._left_by(clone, todo), self.after, strict=True) if self.after is not None else ():
-            for key, value in left.items():
+        for values, after in zip(self._extras(clone, todo), self.after, strict=True) if self.after is not None else ():
+            for key, value in values.items():
                 if not _same(value, after.get(key)):
                     raise UsageError(
                         f"{self.kind.__name__} sets {key!r} by the elements that it steps, and with Offload these are a part of "
@@ -92,36 +92,36 @@ class OptimizerCopy:
         return {key: state for key, state in clone.state.items() if isinstance(key, Tensor)}
 
     def _stepped(self, todo: Sequence[Part]) -> Any:
-        """A copy that holds the parameters of `todo` alone, after its step."""
+        """Create an optimizer with the parameters of `todo` alone, run its step, and return it."""
         values = self._values
         if todo[0][2].device.type == "cpu":
             values = self._for_host
-            if self._arrived is not None:
-                self._arrived.synchronize()
+            if self._host_ready is not None:
+                self._host_ready.synchronize()
         memo = self._absent | {id(p): tensor for _, p, tensor, _ in todo}
         *groups, shared, attributes = copied(values, dict[int, Any](memo))
         clone: Any = object.__new__(self.kind)
         vars(clone).update(attributes)
-        for hooks in HOOKS:  # the caller's own, run once by `defer`
+        for hooks in HOOKS:  # `defer` runs the caller's hooks, once
             vars(clone)[hooks] = OrderedDict()
         clone.state = defaultdict(dict, {**shared, **{tensor: state for _, _, tensor, state in todo if state}})
         for i, group in enumerate(groups):
-            mine = [tensor for at, _, tensor, _ in todo if at == i]
-            group["params"][:] = mine or group["params"][:1]
+            members = [tensor for at, _, tensor, _ in todo if at == i]
+            group["params"][:] = members or group["params"][:1]
         clone.param_groups = groups
         clone.step()
         return clone
 
-    def _left_by(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
-        """Return what a stepped copy holds besides its parameters and their states, in the form of `after`."""
-        left = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
-        left.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
-        own = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
+    def _extras(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return what a stepped copy has besides its parameters and their states, in the form of `after`."""
+        values = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
+        values.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
+        param_ids = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
         attributes = {k: v for k, v in vars(clone).items() if k not in ("state", "param_groups", *HOOKS)}
-        return [*left, {k: v for k, v in attributes.items() if not _holds(v, own)}]
+        return [*values, {k: v for k, v in attributes.items() if not _holds(v, param_ids)}]
 
     def write_after(self, optimizer: Optimizer) -> None:
-        """Give `optimizer` what a step changes besides parameters and their states."""
+        """Write the values of `after` into `optimizer`, as its own step would."""
         targets: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
         for target, after in zip(targets, self.after, strict=True) if self.after is not None else ():
             for key, value in after.items():
@@ -131,19 +131,16 @@ class OptimizerCopy:
                 elif not _same(before, value):
                     target[key] = value
 
-    def scalar(self, group: int, key: str, value: Any, own: Tensor) -> Any:
-        """A state that has not the parameter's shape, for one chunk of it: a copy, where the kernel wants it."""
+    def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
+        """Return a copy of a state that has not the parameter's shape; on the device of `local` if the step needs it there."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
         counts = key == "step" and (options.get("fused") or options.get("capturable"))
-        return value.to(own.device, copy=True) if counts else value.clone()
+        return value.to(local.device, copy=True) if counts else value.clone()
 
     def shaped_states(self, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-        """Names and dtypes of the states that have an element for each of a parameter's, found by stepping a small one.
-
-        `device`: where the optimizer will step.
-        """
+        """Return name -> dtype of the states that have the parameter's shape, by stepping a small tensor on `device`."""
         probe = _small(dtype, device)
         state = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
         return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == probe.shape}
@@ -169,7 +166,7 @@ def copied(tree: Any, memo: dict[int, Any]) -> Any:
 
 
 def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
-    """Put `swap(tensor)` in place of each tensor in nested lists and dicts; returns what is in the place of `tree` then."""
+    """Replace each tensor in nested lists and dicts by `swap(tensor)`, in place. Return `tree` or its replacement."""
     if isinstance(tree, Tensor):
         return swap(tree)
     if isinstance(tree, list):
@@ -187,12 +184,12 @@ def _holds(tree: Any, ids: set[int]) -> bool:
     return id(tree) in ids or any(_holds(item, ids) for item in items)
 
 
-def has_elements(tree: Any, own: Tensor) -> bool:
-    """Return True if a state has an element for each of `own`, directly or inside of lists and dicts."""
+def has_elements(tree: Any, local: Tensor) -> bool:
+    """Return True if a state is a tensor of the shape of `local`, or has one in nested lists and dicts."""
     if isinstance(tree, Tensor):
-        return tree.dim() > 0 and tree.shape == own.shape
+        return tree.dim() > 0 and tree.shape == local.shape
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return any(has_elements(item, own) for item in items)
+    return any(has_elements(item, local) for item in items)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -206,36 +203,39 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor to step in order to see what a step does."""
+    # A tensor of zeros with a gradient, to find out what a step does.
     small = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
     small.grad = torch.zeros_like(small)
     return small
 
 
-def step_here(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
-    """Step parameters whose state is at hand, and leave what the step made of it in `state`, with DTensors in it."""
+def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
+    """Step parameters whose states are in memory, and write their new states, as DTensors, into `entry.state`."""
     for entry in entries:
-        entry.own.grad = entry.grad
+        entry.local.grad = entry.grad
     try:
-        states = optimizer_copy.step([(e.group, e.param, e.own, local_state(e.state)) for e in entries])
+        states = optimizer_copy.step([(e.group, e.param, e.local, local_state(e.state)) for e in entries])
     finally:
         for entry in entries:
-            entry.own.grad = None
+            entry.local.grad = None
     for entry in entries:
-        write_back(entry.state, states.get(entry.own, {}), entry.param, entry.own)
+        write_back(entry.state, states.get(entry.local, {}), entry.param, entry.local)
 
 
 def local_state(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of one parameter with local tensors in place of DTensors."""
     return {k: _torch.local_of(v) if isinstance(v, DTensor) else v for k, v in entry.items()}
 
 
-def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, own: Tensor) -> None:
-    """Take over what the step made or replaced; a tensor of the shard's shape becomes a DTensor beside its parameter."""
+def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, local: Tensor) -> None:
+    """Write the states `inner` of a step into `outer`, those of `p`; tensors of the shape of `local` as DTensors like `p`."""
     for key, value in inner.items():
-        held = outer.get(key)
-        if held is value or (isinstance(held, DTensor) and _torch.local_of(held) is value):
+        current = outer.get(key)
+        if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):
             continue
-        is_shard = isinstance(value, Tensor) and isinstance(p, DTensor) and own.dim() > 0 and value.shape == own.shape
+        is_shard = (
+            isinstance(value, Tensor) and isinstance(p, DTensor) and local.dim() > 0 and value.shape == local.shape
+        )
         outer[key] = _torch.as_dtensor(value, p) if is_shard and isinstance(p, DTensor) else value
 
 
@@ -244,7 +244,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """(numel,): the elements in the order in which those of `like` lie in memory, which has no gaps; shared where possible."""
+    """Return the elements of `tensor`, (numel,), in the memory order of `like`, which is dense; a view if strides agree."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

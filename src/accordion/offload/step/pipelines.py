@@ -1,4 +1,4 @@
-"""How the chunks of a step pass: from files through buffers of the host, and from the host through buffers of the device."""
+"""Moves the chunks of a step: from files through host buffers, and from the host through device buffers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accordion import _torch
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.step.chunks import Chunk, Span
 
-NUM_BUFFERS = 4  # chunks under way: one is stepped, the others are written or read
-NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
+NUM_BUFFERS = 4  # host buffers: the chunk in one is stepped, those in the others are read or written
+NUM_DEVICE_BUFFERS = 3  # the chunk in one is stepped, one is copied in, one is copied out
 
 
 class HostPipeline:
-    """Owns the host buffers through which chunks pass by themselves, in any order: a thread reads, steps and writes one.
+    """Steps chunks on the host in any order: a thread of `pool` reads, steps and writes one chunk in one of `buffers`.
 
-    One is stepped at a time: its kernel has threads of its own.
+    Only one chunk is stepped at a time, because its kernel uses several threads itself. `buffers`: 1-D uint8.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, buffers: Sequence[Tensor]) -> None:
@@ -34,28 +34,29 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Let a chunk pass, whose future ends when it is where it rests.
+        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is written.
 
-        Waits for a free buffer, so that what others ask of the threads is behind a few chunks and not behind all of a step.
+        Blocks until a buffer is free, so that other work for the threads waits for a few chunks, and not for all of a step.
         """
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.keys)]):
-            # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
+            # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
+            # so such chunks are stepped on the calling thread.
             future: Future[None] = Future()
             try:
-                self._pass(chunk, buffer, step)
+                self._run(chunk, buffer, step)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
             return future
         try:
-            return self._pool.submit(self._pass, chunk, buffer, step)
-        except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
+            return self._pool.submit(self._run, chunk, buffer, step)
+        except BaseException:  # the interpreter exits: other callers that wait for a buffer must get this error too
             self._free.put(buffer)
             raise
 
-    def _pass(self, chunk: Chunk, buffer: Tensor, step: Callable[[Chunk, list[Tensor]], None]) -> None:
+    def _run(self, chunk: Chunk, buffer: Tensor, step: Callable[[Chunk, list[Tensor]], None]) -> None:
         try:
             views = views_of(chunk, buffer)
             read(chunk, views)
@@ -65,14 +66,14 @@ class HostPipeline:
         finally:
             self._free.put(buffer)
 
-    def rest(self) -> None:
-        """Wait until no chunk passes."""
+    def drain(self) -> None:
+        """Wait until no chunk is under way."""
         for buffer in [self._free.get() for _ in range(self._num_buffers)]:
             self._free.put(buffer)
 
 
 class Stream:
-    """Owns the host buffers through which chunks pass in their order, and what is read and written meanwhile."""
+    """Reads chunks into host buffers in their order and writes them back, on threads, while the caller steps one of them."""
 
     def __init__(self, chunks: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
         self._chunks: list[Chunk | None] = list(chunks)
@@ -84,49 +85,49 @@ class Stream:
     def _views(self, which: int, chunk: Chunk) -> list[Tensor]:
         return views_of(chunk, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
 
-    def _refill(self, going: Chunk | None, after: Callable[[], None] | None, coming: int) -> None:
-        """Write what was stepped in a buffer, then read another chunk into it."""
+    def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
+        """Once `after` returns, write the chunk `stepped` and read chunk number `which` into its buffer."""
         if after is not None:
             after()
-        if going is not None:
-            write(going, self._views(coming, going))
-        chunk = self._chunks[coming] if coming < len(self._chunks) else None
+        if stepped is not None:
+            write(stepped, self._views(which, stepped))
+        chunk = self._chunks[which] if which < len(self._chunks) else None
         if chunk is not None:
-            read(chunk, self._views(coming, chunk))
+            read(chunk, self._views(which, chunk))
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
-        """A chunk, in their order, and its spans."""
+        """Wait for chunk number `which`. Return it and the tensor of each of its spans. Call once for each, in order."""
         self._ready[which % NUM_BUFFERS].result()
         chunk = self._chunks[which]
         assert chunk is not None, "a chunk is taken once"
         return chunk, self._views(which, chunk)
 
     def give(self, which: int, after: Callable[[], None]) -> None:
-        """What `take` gave was stepped, once `after` returns."""
-        chunk, self._chunks[which] = self._chunks[which], None  # with it go the gradients
+        """Write chunk number `which` back once `after` returns, and read a later one into its buffer."""
+        chunk, self._chunks[which] = self._chunks[which], None  # which also frees the gradients
         self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, after, which + NUM_BUFFERS)
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until all chunks are written."""
         for future in self._ready:
             future.result()
 
     def abandon(self) -> None:
-        """Wait until nothing is under way, whatever became of it."""
+        """Wait until no read or write is under way, after an error; ignores their errors."""
         wait(self._ready)
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return the tensor of each span: in memory as it lies, else its part of `buffer`, bytes, in their order.
+    """Return one tensor per span: its memory if the step can use that, else the next part of `buffer`, 1-D uint8.
 
-    `device`: only what lies there stays where it is. On CPU everything would: there what lies in host memory is copied too.
+    Args: `device`: use only memory on this device. With "cpu", copy all spans, so that it works as an accelerator does.
     """
     result: list[Tensor] = []
     at = 0
     for span in chunk.spans:
         memory = span.memory
         if memory is None or (device is not None and (memory.device != device or device.type == "cpu")):
-            assert buffer is not None, "there are buffers where something is not at hand"
+            assert buffer is not None, "there are buffers if a span needs one"
             memory = buffer[at : at + span.numel * span.dtype.itemsize].view(span.dtype)
             at += span.num_bytes
         result.append(memory)
@@ -134,26 +135,26 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Bring what of a chunk rests in files."""
+    """Read the spans of a chunk that are in files, and set states that do not exist yet to zero."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if span.file is not None and span.reads:
             span.file.read(span.offset, whole_pages(view, span))
         elif not span.reads and i < len(chunk.block.keys) and view.device.type == "cpu":
-            view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
+            view.zero_()  # a new state; on a device, this thread's stream would not be ordered after the others
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Take what changed of a chunk back to its files."""
+    """Write the spans of a chunk that changed and are in files."""
     for span, view in zip(chunk.spans, views, strict=True):
         if span.file is not None and span.writes:
             span.file.write(span.offset, whole_pages(view, span))
 
 
 class DevicePipeline:
-    """Owns the device buffers through which the chunks of a `Stream` pass, for a step on the device.
+    """Copies the chunks of a `Stream` through device buffers, for a step on the device.
 
-    All is begun by the thread that runs forward and backward: the chunk after the next one comes, and the one before goes,
-    on side streams of their own while one is stepped. Buffers are made before and stay.
+    While one chunk is stepped, the next is copied in on one side stream and the last one out on another. All copies are
+    started by the thread that runs forward and backward. `count`: number of chunks; `side_streams`: to the device, and back.
     """
 
     def __init__(
@@ -161,48 +162,51 @@ class DevicePipeline:
     ) -> None:
         self._inner, self._count, self._buffers = inner, count, buffers
         self._fetch_stream, self._store_stream = side_streams
-        self._coming: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
-        self._going: dict[int, Transfer] = {}  # by buffer
+        # number of the chunk -> copy to the device, chunk, its tensors there, its tensors on the host
+        self._fetched: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
+        self._stores: dict[int, Transfer] = {}  # index of the buffer -> the last copy from it to the host
 
     def _fetch(self, which: int) -> None:
-        if which >= self._count or which in self._coming:
+        if which >= self._count or which in self._fetched:
             return
-        chunk, there = self._inner.take(which)
+        chunk, host_views = self._inner.take(which)
         slot = which % NUM_DEVICE_BUFFERS
-        gone = self._going.pop(slot, None)
-        if gone is not None:
-            gone.join(self._fetch_stream)
+        store = self._stores.pop(slot, None)
+        if store is not None:
+            store.join(self._fetch_stream)
         buffer = self._buffers[slot]
-        here = views_of(chunk, buffer, buffer.device)
-        pairs = [(h, t) for h, t, s in zip(here, there, chunk.spans, strict=True) if h is not t and s.reads]
+        views = views_of(chunk, buffer, buffer.device)
+        pairs = [(v, h) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.reads]
         transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
-        self._coming[which] = (transfer, chunk, here, there)
+        self._fetched[which] = (transfer, chunk, views, host_views)
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
+        """Return chunk number `which` and the tensor of each of its spans, on the device. Call once for each, in order."""
         self._fetch(which)
         self._fetch(which + 1)
-        transfer, chunk, here, _ = self._coming[which]
+        transfer, chunk, views, _ = self._fetched[which]
         transfer.land()
-        return chunk, here
+        return chunk, views
 
     def give(self, which: int) -> None:
-        _, chunk, here, there = self._coming.pop(which)
-        pairs = [(t, h) for h, t, s in zip(here, there, chunk.spans, strict=True) if h is not t and s.writes]
+        """Start copying chunk number `which`, which was stepped, to the host and writing it back."""
+        _, chunk, views, host_views = self._fetched.pop(which)
+        pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
         transfer = self._store_stream.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
         if self._store_stream.late:
             transfer.synchronize()
-        self._going[which % NUM_DEVICE_BUFFERS] = transfer
+        self._stores[which % NUM_DEVICE_BUFFERS] = transfer
         self._inner.give(which, transfer.block)
 
     def finish(self) -> None:
-        """Wait until all is where it rests."""
-        for transfer in self._going.values():
+        """Wait until all chunks are copied to the host and written."""
+        for transfer in self._stores.values():
             transfer.synchronize()
         self._inner.finish()
 
     def abandon(self) -> None:
-        """What failed has copies under way: they end before their buffers are used again, or go."""
-        for transfer in [*self._going.values(), *(transfer for transfer, *_ in self._coming.values())]:
+        """After an error, wait for all copies under way, so that their buffers can be used or freed."""
+        for transfer in [*self._stores.values(), *(transfer for transfer, *_ in self._fetched.values())]:
             transfer.synchronize()
         self._inner.abandon()
 
@@ -214,7 +218,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def whole_pages(view: Tensor, span: Span) -> Tensor:
-    """The bytes of a span in a buffer, to the end of its last page."""
+    """Return the memory of `view`, 1-D uint8, extended to the end of its last page; it must be part of a buffer."""
     storage: Any = view.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
         storage, view.storage_offset() * view.itemsize, (span.num_bytes,), (1,)

@@ -1,4 +1,4 @@
-"""Optimizer states that a step brings chunk by chunk: where each lies, on disk or in memory laid out when it is wrapped."""
+"""Stores the optimizer states that are stepped chunk by chunk, on disk or in memory that `wrap_optimizer` allocates."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests: `ParamStep`."""
+    """A parameter that is stepped chunk by chunk and needs memory for its states."""
 
     unit: int
     offload: Offload
     group: int
     param: Tensor
-    own: Tensor
-    shard_buffer: tuple[OffDeviceShards, int] | None
+    local: Tensor
+    shard_buffer: tuple[OffDeviceShards, int] | None  # and its index there; None if it is on the device
 
 
 class States:
-    """Owns where the states of one optimizer lie, and the buffers of its steps: a few chunks are in memory, no more."""
+    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class States:
     ) -> None:
         self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
         self._make_arena = make_arena
-        self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which is kept
+        self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which it keeps alive
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
         self.host_pipeline = HostPipeline(pool(), [])  # for chunks that are stepped on the host
-        self.host_bytes = 0  # of the states that were laid out there
+        self.host_bytes = 0  # host memory allocated for states
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
-        self._total = 0  # elements, of those that came first: later ones use their buffers
-        self.is_exposed = False  # the outside has had states in its hands, and may have written them
+        self._total = 0  # elements of the first parameters, which determine the chunk size also for later ones
+        self.is_exposed = False  # the caller has had access to states, and may have written them
 
     @property
     def buffer_bytes(self) -> int:
@@ -64,27 +64,27 @@ class States:
 
     @property
     def block_bytes(self) -> int:
-        """The most that is read or written of a file at a time."""
+        """Bytes of the largest single read or write of states in a file."""
         blocks = [place.block for _, place, _ in self._places.values() if isinstance(place.block.store, SwapFile)]
-        return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in blocks), default=0)
+        return max((min(a.max_numel, a.numel) * max(d.itemsize for d in a.keys.values()) for a in blocks), default=0)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
-        """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
+        """Allocate the states of parameters that have none yet. Raise `OffloadError` or `UsageError` if there is no room."""
         by_block: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
-            if id(w.param) not in self._places and w.own.numel():
-                by_block.setdefault((w.offload.optimizer, w.unit, w.group, w.own.dtype), []).append(w)
+            if id(w.param) not in self._places and w.local.numel():
+                by_block.setdefault((w.offload.optimizer, w.unit, w.group, w.local.dtype), []).append(w)
         by_place: dict[str, list[list[Wanted]]] = {}
         for (place, *_), members in by_block.items():
             by_place.setdefault(place, []).append(members)
-        self._total = self._total or sum(w.own.numel() for members in by_block.values() for w in members)
+        self._total = self._total or sum(w.local.numel() for members in by_block.values() for w in members)
         probed: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
         for place, blocks in by_place.items():
             planned = []
             for members in blocks:
                 first = members[0]
                 on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
-                key = first.group, first.own.dtype, on
+                key = first.group, first.local.dtype, on
                 if key not in probed:
                     probed[key] = optimizer_copy.shaped_states(*key)
                 planned.append((members, probed[key]))
@@ -92,36 +92,36 @@ class States:
         if by_place:
             self._size_buffers()
             log.info(
-                "offload: optimizer states laid out: %d bytes of host memory, %d bytes on disk, buffers of %d bytes on the host "
-                "and %d on the device",
+                "offload: optimizer states take %d bytes of host memory and %d bytes on disk, their buffers %d bytes on the "
+                "host and %d on the device",
                 self.host_bytes, sum(file.num_bytes for file in self.files), self.buffer_bytes,
                 sum(buffer.numel() for buffer in self._device_buffers),
             )  # fmt: skip
 
     def _cover(self, place: str, blocks: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
-        """Lay out the states that rest in one place."""
+        """Allocate the states of one tier: a block for the parameters and states (name -> dtype) of each item of `blocks`."""
         planned, total = [], 0
         for members, keys in blocks:
-            smallest, from_disk, in_all = _besides(members)
+            smallest, disk_bytes, total_bytes = _element_bytes(members)
             itemsize = min([smallest, *(d.itemsize for d in keys.values())])
             starts, numel, step = [], 0, ALIGN_BYTES // itemsize
             for w in members:
                 starts.append(numel)
-                numel += -(-w.own.numel() // step) * step
-            planned.append((members, starts, numel, keys, itemsize, (from_disk, in_all), total))
+                numel += -(-w.local.numel() // step) * step
+            planned.append((members, starts, numel, keys, itemsize, (disk_bytes, total_bytes), total))
             total += sum(d.itemsize for d in keys.values()) * numel
         store = self._store(place, total)
-        for members, starts, numel, keys, itemsize, besides, base in planned:
+        for members, starts, numel, keys, itemsize, element_bytes, base in planned:
             bases = {}
             for key, dtype in keys.items():
                 bases[key] = base
                 base += numel * dtype.itemsize
-            block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *besides)
+            block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *element_bytes)
             for w, start in zip(members, starts, strict=True):
                 shown = {}
                 for key, dtype in keys.items():
-                    flat = store.mapped(bases[key] + start * dtype.itemsize, w.own.numel(), dtype)
-                    shown[key] = flat.as_strided(w.own.shape, w.own.stride())
+                    flat = store.mapped(bases[key] + start * dtype.itemsize, w.local.numel(), dtype)
+                    shown[key] = flat.as_strided(w.local.shape, w.local.stride())
                 self._places[id(w.param)] = (w.param, StatePlace(block, start, shown), w)
 
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
@@ -137,7 +137,7 @@ class States:
 
     def _size_buffers(self) -> None:
         pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
-        # A chunk that is stepped on the host takes its turn by a buffer, also if nothing of it is in a file.
+        # Chunks stepped on the host are limited by the number of buffers, also if nothing of them is in a file.
         least = {True: 0, False: ALIGN_BYTES}
         largest = max(block.buffer_bytes(on_device=False) or least[is_on_device] for block, is_on_device in pairs)
         over = max((block.buffer_bytes(on_device=True) for block, is_on_device in pairs if is_on_device), default=0)
@@ -154,7 +154,7 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Take states that lie elsewhere, after a load, to their place, and show them there."""
+        """Copy states that a load has put into `state`, the optimizer's, into this store, and replace them there by views."""
         for p, place, _ in self._places.values():
             for key in place.shown if p in state else ():
                 value = state[p].get(key)
@@ -164,13 +164,13 @@ class States:
                     self.is_exposed = True
 
     def flush(self) -> None:
-        """What the outside wrote into states is in the files."""
+        """Write what a caller changed in the states to their files."""
         for file in self.files:
             file.flush()
         self.is_exposed = False
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
-        """What is streamed of `entries`: all but those without a row on this rank, and those that are stepped as they lie."""
+        """Return the steps of those `entries` that are stepped chunk by chunk and have a row on this rank."""
         steps = []
         for entry in entries:
             if id(entry.param) in self._places:
@@ -182,25 +182,25 @@ class States:
         return steps
 
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
-        """A stream of chunks that are stepped on the device, once none passes on the host, which has the same buffers."""
-        self.host_pipeline.rest()
+        """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use its buffers."""
+        self.host_pipeline.drain()
         stream = Stream(chunks, self._pool(), self._buffers)
         return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
 
 
-def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
-    """Of what is stepped with states of these: the smallest itemsize, and bytes an element, of what is on disk and of all."""
+def _element_bytes(members: Sequence[Wanted]) -> tuple[int, int, int]:
+    """Return (smallest itemsize, most bytes per element on disk, most bytes in total) of a parameter, its gradient and row."""
     smallest, on_disk, in_all = [], [], []
     for w in members:
-        num_bytes, (shard_buffer, i) = w.own.dtype.itemsize, w.shard_buffer or (None, 0)
+        num_bytes, (shard_buffer, i) = w.local.dtype.itemsize, w.shard_buffer or (None, 0)
         row = None if shard_buffer is None else shard_buffer.row(i)
-        rests = [num_bytes, num_bytes] + ([] if row is None else [row.dtype.itemsize])
+        itemsizes = [num_bytes, num_bytes] + ([] if row is None else [row.dtype.itemsize])
         is_in_file = [
-            shard_buffer is not None and shard_buffer.own_range(i) is not None,
+            shard_buffer is not None and shard_buffer.shard_range(i) is not None,
             shard_buffer is not None and shard_buffer.grads.slots[i].file_range is not None,
             isinstance(row, FileRange),
         ]
-        smallest.append(min(rests))
-        on_disk.append(sum(compress(rests, is_in_file)))
-        in_all.append(sum(rests))
+        smallest.append(min(itemsizes))
+        on_disk.append(sum(compress(itemsizes, is_in_file)))
+        in_all.append(sum(itemsizes))
     return min(smallest), max(on_disk), max(in_all)

@@ -1,4 +1,4 @@
-"""The step inside of a backward: each unit as soon as its gradients are there, where the user promised that none follow."""
+"""The optimizer step inside the backward: each unit is stepped once its gradients are reduced, as `step_in_backward` allows."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ PROMISE = "Offload(step_in_backward=True) promised one backward a step, no clipp
 
 
 class InBackward(Observer):
-    """Owns which unit of one engine is stepped next in the backward under way, and whether a step is due before another.
+    """Observer of one engine that steps each unit with `step_in_backward` during the backward.
 
-    A unit waits until the one before it has its gradients: then its own have landed.
+    A unit is stepped when the next unit's gradients are reduced, because then its own are complete.
     """
 
     def __init__(self, step_unit: StepUnit) -> None:
         self._step_unit = step_unit
         self._optimizers: list[tuple[weakref.ref[Optimizer], type[Optimizer]]] = []
-        self._optimizer_copies: dict[int, OptimizerCopy] = {}  # of this backward, by place of the optimizer
-        self._waiting: Unit | None = None
-        self._is_stepped = False
-        self._task, self._seen = _torch.NO_BACKWARD, set[int]()  # the backward under way, and the units that came in it
+        self._optimizer_copies: dict[int, OptimizerCopy] = {}  # those of this backward, by index in `_optimizers`
+        self._waiting: Unit | None = None  # the unit to step next
+        self._is_stepped = False  # `optimizer.step()` must be called before another backward
+        self._task, self._seen = _torch.NO_BACKWARD, set[int]()  # the backward under way, and the units it has reduced
         self._engine: Callable[[], Engine | None] = lambda: None
 
     def attach(self, engine: Engine) -> None:
-        """Have the engine say when a unit has its gradients."""
         if self._engine() is None:
             self._engine = weakref.ref(engine)
             engine.observers.attach(self)
 
     def steps_with(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
-        """Step what `optimizer` holds."""
+        """Register `optimizer`, of class `kind`: its parameters are stepped in the backward."""
         if all(known() is not optimizer for known, _ in self._optimizers):
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """The gradients of `unit` come. Raises `UsageError` where it had some already, in a second backward, or for hooks."""
+        """The gradients of `unit` are reduced: step the unit before it. Raise `UsageError` if that breaks the promise."""
         task = _torch.current_graph_task()
-        if task != self._task:  # what a backward left that raised is gone
+        if task != self._task:  # drop what is left of a backward that raised
             self._task, self._waiting = task, None
             self._seen.clear()
             self._optimizer_copies.clear()
@@ -56,16 +55,16 @@ class InBackward(Observer):
                 f"{PROMISE}; this is another backward before optimizer.step(): call step after each, or leave it out "
                 "to accumulate."
             )
-        heard = [p.name for p in unit.params if _torch.has_hooks(p.sharded)]
-        if heard:  # autograd accumulates those itself, on a device behind the step
+        hooked = [p.name for p in unit.params if _torch.has_hooks(p.sharded)]
+        if hooked:  # autograd accumulates these gradients itself, on a device after the step
             raise UsageError(
-                f"{PROMISE}; {heard[0]!r} has a hook, which would see it stepped: remove the hook, or the promise."
+                f"{PROMISE}; {hooked[0]!r} has a hook, which would see it stepped: remove the hook, or the promise."
             )
-        self._come(unit)
+        self._mark_seen(unit)
         before, self._waiting = self._waiting, unit
         self._step(before)
 
-    def _come(self, unit: Unit) -> None:
+    def _mark_seen(self, unit: Unit) -> None:
         if unit.index in self._seen:
             raise UsageError(
                 f"unit {unit.name or 'root'!r} has gradients more than once in a backward, since it is called twice or is used "
@@ -83,24 +82,24 @@ class InBackward(Observer):
                 self._step_unit(engine, unit, optimizer, self._optimizer_copies[i])
 
     def backward_ended(self, reduced: bool) -> None:
-        """Step what still has gradients."""
+        """Step all units that still have gradients."""
         before, self._waiting = self._waiting, None
         self._step(before)
         engine = self._engine()
         for unit in engine.units if engine is not None else ():
             if any(p.sharded.grad is not None for p in unit.params):
-                self._come(unit)
+                self._mark_seen(unit)
                 self._step(unit)
         self._is_stepped = bool(self._optimizer_copies)
         self._optimizer_copies.clear()
 
     def stepped(self) -> None:
-        """The caller has called `optimizer.step`, which had nothing left to do."""
+        """Called by `optimizer.step()`: another backward may follow."""
         self._is_stepped = False
 
 
 def refuse_in_backward(engine: Engine, what: str) -> None:
-    """Raise `UsageError` where units are stepped in the backward, and `what` was asked for all the same."""
+    """Raise `UsageError`, which names `what` was asked for, if a unit of `engine` is stepped in the backward."""
     steps: object = getattr(engine.context.shard_buffers, "in_backward", None)
     if steps is not None:
-        raise UsageError(f"{PROMISE}; {what} comes too late or too early for that: leave out one of them.")
+        raise UsageError(f"{PROMISE}; {what} cannot be used with it: leave out one of the two.")
