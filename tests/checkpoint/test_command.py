@@ -77,7 +77,7 @@ def test_inspect_verify_and_prune(tmp_path, capsys):
         (["prune", "x", "--keep", "0"], "takes 1 or more"),
         (["export", "x", "y", "--format", "tar"], "invalid choice"),
         (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
-        (["convert", "absent", "y"], "is no folder of safetensors"),
+        (["convert", "absent", "y"], "is neither a folder of safetensors"),
     ],
 )
 def test_bad_words_are_told_on_one_line(words, message, capsys):
@@ -303,4 +303,4 @@ def test_a_full_output_is_told_in_a_sentence(tmp_path):
     with open("/dev/full", "w") as full:
         done = commanded("inspect", tmp_path / "c", stdout=full)
     assert done.returncode == 1
-    assert done.stderr == b"accordion: what was found cannot be written out: No space left on device.\n"
+    assert done.stderr == b"accordion: the result cannot be written to standard output: No space left on device.\n"

@@ -136,7 +136,7 @@ def test_a_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks
 
 def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
     ((waited_s, text),) = ended(tmp_path, 2, killed, tmp_path / "c", False)
-    assert text.startswith("another rank has ended, cannot be reached, or did not come here in time")
+    assert text.startswith("another rank has ended, cannot be reached, or did not save or load in time")
     assert waited_s < SOON_S
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".stack")] == []
 
@@ -149,7 +149,7 @@ def test_a_rank_killed_in_a_save_of_a_sharded_model_is_named(tmp_path):
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_group(tmp_path, background):
     ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background, timeout_s=SHORT_S)
-    assert "other ranks did not come" in text if background else "did not come here in time" in text
+    assert "other ranks did not finish" in text if background else "did not save or load in time" in text
     assert SHORT_S - 1 < waited_s < SHORT_S + 10
 
 

@@ -120,7 +120,7 @@ def test_values_nest_as_deep_as_a_reader_takes_them(tmp_path, nest, most):
     endless.append(endless)
     for deeper in (nest(value), endless):
         with pytest.raises(
-            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON, a tuple twice; flatten it"
+            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON \(a tuple: 2\); flatten it"
         ):
             save(tmp_path / "d", model, extra=deeper)
         with pytest.raises(CheckpointError, match=r"^rank/00000/state.* nests more than 100 deep"):
@@ -203,12 +203,12 @@ def test_files_outside_of_the_folder_are_refused(file):
         (
             "schema",
             1,
-            "schema 1 and this version reads 2; export it to safetensors with the version of Accordion that wrote it",
+            "schema 1 and this version reads 2; .* export it to safetensors with the version of Accordion that wrote it",
         ),
         (
             "schema",
             "x" * 10**5,
-            r"^it has schema 'x{19} and this version reads 2; export it to safetensors .*if it is newer\.$",
+            r"^it has schema 'x{19} and this version reads 2; if it is newer, update .* export it to safetensors .*\)\.$",
         ),
         ("checksum", "md5", "checksums are 'md5'"),
         ("checksum", "x" * 10**5, r"^its checksums are 'x{100}' and"),
@@ -218,20 +218,20 @@ def test_files_outside_of_the_folder_are_refused(file):
         ("piece_bytes", 2**40, "piece_bytes is"),
         ("files", {}, "which is none of its files"),
         ("files", {"../x.safetensors": {}}, "not the plain name"),
-        ("tensors__a__shape", [1] * 65, "absurd"),
-        (CHUNK + "at", 9, "used or not described"),
+        ("tensors__a__shape", [1] * 65, "more than torch allows"),
+        (CHUNK + "at", 9, "do not end there"),
         (CHUNK + "at", -1, "no size"),
         (CHUNK + "sums", ["1" * 8], "16 bytes and 1 checksums"),
         (CHUNK + "sums", ["1" * 8, "1" * 7], "not of the kind crc32"),
-        ("tensors__a__chunks__1__file", "rank-00000.safetensors", "used or not described"),
+        ("tensors__a__chunks__1__file", "rank-00000.safetensors", "do not end there"),
         ("tensors__a__chunks__1__offset", [1, 0], "overlap"),
         ("tensors", [], "damaged"),
         ("tensors__a__dtype", "F33", "unknown dtype 'F33'"),
         ("tensors__a__shape", [3, -2], "no size"),
         ("tensors__a__shape", [3, True], "no size"),
-        ("tensors__a__shape", [3, 10**4000], "absurd"),
-        ("tensors__a__shape", [2**62, 0], "absurd"),
-        ("saved_by", 3, "by whom"),
+        ("tensors__a__shape", [3, 10**4000], "too large for any tensor"),
+        ("tensors__a__shape", [2**62, 0], "too large for any tensor"),
+        ("saved_by", 3, "saved_by is no object"),
         ("optimizer", 3, "damaged"),
         ("optimizer", {"groups": [{"params": [1], "options": {}}], "state": {}}, "groups and state"),
         ("optimizer", {"groups": [], "state": []}, "groups and state"),

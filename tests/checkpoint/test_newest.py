@@ -37,7 +37,7 @@ def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monk
             save(tmp_path / "step-3", filled(3), keep=2)
         assert latest(tmp_path) == str(tmp_path / "step-3")
         assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["tmp", "step-2", "step-3"]
-        with pytest.raises(CheckpointError, match="cannot be removed, all of it"):
+        with pytest.raises(CheckpointError, match="cannot be removed completely"):
             prune(tmp_path, 2)
         save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
     (tmp_path / ".theirs.01234567.tmp").mkdir()
@@ -197,7 +197,7 @@ def test_a_load_of_a_damaged_one_names_the_one_before(tmp_path):
 
 
 def test_no_checkpoint_yet_and_paths_that_are_none(tmp_path):
-    with pytest.raises(UsageError, match="the path is None; where `latest` gave it, there is no checkpoint yet"):
+    with pytest.raises(UsageError, match="the path is None; if `latest` returned it, there is no checkpoint yet"):
         load(latest(tmp_path), filled(1))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("...")

@@ -42,9 +42,9 @@ def test_groups_in_another_order_take_options_by_their_parameters(tmp_path):
     mine = in_groups(other, (1, 0))
     for group in mine.param_groups:
         group["weight_decay"], group["lr"] = 9.0, 9.0
-    with pytest.raises(CheckpointError, match=r"parameter group 0 is group 1 of the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"parameter group 0 is the checkpoint's group 1"):
         load(tmp_path / "c", other, mine)
-    with pytest.warns(UserWarning, match=r"parameter group 0 is group 1 of the checkpoint"):
+    with pytest.warns(UserWarning, match=r"parameter group 0 is the checkpoint's group 1"):
         load(tmp_path / "c", other, mine, strict=False)
     assert options_of(mine) == [(0.0, 0.25), (0.5, 0.1)]
     assert mine.state[other[0].weight]["exp_avg"].shape == (3, 4)
@@ -116,7 +116,7 @@ def test_without_a_kind_a_state_that_is_not_taken_is_told_in_a_sentence(tmp_path
     mine = stepped(other, torch.optim.AdamW(other.parameters(), lr=0.3))
     before = everything(other, mine)
     with pytest.raises(
-        CheckpointError, match=r"AdamW does not take the optimizer's state .*KeyError: 'step'.*another kind"
+        CheckpointError, match=r"AdamW refuses the saved state of the optimizer .*KeyError: 'step'.*another kind"
     ):
         load(tmp_path / "c", other, mine)
     assert same(everything(other, mine), before)

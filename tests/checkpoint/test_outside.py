@@ -97,7 +97,7 @@ def test_every_tensor_that_an_index_promises_is_there_once(tmp_path):
         {"x.safetensors": {**one, "b": torch.ones(1)}, "y.safetensors": {**one, "c": torch.ones(1)}},
         {"b": "x.safetensors", "c": "y.safetensors"},
     )
-    assert_refused(beside, tmp_path, "a lies in x.safetensors and in y.safetensors")
+    assert_refused(beside, tmp_path, "a is in x.safetensors and in y.safetensors")
     keys = hf(tmp_path / "keys", {"x.safetensors": one}, '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}')
     assert_refused(keys, tmp_path, "a key twice")
     elsewhere = hf(
@@ -168,7 +168,7 @@ def test_every_value_that_dcp_promises_is_there_once(tmp_path):
         folder = lied_metadata(tmp_path / f"no-{key}", lambda m, p, k=key: m.storage_data.pop(p[k]))
         assert_refused(folder, tmp_path, key)
     folder = lied_metadata(tmp_path / "unsaid", lambda m, p: m.state_dict_metadata.pop("model.a"))
-    assert_refused(folder, tmp_path, "which part of model.a lies in")
+    assert_refused(folder, tmp_path, "which part of model.a is stored in")
 
     def shares(metadata, places):
         metadata.storage_data[places["model.a"]].offset = metadata.storage_data[places["model.b"]].offset

@@ -175,7 +175,7 @@ def test_a_path_that_is_a_file_one_below_a_file_and_a_folder_of_other_files(tmp_
 
 def test_a_rank_that_does_not_see_the_folder_of_the_first_says_so(tmp_path):
     folder = folders.folder_at(tmp_path / "c").begun("0123abcd")
-    with pytest.raises(CheckpointError, match="made by rank 0, is not seen here"), folder.create("a.safetensors", 0):
+    with pytest.raises(CheckpointError, match="does not exist on this rank"), folder.create("a.safetensors", 0):
         pass
 
 

@@ -50,12 +50,12 @@ def test_ranks_that_load_other_checkpoints_are_refused(world, tmp_path):
     assert found == [found[0]] * 3
     assert kind == "CheckpointError"
     assert text.startswith(
-        f"ranks were given other checkpoints, rank 0: {tmp_path}/step-1, whose manifest has the digest "
+        f"ranks were given different checkpoints, rank 0: {tmp_path}/step-1, whose manifest has the digest "
     )
     assert f"; rank 1, 2: {tmp_path}/step-2, whose manifest has the digest " in text
     assert (none, path) == (
         "UsageError",
-        "rank 0: the path is None; where `latest` gave it, there is no checkpoint yet.",
+        "rank 0: the path is None; if `latest` returned it, there is no checkpoint yet.",
     )
     assert state == "UsageError"
     assert key.startswith("rank 1, 2: state['a'] is a int, which has no load_state_dict")
@@ -95,7 +95,7 @@ def lagging(mesh, folder):
         acc.save(folder / f"step-{step}", built(mesh, step))
     seen = acc.latest(folder) if mesh.get_rank() else str(folder / "step-1")
     model = built(mesh, 7)
-    with pytest.raises(CheckpointError, match="ranks were given other checkpoints"):
+    with pytest.raises(CheckpointError, match="ranks were given different checkpoints"):
         acc.load(seen, model)
     return all(bool((param.to_local() == 7).all()) for param in model.parameters())
 

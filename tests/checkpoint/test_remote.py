@@ -43,7 +43,7 @@ def round_trip(root):
     assert [path.rpartition("/")[2] for path in prune(root, 2)] == ["step-2"]
     assert verify(f"{root}/step-10") == []
     assert all(name.startswith("optimizer/") for name in differing(f"{root}/step-10", f"{root}/step-11"))
-    with pytest.raises(CheckpointError, match="remote storage replaces none"):
+    with pytest.raises(CheckpointError, match="on remote storage none is replaced"):
         save(f"{root}/step-10", model)
     assert verify(f"{root}/step-10") == []
 
