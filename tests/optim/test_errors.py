@@ -97,7 +97,7 @@ def looked_through(mesh, path):
         o.step()
     for m in (model, again):
         assert_equal(acc.full_state_dict(m, rank0_only=False), acc.full_state_dict(other, rank0_only=False))
-    with pytest.raises(acc.UsageError, match=r"holds the step of the AdamW.*wrap_optimizer.*before"):
+    with pytest.raises(acc.UsageError, match=r"has already stored the step of the AdamW.*wrap_optimizer.*before"):
         acc.wrap_optimizer(Prepared(torch.optim.AdamW(model.parameters()), scaler=object()))
     with pytest.raises(acc.UsageError, match="does not know InBlocks"):
         acc.wrap_optimizer(Prepared(InBlocks(model.parameters())))
@@ -128,7 +128,7 @@ def scheduled(mesh):
     assert_equal(*done)
     other = torch.optim.AdamW(model.parameters())
     vars(other)["step"] = lambda: None
-    with pytest.raises(acc.UsageError, match="something has put a step of its own into this AdamW"):
+    with pytest.raises(acc.UsageError, match="the step method of this AdamW was replaced"):
         acc.wrap_optimizer(other)
 
 

@@ -22,7 +22,7 @@ PROG = "accordion checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a subcommand: `data` to print as JSON, `lines` to print as text, and the exit code."""
+    """The result of a subcommand: `data` to print with `--json`, `lines` to print without it, and the exit `code`."""
 
     data: dict[str, Any]
     lines: list[str]

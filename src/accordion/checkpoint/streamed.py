@@ -26,7 +26,7 @@ PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to write, which `read` returns when it is needed, possibly in another dtype than `dtype`, that of the file."""
+    """A tensor to write in `dtype`; `read` returns it when it is needed, possibly in another dtype."""
 
     name: str
     dtype: torch.dtype

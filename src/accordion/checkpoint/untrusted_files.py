@@ -31,7 +31,7 @@ QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absm
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file, whose bytes are [at, end) of the file."""
+    """A tensor of a safetensors file, with the range [at, end) of its bytes in the file."""
 
     name: str
     dtype: str
