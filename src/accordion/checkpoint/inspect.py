@@ -12,7 +12,7 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
 
-    "rank_states" has "num_ranks" and "states", [parameter, key] of each optimizer state that is kept for each rank.
+    "rank_states" has "num_ranks" and "states", [parameter, key] of each optimizer state that belongs to the rows of one rank.
     """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
