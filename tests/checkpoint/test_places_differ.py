@@ -1,4 +1,4 @@
-"""Ranks that are given other paths, arguments or names: all raise the same, none waits, and nothing changes."""
+"""Ranks with different paths, arguments or names: all raise the same error, none waits, and nothing changes."""
 
 import os
 from pathlib import Path
@@ -44,7 +44,7 @@ def loads(mesh, folder):
     return told
 
 
-def test_ranks_that_load_other_checkpoints_are_refused(world, tmp_path):
+def test_ranks_that_load_different_checkpoints_are_refused(world, tmp_path):
     found = world.run(3, loads, tmp_path)
     (kind, text), (none, path), (state, key) = found[0]
     assert found == [found[0]] * 3
@@ -76,7 +76,7 @@ def saves(mesh, folder):
     return told
 
 
-def test_ranks_that_save_to_other_places_are_refused(world, tmp_path):
+def test_ranks_that_save_to_different_paths_are_refused(world, tmp_path):
     found = world.run(3, saves, tmp_path)
     assert found == [found[0]] * 3
     (kind, text), (keep, number), (path, empty), *odd = found[0]
@@ -90,7 +90,7 @@ def test_ranks_that_save_to_other_places_are_refused(world, tmp_path):
 
 
 def lagging(mesh, folder):
-    """A shared folder that shows a new checkpoint late: `latest` differs, `load` refuses."""
+    """Load from a shared folder in which one rank does not see the newest checkpoint yet, so that `latest` differs."""
     for step in (1, 2):
         acc.save(folder / f"step-{step}", built(mesh, step))
     seen = acc.latest(folder) if mesh.get_rank() else str(folder / "step-1")
@@ -100,7 +100,7 @@ def lagging(mesh, folder):
     return all(bool((param.to_local() == 7).all()) for param in model.parameters())
 
 
-def test_a_folder_that_lags_on_one_rank(world, tmp_path):
+def test_load_refuses_if_latest_differs_between_ranks(world, tmp_path):
     assert world.run(2, lagging, tmp_path) == [True, True]
     with pytest.raises(UsageError, match="the path is None"):
         acc.latest(None)

@@ -127,8 +127,8 @@ def _inspect(options: PathOptions) -> Answer:
     if states:
         keys = ", ".join(sorted({str(key) for _, key in states}))
         lines.append(
-            f"states that belong to the rows of one of {about['rank_states']['num_ranks']} ranks, and load on as many ranks only: "
-            f"{keys} of {len({param for param, _ in states})} parameters"
+            f"states that belong to the rows of one of {about['rank_states']['num_ranks']} ranks, and load on as many ranks "
+            f"only: {keys} of {len({param for param, _ in states})} parameters"
         )
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
     return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])

@@ -57,18 +57,18 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     try:
         at = folder_at(source)
         if isinstance(at, Local):
-            return _converted(at.path, target)
+            return _write_checkpoint(at.path, target)
         assert isinstance(at, Remote)
         with TemporaryDirectory() as copy:
-            return _converted(at.fetch(Path(copy)), target)
+            return _write_checkpoint(at.fetch(Path(copy)), target)
     except (CheckpointError, UsageError):
         raise
     except Exception as error:  # a broken source may raise anything, in torch or in this package
         raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
 
 
-def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    foreign, folder = _opened(source), folder_at(target)
+def _write_checkpoint(source: Path, target: str | os.PathLike[str]) -> Foreign:
+    foreign, folder = _open_source(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
         for i, all_parts in enumerate(foreign.files):
@@ -94,7 +94,7 @@ def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
     return foreign
 
 
-def _opened(path: Path) -> Foreign:
+def _open_source(path: Path) -> Foreign:
     """Return the description of the source at `path`.
 
     Raises `UsageError` if its format is not known, `CheckpointError` if it is damaged or not safe to read.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class RandomState:
-    """The states of this process's Python, numpy, torch and accelerator generators; pass it in `state=` to `save` and `load`.
+    """The states of this process's Python, numpy, torch and accelerator generators, for `state=` of `save` and `load`.
 
     The state of another rank is ignored, so that no two ranks draw the same numbers: if the number of ranks has changed, ranks
     without a saved state keep their current one.

@@ -49,7 +49,7 @@ def opened(folder: Folder) -> Files:
 
 
 def look_into(folder: Folder) -> Files:
-    """`opened`, but an `OSError` is raised as it is."""
+    """Return the files of a checkpoint as `opened` does, but raise an `OSError` as it is."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""

@@ -66,7 +66,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def mapped(path: Path, stored: StoredTensor) -> Tensor:
-    """Return a tensor, not empty, that maps the bytes of `stored` from the file; writes to it never change the file."""
+    """Return the tensor `stored`, which must not be empty, mapped from the file; writes to it never change the file."""
     with opened(path) as file:
         size = stored.end - stored.at
         data = torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8, offset=stored.at, shape=(size,)))
@@ -152,7 +152,7 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
 def read_files(
     folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return (file, tensor) by name for the tensors in the files `names`; in other files than `promised` they are ignored."""
+    """Return (file, tensor) by name for tensors in the files `names`, without those that `promised` says are in another file."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
         for stored in read_header(folder / name):
