@@ -174,9 +174,7 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} was removed while it was written; no other job may save under this name."
-        ) from None
+        raise CheckpointError(f"{folder} was removed during the save; no other job may save under this name.") from None
     for file_name in names:
         with closing(folder.open(file_name)) as reader:
             head = _read(reader, 0, LENGTH_BYTES)
@@ -186,11 +184,11 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
         last_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]
         sums = {**json.loads(text), last.name: last_sums}
-        for tensor in (*stored, last):
-            name, offset = split_entry_name(tensor.name)
-            chunk = TensorChunk(file_name, Box(offset, tensor.shape), tensor.at, tuple(sums[tensor.name]))
+        for part in (*stored, last):
+            name, offset = split_entry_name(part.name)
+            chunk = TensorChunk(file_name, Box(offset, part.shape), part.at, tuple(sums[part.name]))
             if name.startswith(OF_RANKS):
-                of_ranks[name] = TensorEntry(dtype=tensor.dtype, shape=tensor.shape, placements=None, chunks=(chunk,))
+                of_ranks[name] = TensorEntry(dtype=part.dtype, shape=part.shape, placements=None, chunks=(chunk,))
             else:
                 chunks[name].append(chunk)
     tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}
