@@ -124,7 +124,7 @@ def refused(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     for kind in (torch.optim.Adafactor, torch.optim.Muon):
         params = [p for p in model.parameters() if p.dim() == 2]
-        way = "take AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
+        way = "use AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
         with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*{way}"):
             acc.wrap_optimizer(kind(params))
 

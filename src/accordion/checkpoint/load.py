@@ -149,7 +149,7 @@ class _Plan:
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
         for key, thing in state.items():
-            team.agree(partial(_load_object, key, thing, saved))
+            team.agree(partial(_load_state, key, thing, saved))
         with torch.no_grad():
             team.agree(lambda: files.fill_all(self.of_optimizer))
         if optimizer is not None:
@@ -180,7 +180,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, 
         vars(optimizer).update(attributes)
 
 
-def _load_object(key: str, thing: Stateful, saved: Mapping[str, Any]) -> None:
+def _load_state(key: str, thing: Stateful, saved: Mapping[str, Any]) -> None:
     try:
         thing.load_state_dict(saved[key])
     except Exception as error:

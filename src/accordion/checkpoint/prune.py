@@ -158,7 +158,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> li
     """
     check_keep(keep)
     if not keep:
-        raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so keep must be 1 or more.")
+        raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
     at = folder_at(folder)
     good = _good(_by_age(at, lambda name: name != BEST))
     doomed = good[:-keep]
