@@ -1,4 +1,4 @@
-"""Output that neither a reader who is gone, a full disk nor a narrow encoding turns into an error."""
+"""Output does not raise if its reader is gone, the disk is full, or the encoding lacks a character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from accordion.output import lasting_stream
 
 
-def test_what_nobody_reads_is_dropped() -> None:
+def test_output_without_a_reader_is_dropped() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as file:
@@ -21,25 +21,25 @@ def test_what_nobody_reads_is_dropped() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_what_a_full_disk_does_not_take_is_dropped() -> None:
+def test_output_to_a_full_disk_is_dropped() -> None:
     with open("/dev/full", "w") as full:
         print("text", file=lasting_stream(full), flush=True)
 
 
-def test_what_an_encoding_lacks_is_replaced(tmp_path: Path) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         print("\u27e6red\u27e7", file=lasting_stream(file), flush=True)
     assert (tmp_path / "out").read_text() == "\\u27e6red\\u27e7\n"
 
 
-def test_what_is_no_file_stays_as_it_is() -> None:
-    """As in a notebook, whose output may have the descriptor of a terminal that nobody looks at."""
+def test_stream_without_a_file_is_returned_as_it_is() -> None:
+    """For example in a notebook, whose output may have the descriptor of an unused terminal."""
     stream = io.StringIO()
     assert lasting_stream(stream) is stream
 
 
-def test_streams_that_are_closed_from_the_start_go_nowhere() -> None:
-    """Also in processes that are started: the number of a closed stream is not given to the next file."""
+def test_closed_streams_are_replaced_by_devnull() -> None:
+    """Also in child processes: the number of a closed stream is not given to the next file."""
     program = (
         "import os; from accordion.output import lasting_output\n"
         "with lasting_output():\n"

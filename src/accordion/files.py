@@ -1,4 +1,4 @@
-"""Files that somebody names: regular ones alone are read, for a pipe waits for its writer and a device has no end."""
+"""Read files named by users, but only regular ones: reading a pipe waits for its writer, and a device has no end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_REGULAR = "no regular file, and only those are read"
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, open for reading. Raises `OSError` where it cannot be opened, or is a pipe, a device or a folder."""
+    """Open a regular file for reading. Raises `OSError` if it cannot be opened, or is a pipe, a device or a folder."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -21,14 +21,14 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """What a regular file of UTF-8 holds. Raises `OSError` as `open_regular` does, `UnicodeDecodeError` for other bytes."""
+    """Return the text of a regular UTF-8 file. Raises `OSError` as `open_regular`, or `UnicodeDecodeError`."""
     with open_regular(Path(path)) as file:
         return file.read().decode("utf-8")
 
 
 def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is the file that is open; opened anew, since network file systems look at names only then."""
-    try:
+    """Return True if `path` still names the open file `handle`."""
+    try:  # opened again, because network file systems look up a name only then
         other = os.open(path, os.O_RDONLY)
     except OSError:
         return False

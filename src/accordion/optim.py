@@ -1,10 +1,10 @@
-"""Optimizers on shards: the step on local tensors, and the norm of gradients."""
+"""Optimizers of sharded parameters: steps on local tensors, and clipping by the norm of all gradients."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,21 +36,21 @@ WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon", "Spar
 
 
 class Wrapped:
-    """Mixed into an optimizer's class by `wrap_optimizer`."""
+    """Mixin that `wrap_optimizer` adds to an optimizer's class."""
 
-    _kind: type[Optimizer]  # the class that it had before
+    _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies alone, which call what is given; a pickle has to write it, and is refused then."""
+        """Support copies, but not pickles: `_Copied` can be called and cannot be pickled."""
         reduced: Any = super().__reduce_ex__(max(2, protocol))
         return _Copied(type(self), reduced[1]), (), *reduced[2:]
 
 
 class LocalStep(Wrapped):
-    """Mixed into an optimizer's class by `wrap_optimizer`: for the time of a step, parameters and state are local tensors.
+    """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on local tensors.
 
-    Outside of it `param_groups` and `state` hold DTensors, so that state dicts, schedulers and scalers see the ordinary
-    thing. DTensor dispatch of each operator of a step costs 2.6 to 4.5 times the step.
+    Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on DTensors,
+    which dispatches each operator, takes 2.6 to 4.5 times as long.
     """
 
     param_groups: list[dict[str, Any]]
@@ -67,57 +67,49 @@ class LocalStep(Wrapped):
             self._step_here()
         return loss
 
-    # Else torch's `load_state_dict` wraps it in what runs the caller's hooks, a second time.
+    # Otherwise torch's `load_state_dict` would wrap `step` once more, and the step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step_here(self) -> None:
+        """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back."""
         params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for p in params]
-        sharded: dict[int, Tensor] = {id(own): p for p, own in pairs}
+        sharded: dict[int, Tensor] = {id(local): p for p, local in pairs}
 
         def to_local(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
-            own = _torch.local_of(tensor)
-            sharded.setdefault(id(own), tensor)
-            return own
+            local = _torch.local_of(tensor)
+            sharded.setdefault(id(local), tensor)
+            return local
 
         def from_local(tensor: Tensor) -> Tensor:
             return sharded.get(id(tensor), tensor)
 
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for p, own in pairs:
-            if own is not p:
-                grad = p.grad
-                grad = None if grad is None else _torch.local_of(grad)
-                if grad is not None and grad.dtype is not own.dtype:
-                    own.grad_dtype = grad.dtype
-                own.grad = grad
-            if p in outer_state:
-                state[own] = local_state(outer_state[p])
-        # A key that is no parameter is of a state that all share.
+        state = _local_grads_and_state(pairs, outer_state)
+        # A key that is no parameter belongs to a state that all parameters share.
         state.update(
             {key: exchange(value, to_local) for key, value in outer_state.items() if not isinstance(key, Tensor)}
         )
         try:
             self.state = state
-            # Also what it holds besides its groups: a list of parameters.
+            # This includes attributes other than `param_groups`, such as a list of parameters.
             self._exchange(to_local)
             super().step()  # type: ignore[misc]
         finally:
             self.state = outer_state
             self._exchange(from_local)
-            for p, own in pairs:
-                if own is not p:
-                    own.grad = None
-                    torch.autograd.graph.increment_version(own)  # fused optimizers do not (2.13)
-                if own in state:
-                    write_back(outer_state[p], state.pop(own), p, own)
+            for p, local in pairs:
+                if local is not p:
+                    local.grad = None
+                    torch.autograd.graph.increment_version(local)  # fused optimizers do not (2.13)
+                if local in state:
+                    write_back(outer_state[p], state.pop(local), p, local)
             outer_state.update({key: exchange(value, from_local) for key, value in state.items()})
         if any(isinstance(key, DTensor) for key in state):
             raise UsageError(
-                f"{type(self).__name__} holds its parameters in an object, where wrap_optimizer does not find them; keep them in "
-                "a list or dict of the optimizer, or leave out wrap_optimizer."
+                f"{type(self).__name__} holds its parameters in an object, in which wrap_optimizer does not find them; keep them "
+                "in a list or dict of the optimizer, or leave out wrap_optimizer."
             )
 
     def _exchange(self, swap: Callable[[Tensor], Tensor]) -> None:
@@ -125,37 +117,36 @@ class LocalStep(Wrapped):
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
 
-    # Of offloaded parameters a step may be under way, on another thread.
-
     def _as_optimizer(self) -> Optimizer:
         assert isinstance(self, Optimizer), "mixed into an optimizer"
         return self
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked for by `torch.amp.GradScaler.step`, and by nothing else."""
+        # Only `torch.amp.GradScaler.step` reads this.
         for engine in engines_of(self._as_optimizer()):
             refuse_in_backward(engine, "a gradient scaler")
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
+        """Wait for steps of offloaded parameters, which may be running on another thread."""
         for engine in engines_of(self._as_optimizer()):
             engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:  # in place, in gradients that the step reads
+        if not set_to_none:  # this writes to gradients that the step reads
             self._wait()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, of the rows of this rank; the states say so wherever they are taken (see `row_marks`)."""
+        """Return the optimizer's state dict for the rows of this rank, with states marked as such (see `row_marks`)."""
         self._wait()
         expose(self._as_optimizer())
         mark_rows(self._as_optimizer())
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own; called by all ranks together. Raises `UsageError` on all where one has states of other rows."""
+        """Load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one got another rank's rows."""
         refuse_other_rows(self._as_optimizer(), state_dict)
         self._wait()
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -168,7 +159,7 @@ class LocalStep(Wrapped):
 
 
 class WholeStep(Wrapped, _torch.WholeVectors):
-    """Mixed into LBFGS: each rank computes the same step, from the gradients of all elements and the mean loss of all ranks."""
+    """Mixin for LBFGS: each rank computes the same step, from the gradients of all elements and the mean loss of all ranks."""
 
     param_groups: list[dict[str, Any]]
 
@@ -178,7 +169,7 @@ class WholeStep(Wrapped, _torch.WholeVectors):
     step.hooked = True  # type: ignore[attr-defined]
 
     def mean_loss(self, closure: Callable[[], Any]) -> Tensor:
-        """Return the mean over all ranks of the loss of `closure`, which a line search compares."""
+        """Return the mean over all ranks of the loss that `closure` returns. Collective."""
         loss: Tensor = torch.as_tensor(closure()).detach()
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         mesh = next(p.device_mesh for p in self.param_groups[0]["params"] if isinstance(p, DTensor))
@@ -188,18 +179,15 @@ class WholeStep(Wrapped, _torch.WholeVectors):
 
 
 class StepHooks:
-    """The hooks that torch calls before and after the step of any optimizer: one pair for all models, never removed.
+    """The hooks that torch calls before and after each step; they ignore optimizers without sharded parameters."""
 
-    Does nothing to an optimizer of other parameters. A hook of each model, removed whenever that is collected, would change the
-    mapping that some step is walking through.
-    """
-
+    # One pair for all models, never removed: removing hooks would change torch's dict while a step may be iterating over it.
     def __init__(self) -> None:
         self._watches: list[weakref.ref[Any]] = []
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Check an optimizer of sharded parameters that `wrap_optimizer` was not given, and wrap it if it is an LBFGS."""
+        """Check an optimizer of sharded parameters that is not wrapped, and wrap it if it is an LBFGS."""
         if isinstance(optimizer, Wrapped):
             return None
         if not any(OURS in vars(p) for group in optimizer.param_groups for p in group["params"]):
@@ -214,7 +202,7 @@ class StepHooks:
             return None
         wrapped: Any = wrap_optimizer(optimizer)
         closure = kwargs["closure"] if "closure" in kwargs else args[1]
-        return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step goes on in the new class
+        return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step continues in the new class
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for reference in self._watches:
@@ -224,12 +212,12 @@ class StepHooks:
 
     def add(self, watch: Any) -> None:
         """Call `watch.stepped(optimizer)` after each step of an optimizer of any model, as long as `watch` lives."""
-        # A new list: a step on another thread may be walking through the old one.
+        # A new list, because a step on another thread may be iterating over the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 
 
 def step_hooks() -> StepHooks:
-    """Return the hooks that torch holds; they are registered at the first call."""
+    """Return the `StepHooks` of this process, which are registered with torch at the first call."""
     known = [getattr(hook, "__self__", None) for hook in _torch.hooks_after_any_step()]
     hooks = next((each for each in known if isinstance(each, StepHooks)), None)
     if hooks is None:
@@ -240,7 +228,7 @@ def step_hooks() -> StepHooks:
 
 
 def mark_sharded(engine: Engine) -> None:
-    """Have the steps of optimizers of `engine`'s parameters checked."""
+    """Mark the parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
     for unit in engine.units:
         for param in unit.params:
             vars(param.sharded)[OURS] = True
@@ -248,7 +236,7 @@ def mark_sharded(engine: Engine) -> None:
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if Adafactor, of torch or transformers, is to step parameters of which a rank holds some rows."""
+    """Raise `UsageError` if `optimizer` is an Adafactor, of torch or transformers, with sharded parameters."""
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
         not placement.is_replicate() and p.device_mesh.size(axis) > 1
@@ -256,13 +244,28 @@ def refuse_adafactor(optimizer: Optimizer) -> None:
         for axis, placement in enumerate(p.placements)
     ):
         raise UsageError(
-            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded "
-            'parameter only; take AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
+            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds only some rows of each sharded "
+            'parameter; use AdamW (optim="adamw_torch" of a Trainer), whose states are sharded too.'
         )
 
 
+def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+    """Set the gradients of the local tensors in `pairs` (parameter, local tensor); return `state`, keyed by local tensors."""
+    local_states: defaultdict[Any, Any] = defaultdict(dict)
+    for p, local in pairs:
+        if local is not p:
+            grad = p.grad
+            grad = None if grad is None else _torch.local_of(grad)
+            if grad is not None and grad.dtype is not local.dtype:
+                local.grad_dtype = grad.dtype
+            local.grad = grad
+        if p in state:
+            local_states[local] = local_state(state[p])
+    return local_states
+
+
 class _Copied:
-    """Makes an empty optimizer of a wrapped class for a copy."""
+    """Callable that creates an uninitialized optimizer of a wrapped class, for a copy; refuses to be pickled."""
 
     def __init__(self, kind: type, args: tuple[Any, ...]) -> None:
         self._kind, self._args = kind, args
@@ -275,111 +278,112 @@ class _Copied:
 
     def __reduce__(self) -> Any:
         raise UsageError(
-            f"a wrapped {self._kind.__name__} cannot be pickled: its parameters are shards of this rank and would be nobody's "
-            "model's; keep its state_dict() on each rank, or use acc.save."
+            f"a wrapped {self._kind.__name__} cannot be pickled: its parameters are this rank's shards, and their copies would "
+            "belong to no model; save its state_dict() on each rank, or use acc.save."
         )
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps: what another one, such as accelerate's, holds as its `optimizer`, else itself."""
+    """Return the optimizer that steps: the innermost `optimizer` attribute if this one wraps another, as accelerate's does."""
     inner: Any = getattr(optimizer, "optimizer", None)
     is_outer = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) and inner is not optimizer
     return inner_of(inner) if is_outer else optimizer
 
 
-def _refuse_held_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` where an optimizer around another has taken its step, as it was before it is wrapped."""
+def _refuse_stored_step(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if an optimizer around another has stored the inner one's `step`, which is about to change."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):
             raise UsageError(
-                f"{type(optimizer).__name__} holds the step of the {type(inner).__name__} in it already, as it does beside a "
-                "gradient scaler; call wrap_optimizer on that one before it is prepared."
+                f"{type(optimizer).__name__} has already stored the step of the {type(inner).__name__} in it, as it does with a "
+                "gradient scaler; call wrap_optimizer on the inner optimizer before it is prepared."
             )
         optimizer = inner
 
 
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
-    """Make `optimizer` step on the local tensors of sharded parameters; the same object, of a subclass of its class.
+    """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
-    Its interface, param_groups and state stay as they were, with DTensors in them. Without it a step is right, and slower.
-    Only where what becomes of an element depends on that element alone: so it is for most of torch.optim, and for others
-    where `elementwise` promises it. LBFGS steps on whole vectors, which every rank keeps, with the mean loss of all ranks; it
-    is wrapped at its first step at the latest. Of an optimizer around another (accelerate's) the one inside is wrapped. Raises
-    `UsageError` for the rest, and where the optimizer was made before `shard`. Inside of `torch.compile` it runs uncompiled.
+    Its interface, `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more slowly. The
+    update of an element must depend on that element alone, as in most of torch.optim; for others promise it with `elementwise`.
+    LBFGS steps on whole vectors on every rank, with the mean loss of all ranks, and is wrapped at its first step at the latest.
+    If `optimizer` wraps another one (accelerate's), the inner one is changed. In `torch.compile` the step runs uncompiled. The
+    result can be copied, but not pickled. Raises `UsageError` for other optimizers, and for one that was made before `shard`.
 
-    Its `state_dict` holds the rows of this rank; `load_state_dict` is called by all ranks together, and refuses on all of them
-    what another rank wrote. It can be copied and not be pickled.
+    `state_dict` returns the rows of this rank. `load_state_dict` is collective, and raises on all ranks if one gets other rows.
     """
-    given: object = optimizer
-    if not isinstance(given, Optimizer):
-        raise UsageError(f"wrap_optimizer takes a torch.optim.Optimizer, not {type(given).__name__}.")
-    if inner_of(given) is not given:
-        if not isinstance(inner_of(given), Wrapped):
-            _refuse_held_step(given)
-        wrap_optimizer(inner_of(given), elementwise=elementwise)
+    target: object = optimizer
+    if not isinstance(target, Optimizer):
+        raise UsageError(f"wrap_optimizer takes a torch.optim.Optimizer, not {type(target).__name__}.")
+    if inner_of(target) is not target:
+        if not isinstance(inner_of(target), Wrapped):
+            _refuse_stored_step(target)
+        wrap_optimizer(inner_of(target), elementwise=elementwise)
         return optimizer
-    if isinstance(given, Wrapped):
+    if isinstance(target, Wrapped):
         return optimizer
-    name = type(given).__name__
-    if isinstance(given, WHOLE):
-        raise UsageError(
-            f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; "
-            + ("take AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps Muon on DTensors.")
-        )
-    is_whole = isinstance(given, torch.optim.LBFGS)
-    if not (elementwise or is_whole or isinstance(given, ELEMENTWISE)):
-        raise UsageError(
-            f"wrap_optimizer does not know {name}; pass elementwise=True where its step treats each element by itself, as Adam "
-            "does, and else leave out wrap_optimizer."
-        )
-    counted = "step" in vars(optimizer)
-    if counted and not _torch.has_counted_step(optimizer):
-        raise UsageError(
-            f"something has put a step of its own into this {name}; call wrap_optimizer before what does that."
-        )
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in params:
-        _ = p.grad  # a parameter that `shard` replaced says so
-    if not any(isinstance(p, DTensor) for p in params):
-        raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
-    if is_whole and len({p.device_mesh for p in params if isinstance(p, DTensor)}) > 1:
-        raise UsageError(
-            f"{name} steps all of its parameters as one vector, and these are sharded over several meshes; make an optimizer for "
-            "each of them."
-        )
-    for engine in engines_of(given) if is_whole else ():
-        if any(offload.streams or offload.step_in_backward for offload in tiers_of(engine).offloads):
-            raise UsageError(
-                f"{name} steps whole vectors, and an Offload of its parameters has the step bring parts of them; leave out step, "
-                "step_in_backward and optimizer of the Offload."
-            )
+    _check_wrappable(target, elementwise)
     kind = type(optimizer)
-    # What is called inside of a compiled function runs as it is: dynamo cannot trace the change to local tensors and back.
+    is_whole, is_counted = isinstance(target, torch.optim.LBFGS), "step" in vars(optimizer)
     step = WholeStep if is_whole else LocalStep
-    its: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
-    its["step"] = _torch.unseen_by_dynamo(step.step)
-    optimizer.__class__ = type(kind.__name__, (step, kind), its)
-    if counted:
+    attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+    # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
+    attributes["step"] = _torch.unseen_by_dynamo(step.step)
+    optimizer.__class__ = type(kind.__name__, (step, kind), attributes)
+    if is_counted:
         _torch.count_steps(optimizer)
     if not is_whole:
         prepare(optimizer, kind)
     return optimizer
 
 
+def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
+    """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor around another one."""
+    name, is_whole = type(optimizer).__name__, isinstance(optimizer, torch.optim.LBFGS)
+    if isinstance(optimizer, WHOLE):
+        raise UsageError(
+            f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; "
+            + ("use AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps Muon on DTensors.")
+        )
+    if not (elementwise or is_whole or isinstance(optimizer, ELEMENTWISE)):
+        raise UsageError(
+            f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
+            "does; otherwise leave out wrap_optimizer."
+        )
+    if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
+        raise UsageError(f"the step method of this {name} was replaced; call wrap_optimizer before that happens.")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        _ = p.grad  # raises for a parameter that `shard` has replaced
+    if not any(isinstance(p, DTensor) for p in params):
+        raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
+    if is_whole and len({p.device_mesh for p in params if isinstance(p, DTensor)}) > 1:
+        raise UsageError(
+            f"{name} steps all of its parameters as one vector, and these are sharded over several meshes; make one optimizer "
+            "for each mesh."
+        )
+    for engine in engines_of(optimizer) if is_whole else ():
+        if any(offload.streams or offload.step_in_backward for offload in tiers_of(engine).offloads):
+            raise UsageError(
+                f"{name} steps whole vectors, and with the Offload of its parameters a step works on one part of them at a time; "
+                "leave out step, step_in_backward and optimizer of the Offload."
+            )
+
+
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before, 0-d float32.
+    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; return the norm before, 0-d float32.
 
-    The norm is over all elements of all gradients, as on one device; one number is reduced over ranks. The same on all ranks.
-    Gradients of parameters that are not sharded count as they are, and must be equal on all ranks. `error_if_nonfinite`: raise
-    `NonFiniteError` on every rank, before any gradient changes, where the norm is NaN or inf; reads the device.
+    The norm is over all elements of all gradients, as on one device, and the same on all ranks: one number is all-reduced.
+    Gradients of parameters that are not sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on
+    every rank, before any gradient changes, if the norm is NaN or inf; this synchronizes with the device.
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
+    target: object = model
+    if not isinstance(target, nn.Module):
         raise UsageError(
-            f"clip_grad_norm_ takes the model that shard() returned, not a {type(given).__name__} of parameters as torch's; "
+            f"clip_grad_norm_ takes the model that shard() returned, not a {type(target).__name__} of parameters as torch's; "
             "write clip_grad_norm_(model, 1.0)."
         )
     engine = engine_of(model)
@@ -395,16 +399,13 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """`clip_grad_norm_` of some parameters of one or more models; the same ones on all ranks.
-
-    `engines`: at least one, those that may hold some of `parameters`.
-    """
+    """`clip_grad_norm_` for `parameters`, the same ones on all ranks, of the models of `engines` (at least one)."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         refuse_in_backward(engine, "clip_grad_norm_")
         engine.synchronize()
-        for tell in engine.observers.gradients_are_clipped:
-            tell(float(max_norm), float(norm_type))
+        for notify in engine.observers.gradients_are_clipped:
+            notify(float(max_norm), float(norm_type))
     owned = [(one, param) for one in engines for unit in one.units for param in unit.params]
     parts: dict[tuple[int, ...], NormPart] = {}
     scaled: list[Tensor] = []
@@ -421,15 +422,15 @@ def clip_norm_of(
     norm = total_norm([*parts.values()], float(norm_type), engines[0].context.device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
-            f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "
-            'clip all the same; shard(debug="finite") names where it came up.'
+            f"the norm of the gradients is {norm.item()}, so they were not clipped; skip the step, or leave out "
+            'error_if_nonfinite to clip anyway; shard(debug="finite") names the module in which NaN or inf first appears.'
         )
     scale_to([*scaled, *others], max_norm, norm)
     return norm
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model by `factor`, 0-d and the same on all ranks, wherever they rest."""
+    """Multiply all gradients of a sharded model by `factor`, 0-d and the same on all ranks, also offloaded ones."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     refuse_in_backward(engine, "scaling of gradients")
@@ -439,11 +440,11 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
-    """Over whose ranks the norm of a parameter adds up, and whether this rank's rows count."""
+    """Return (communicators over which the norm of a parameter is summed, True if this rank's rows count)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []
         return [*cut, *([] if param.around is None else param.around.communicators)], True
-    # On a mesh of its own and without a word on the others: what other ranks have under its name are other parameters.
+    # The parameter has a mesh of its own that does not cover all ranks: the others have other parameters under its name.
     is_first = context.replicate.rank == 0 and (param.cut.dim is not None or context.shard.rank == 0)
     return [axis.gather for axis in (model.shard, model.replicate) if axis.num_ranks > 1], is_first

@@ -1,4 +1,4 @@
-"""Standard output that neither a reader who is gone, a full disk nor a narrow encoding turns into an error."""
+"""Standard output that does not raise if its reader is gone, the disk is full, or the encoding lacks a character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class _Dropping(io.FileIO):
-    """A file descriptor of others, which stays open; what cannot be written to it is dropped."""
+    """A file over an existing descriptor, which it leaves open; drops data that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -21,7 +21,7 @@ class _Dropping(io.FileIO):
 
 
 def lasting_stream(stream: TextIO) -> TextIO:
-    """Return a stream to the file of `stream`, or `stream` itself if that is no file, as in a notebook."""
+    """Return a stream to the file of `stream` that never raises; `stream` itself if it has no file, as in a notebook."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
@@ -35,11 +35,11 @@ def lasting_stream(stream: TextIO) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Make `sys.stdout` and `sys.stderr` last, so that no print ends a run; those that are closed go nowhere."""
+    """Context manager in which prints to `sys.stdout` and `sys.stderr` never raise; closed ones are replaced by `os.devnull`."""
     for handle in range(3):
         try:
             os.fstat(handle)
-        except OSError:  # else the next file that is opened gets this number, and what C code and other processes print
+        except OSError:  # otherwise the next file to be opened gets this number, and the output of C code
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
         yield

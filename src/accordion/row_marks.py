@@ -1,7 +1,7 @@
-"""Rows of tensors that come from a file: refuse those that another rank wrote.
+"""Refuse tensors from a file that hold the rows of another rank.
 
-A mesh keeps its coordinate when it is pickled. Plain states of an optimizer get a mark, which pickles and copies of them keep,
-and DCP does not.
+A DTensor's mesh keeps its coordinate when it is pickled. Plain tensors in an optimizer's state get a mark, which pickles and
+copies of them keep, and DCP does not.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
 MARK = "_accordion_rows"  # attribute of a state
-MADE = "_accordion_made"  # attribute of a mesh: the process and the address at which it was made
-BITS = 20  # of a rank, where one number tells three
+MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
+BITS = 20  # for a rank, since one int64 carries three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
-"""(position on the mesh, number of ranks, shape of its rows, (placement, which of how many) on each axis that cuts): plain
-values, so that a mark passes `torch.load(weights_only=True)`. It is on the tensors and not beside them because DCP joins and
-cuts rows itself, and would give one rank's word on them to all.
+"""(position on the mesh, number of ranks, local shape, (placement, index, number of chunks) of each axis that shards).
+Plain values, so that a mark passes `torch.load(weights_only=True)`. It is an attribute of tensors and not a value next to them,
+because DCP reshards tensors itself and would give one rank's value to all ranks.
 """
 
 
 def mark_rows(optimizer: Optimizer) -> None:
-    """Mark the states of sharded parameters as those of this rank's rows: all but numbers, and tables that several share."""
+    """Set `MARK` on the states of sharded parameters, except 0-d tensors and tensors that several parameters share."""
     states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
     count = Counter(id(value) for state in states for value in state.values())
     for p in _params(optimizer):
@@ -46,9 +46,9 @@ def mark_rows(optimizer: Optimizer) -> None:
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank where one of them was given states of other rows than its own; a collective.
+    """Raise `UsageError` on every rank if `state_dict` has states of another rank's rows on any of them. Collective.
 
-    States without a mark are taken: helpers of torch and others cut them for the rank that asks.
+    States without a mark are accepted, because helpers of torch and other libraries shard them for the calling rank.
     """
     if dist.is_initialized():
         marks = _marks_of_others(optimizer, state_dict)
@@ -56,9 +56,9 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
-    """Mark the mesh of each sharded parameter, so that a copy of it from a file is known as one.
+    """Set `MADE` on the mesh of each sharded parameter, by which a copy of a mesh from a file is recognized.
 
-    Identity does not tell: DTensor gives the result of an operator the equal mesh that it met first.
+    Identity is not enough: the result of a DTensor operator may have another, equal mesh, the first that DTensor saw.
     """
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         vars(mesh)[MADE] = os.getpid(), id(mesh)
@@ -67,40 +67,40 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
     """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
 
-    Collective if there are tensors from a file; tensors of this process are compared with their targets on this rank alone.
+    Collective if there are tensors from a file; tensors of this process are compared on this rank alone.
 
     Args:
-        pairs: each given value with the tensor of this model that it is for.
-        what: names the given tensors in the message.
+        pairs: (loaded value, tensor of this model for which it is meant).
+        what: name of the loaded tensors, for the message.
     """
-    sharded = [(given, own) for given, own in pairs if isinstance(given, DTensor) and isinstance(own, DTensor)]
-    here = os.getpid()
+    sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
+    pid = os.getpid()
     from_file = []
-    for given, own in sharded:
-        mesh = given.device_mesh
-        if vars(mesh).get(MADE, (here, id(mesh))) != (here, id(mesh)):
-            from_file.append((given, own))
+    for loaded, target in sharded:
+        mesh = loaded.device_mesh
+        if vars(mesh).get(MADE, (pid, id(mesh))) != (pid, id(mesh)):
+            from_file.append((loaded, target))
     if from_file:
-        marks = (_mark(given) for given, own in from_file if _is_elsewhere(given, own))
-        _refuse_on_all(next(marks, None), (own for _, own in from_file), what)
+        marks = (_mark(loaded) for loaded, target in from_file if _is_elsewhere(loaded, target))
+        _refuse_on_all(next(marks, None), (target for _, target in from_file), what)
     others = (pair for pair in sharded if pair[0].device_mesh is not pair[1].device_mesh)
-    _refuse_on_all(next((_mark(given) for given, own in others if _is_elsewhere(given, own)), None), (), what)
+    _refuse_on_all(next((_mark(a) for a, b in others if _is_elsewhere(a, b)), None), (), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
-    """Raise `UsageError` on every rank if the states of a plain optimizer are those of other rows on one of them."""
+    """Raise `UsageError` on every rank if an unwrapped `optimizer` has states of another rank's rows on any of them."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 
 
-def _is_elsewhere(given: DTensor, own: DTensor) -> bool:
-    """Return whether this rank has another coordinate on the mesh of `given` than the rank that holds these rows."""
-    mesh, coordinate = given.device_mesh, given.device_mesh.get_coordinate()
-    cut = [axis for axis, how in enumerate(given.placements) if not how.is_replicate() and mesh.size(axis) > 1]
-    if mesh == own.device_mesh:
-        here = own.device_mesh.get_coordinate()
-        return coordinate != here and any(coordinate is None or here is None or coordinate[i] != here[i] for i in cut)
-    for axis in cut:
+def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
+    """Return True if the rows of `loaded` are those of a rank with another coordinate on its mesh than this rank."""
+    mesh, coordinate = loaded.device_mesh, loaded.device_mesh.get_coordinate()
+    axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
+    if mesh == target.device_mesh:
+        this = target.device_mesh.get_coordinate()
+        return coordinate != this and any(coordinate is None or this is None or coordinate[i] != this[i] for i in axes)
+    for axis in axes:
         try:
             ranks = dist.get_process_group_ranks(mesh.get_group(axis))
         except (RuntimeError, ValueError, KeyError):  # this process has no such group
@@ -111,21 +111,21 @@ def _is_elsewhere(given: DTensor, own: DTensor) -> bool:
 
 
 def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on the ranks of the meshes of `tensors` if one of them has a mark of other rows. Collective."""
-    # One number for each rank, of which the largest is told: the rank, counted from 1, whose rows it was given, of how many.
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if one passes `other`, a mark of other rows. Collective."""
+    # All-reduces the maximum of a number that packs this rank (counted from 1), the rank of the mark and its number of ranks.
     rank, theirs, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)
         every = [Communicator(group, device) for group in mesh.get_all_groups()]
         communicators = [communicator for communicator in every if not communicator.is_fake]
         packed = torch.tensor((rank << 2 * BITS) + (theirs << BITS) + num_ranks, device=device)
-        told = int(reduced(packed, communicators, dist.ReduceOp.MAX).item())
-        rank, theirs, num_ranks = (told >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
+        largest = int(reduced(packed, communicators, dist.ReduceOp.MAX).item())
+        rank, theirs, num_ranks = (largest >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
     if rank:
         raise UsageError(
             f"rank {rank - 1} was given {what} of rank {theirs} of {num_ranks}, which are of other rows than its own: torch.save "
-            "writes the rows of one rank. Write what acc.full_state_dict(model) gives, or use acc.save and acc.load, or let "
-            "every rank load what it wrote itself, on as many ranks."
+            "writes the rows of one rank. Write the result of acc.full_state_dict(model), or use acc.save and acc.load, or let "
+            "every rank load its own file, on as many ranks."
         )
 
 
@@ -138,18 +138,18 @@ def _mark(p: DTensor) -> Mark:
     coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
     axes = zip(p.placements, coordinate, mesh.shape, strict=True)
     cut = tuple((str(how), i, n) for how, i, n in axes if not isinstance(how, Replicate) and n > 1)
-    # The coordinate is that of the rank that wrote a tensor of a file.
+    # For a tensor from a file, the coordinate is that of the rank that wrote it.
     rank = sum(i * math.prod(mesh.shape[axis + 1 :]) for axis, i in enumerate(coordinate))
     return rank, mesh.size(), tuple(_torch.local_of(p).shape), cut
 
 
 def _marks_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[Mark]:
-    """The marks in `state_dict` that are of other rows than the parameter's here."""
+    """Iterate over the marks in `state_dict` that differ from this rank's rows of the parameter."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]
     except (KeyError, TypeError):
-        return  # `load_state_dict` says what is wrong
+        return  # `load_state_dict` raises an error
     for index, p in zip(indices, _params(optimizer), strict=False):
         state = states.get(index)
         if not isinstance(p, DTensor) or not isinstance(state, Mapping):

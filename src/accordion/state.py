@@ -1,4 +1,4 @@
-"""The model's parameters for the outside: full ones in the registry, full and sharded state dicts."""
+"""Access to a sharded model's parameters: full ones in the modules, full and sharded state dicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accordion.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
-    """The engine of `model`; raises `UsageError` where it is not sharded."""
+    """Return the engine of `model`. Raises `UsageError`, beginning with `what`, if the model is not sharded."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
@@ -34,10 +34,9 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 
 
 def settle(engine: Engine, what: str) -> None:
-    """Before what all ranks of a model do together outside of a pass: end what is under way, and come to the same place.
+    """Finish all work in progress and have all ranks agree on `what` they do next, outside of a pass: "saves a checkpoint".
 
-    `what`: "saves a checkpoint", for messages. Raises `DivergenceError` on every rank where others do something else; without a
-    word each would wait for the other, in collectives that do not pair up.
+    Collective. Raises `DivergenceError` on every rank if others do something else, instead of a hang in different collectives.
     """
     engine.recover()
     engine.synchronize()
@@ -49,9 +48,9 @@ def settle(engine: Engine, what: str) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communicating: forward and backward inside add up full gradients on each rank.
+    """Context manager that accumulates gradients without communication: backwards inside add up full gradients on each rank.
 
-    The first backward of a forward made outside reduces the sum, also of units that it does not visit.
+    The first backward of a forward that ran outside reduces the sums, also those of units that it does not visit.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")
@@ -64,10 +63,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Full parameters in the registry, as before `shard` and in the dtype of the shards: evaluation, EMA, generation, export.
+    """Context manager in which modules have full parameters, as before `shard`, for evaluation, EMA, generation, export.
 
-    The model runs inside as the unsharded one. With `write` each rank takes its rows of what the parameters are
-    at the end; every rank must write the same. Memory: the whole model once.
+    The parameters have the dtype of the shards, and the model runs as the unsharded one does. With `write`, each rank keeps its
+    rows of the parameters at the end; every rank must write the same values. Memory: the whole model once. Collective.
     """
     engine = sharded_engine(model, "full_params")
     if engine.suspended:
@@ -104,7 +103,7 @@ def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     for module, attr, param in entries:
         module._parameters[attr] = param
     for module in {id(m): m for m, _, _ in entries}.values():
-        if isinstance(module, nn.RNNBase):  # it keeps its parameters in a list too
+        if isinstance(module, nn.RNNBase):  # has its parameters in a list too
             module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
@@ -114,22 +113,22 @@ def _all_params(engine: Engine) -> Iterator[Param]:
 
 
 def full_of(param: Param) -> Tensor:
-    """The parameter as it was before it was sharded; under tensor parallelism this rank's part of it. Collective."""
+    """All-gather the full parameter; with tensor parallelism, this rank's part of it. Collective."""
     if param.extension is not None:
         raise UsageError(
-            f"parameter {param.name!r} is a tensor subclass that says itself how it is gathered to compute; its rows as they are "
-            "stored are in model.state_dict()."
+            f"parameter {param.name!r} is a tensor subclass with its own all-gather, whose result is not what is stored; read "
+            "its stored rows from model.state_dict()."
         )
     return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
 
 Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | None
-"""Which tensors of a model: "trained", the parameters that require a gradient; a pattern of names, as in a shell,
-"*.lora_*" say; a function (name, tensor) -> bool, the same on all ranks; () for none of them; None for all."""
+"""A choice of a model's tensors: "trained", the parameters that require a gradient; a shell pattern of names, such as
+"*.lora_*"; a function (name, tensor) -> bool, the same on all ranks; () for none; None for all."""
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Those of `values` that `only` names. Raises `UsageError` where these are none."""
+    """Return the `values` that `only` chooses. Raises `UsageError` if a choice other than `()` leaves none."""
     if only is None:
         return dict(values)
     if only == ():
@@ -137,26 +136,26 @@ def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
     if not (isinstance(only, str) or callable(only)):
         raise UsageError(f'only={only!r} is no choice of tensors; pass "trained", a pattern of names, or a function.')
     if only == "trained":
-        found = {name: v for name, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad}
+        result = {name: v for name, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad}
     elif isinstance(only, str):
-        found = {name: v for name, v in values.items() if fnmatchcase(name, only)}
+        result = {name: v for name, v in values.items() if fnmatchcase(name, only)}
     else:
-        found = {name: v for name, v in values.items() if only(name, v)}
-    if not found:
+        result = {name: v for name, v in values.items() if only(name, v)}
+    if not result:
         raise UsageError(
             f"only={only!r} chooses none of the model's {len(values)} tensors; its names are those of state_dict()."
         )
-    return found
+    return result
 
 
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True, only: Only = None
 ) -> dict[str, Tensor]:
-    """The state dict of the unsharded model, gathered one tensor at a time; empty on other ranks with `rank0_only`.
+    """Return the state dict of the unsharded model, gathered one tensor at a time; empty on other ranks with `rank0_only`.
 
-    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `only`: which tensors are
-    gathered: "trained", the parameters that require a gradient; a pattern of names, as in a shell ("*.lora_*"); or a function
-    (name, tensor) -> bool, the same on all ranks. Raises `UsageError` where it chooses none.
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `only`: the tensors to gather:
+    "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or a function
+    (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if it chooses none.
     """
     engine = sharded_engine(model, "full_state_dict")
     values = chosen(model.state_dict(keep_vars=True), only)
@@ -164,7 +163,7 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Gather what `state_dict(keep_vars=True)` gave, in its order; empty on other ranks with `rank0_only`. Collective."""
+    """Return `values` of `state_dict(keep_vars=True)` with full tensors; empty on other ranks with `rank0_only`. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in _all_params(engine)}
@@ -172,7 +171,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
     done: dict[int, Tensor] = {}
     with torch.no_grad():
         for name, value in values.items():
-            if not isinstance(value, Tensor):  # the extra state of a module
+            if not isinstance(value, Tensor):  # from a module's `get_extra_state`
                 result[name] = value
                 continue
             if id(value) not in done:
@@ -188,17 +187,17 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 
 
 def is_first_rank(engine: Engine) -> bool:
-    """Whether this is the first of all ranks of a model, those of tensor parallelism counted too."""
-    arounds = [param.around for param in _all_params(engine) if param.around is not None]
-    return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(a.is_first for a in arounds)
+    """Return True on the first of all ranks of the model, including those of tensor parallelism."""
+    outer = [param.around for param in _all_params(engine) if param.around is not None]
+    return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(each.is_first for each in outer)
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows.
+    """Make `load_state_dict` accept full tensors as well as sharded ones, of which each rank keeps its rows.
 
-    Collective where it is given anything but this rank's rows of every parameter: ranks compare names, shapes and checksums
-    first, and `DivergenceError` is raised on all of them, before anything changes, where these differ.
-    It and `state_dict` wait for steps under way, also those of a part of the model, whatever part that is.
+    `load_state_dict` is collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
+    checksums, and all raise `DivergenceError`, before anything changes, if these differ. `load_state_dict` and `state_dict` of
+    any part of the model wait for optimizer steps in progress.
     """
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_own_rows)
@@ -209,7 +208,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """Called for each module of a state dict: a unit's waits for all, another one's for the steps of its own parameters."""
+    """State dict hook of each module: wait for all steps if the module is a unit, else for the steps of its own parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()
@@ -220,35 +219,35 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
 
 
 def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Called for each module of a state dict, the outermost first, whose call leaves nothing to do for the others."""
+    """`load_state_dict` hook of each module; the first call, for the outermost module, handles all parameters."""
     named = module.named_parameters(remove_duplicate=False)
     take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
 
 
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
-    """Put the sharded tensors that `state` has from a file of this rank on the mesh of the parameters in `wanted`.
+    """Replace sharded tensors in `state`, from a file of this rank, by ones on the mesh of the parameters in `wanted`.
 
-    Collective if there are any. Raises `UsageError` on every rank if those of one rank are another one's.
+    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank.
     """
-    refuse_rows_of_others(((state.get(key), own) for key, own in wanted.items()), "the model's tensors")
-    for key, own in wanted.items():
-        given: Any = state.get(key)
-        if is_sharded_alike(given, own) and given.device_mesh is not own.device_mesh:
-            state[key] = _torch.as_dtensor(_torch.local_of(given), own)
+    refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
+    for key, param in wanted.items():
+        value: Any = state.get(key)
+        if is_sharded_alike(value, param) and value.device_mesh is not param.device_mesh:
+            state[key] = _torch.as_dtensor(_torch.local_of(value), param)
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until the shards of a sharded model are what the last optimizer step makes of them.
+    """Wait until the last optimizer step of a sharded model has been applied to its shards.
 
-    Only with `Offload` is there anything to wait for: with a wrapped optimizer `step` returns while worker threads step. The
-    library's own functions, the model's and the optimizer's state dicts and the next forward wait by themselves; a
-    direct read of a parameter or of `optimizer.state` between a step and the next forward must call this first.
+    This is needed with `Offload` only: there `step` of a wrapped optimizer returns while worker threads still step. This
+    library's functions, the state dicts of model and optimizer and the next forward wait by themselves. Call this before you
+    read a parameter or `optimizer.state` directly between a step and the next forward.
     """
     sharded_engine(model, "synchronize").synchronize()
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Each rank's rows in place of full tensors, on which ranks agree first; a state dict of rows is each rank's own affair."""
+    """`load_state_dict` hook of the model: replace full tensors in `state` by this rank's rows, after all ranks compared them."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in _all_params(engine)}
@@ -258,33 +257,33 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     }
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         settle(engine, "loads full tensors (load_state_dict)")
-        refuse_others({k: given for k, given in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
+        refuse_others({k: value for k, value in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
     for key, sharded in wanted.items():
-        given, param = state.get(key), params[id(sharded)]
-        if not isinstance(given, Tensor) or given.shape != sharded.shape or is_sharded_alike(given, sharded):
-            continue  # torch's own message names missing and misshapen tensors
-        if isinstance(given, DTensor):
-            given = given.full_tensor()
+        value, param = state.get(key), params[id(sharded)]
+        if not isinstance(value, Tensor) or value.shape != sharded.shape or is_sharded_alike(value, sharded):
+            continue  # torch's own error names missing and misshapen tensors
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         local = _torch.local_of(sharded)
-        rows = own_part(given, param).to(device=local.device, dtype=local.dtype)
+        rows = own_part(value, param).to(device=local.device, dtype=local.dtype)
         state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
 
 
-def is_sharded_alike(given: object, sharded: DTensor) -> bool:
-    """Whether it is a tensor of which this rank's rows are those of a sharded parameter."""
+def is_sharded_alike(value: object, sharded: DTensor) -> bool:
+    """Return True if `value` is a DTensor with the shape, placements and mesh of `sharded`; dtype and values may differ."""
     return (
-        isinstance(given, DTensor)
-        and given.shape == sharded.shape
-        and given.placements == sharded.placements
-        and given.device_mesh == sharded.device_mesh
+        isinstance(value, DTensor)
+        and value.shape == sharded.shape
+        and value.placements == sharded.placements
+        and value.device_mesh == sharded.device_mesh
     )
 
 
 def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:
-    """Raise `DivergenceError` on every rank where ranks load other tensors: each would cut its rows of another model."""
-    unlike = same_given({f"{key!r}": given for key, given in state.items()}, watch, "load_state_dict")
+    """Raise `DivergenceError` on every rank if ranks load different full tensors, which would mix rows of different models."""
+    unlike = same_given({f"{key!r}": value for key, value in state.items()}, watch, "load_state_dict")
     if unlike:
         raise DivergenceError(
             f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "
-            "on every rank, or broadcast the first rank's before."
+            "on every rank, or broadcast the first rank's state dict before."
         )

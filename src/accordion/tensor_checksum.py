@@ -9,13 +9,13 @@ from torch import Tensor
 
 from accordion import _torch
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, its bits even: Knuth's multiplicative hash of 64 bits
-ROW = 2**14  # elements that share a total; a CPU takes one row at a time, whose products stay in its cache
-ROWS_AT_ONCE = 2**10  # on another device: 128 MiB of products
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the odd multiplier of Knuth's 64-bit multiplicative hash
+ROW = 2**14  # elements that are summed to one total; the CPU sums row by row, so that the products stay in its cache
+ROWS_AT_ONCE = 2**10  # rows that other devices sum at once: 128 MiB of products
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the checksum of each tensor that is not on the meta device, in words. The host waits once for each device."""
+    """Return the checksum, as text, of each tensor not on the meta device; synchronizes once with each device."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta:
@@ -27,16 +27,16 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of a tensor's bits, 0-d int64 on its device: integers, summed with weights by their place.
+    """Return a checksum of a tensor's bits, 0-d int64 on its device: their sum as integers, weighted by position.
 
-    It is the same for every order of summation, as integers wrap around.
+    Integers wrap around, so the order of summation does not matter.
     """
-    if type(tensor.data) is not Tensor:  # a subclass: what it is made of, where it tells
+    if type(tensor.data) is not Tensor:  # a subclass: the checksum of its inner tensors, if it lists them
         sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    # Of 8 bytes the halves: the top bit of a 64-bit product would have no weight.
+    # Elements of 8 bytes count as two of 4, because a weight would shift the top bit out of a 64-bit product.
     kind = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
     bits = tensor.detach().contiguous().view(-1).view(kind)
     num_rows = bits.numel() // ROW

@@ -1,4 +1,4 @@
-"""Saves in the background over ranks, what each rank keeps for itself, and saving after an exception."""
+"""Background saves on several ranks, states of each rank, and saves after an exception."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ def step(model, optimizer):
 
 
 def trains_on(mesh, path):
-    """A save in the background holds the step at which it was begun, whatever training does meanwhile."""
+    """Save in the background while training goes on: the checkpoint has the values of the step at which the save began."""
     model, optimizer = built(mesh)
     step(model, optimizer)
     gate, fsync = threading.Event(), os.fsync
@@ -75,12 +75,12 @@ def save_early(mesh, path):
     return [step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
-def test_a_background_save_holds_its_own_step(world, tmp_path):
+def test_background_save_has_the_values_of_its_step(world, tmp_path):
     found = world.run(3, trains_on, tmp_path)
     assert len({tuple(losses) for losses, *_ in found}) == 1
 
 
-def test_each_rank_gets_its_own_random_state_again(world, tmp_path):
+def test_each_rank_gets_its_random_state_back(world, tmp_path):
     saved = world.run(3, save_early, tmp_path / "c")
     assert len({tuple(drawn) for _, drawn in saved}) == 3
     assert world.run(3, resumed, tmp_path / "c") == saved
@@ -117,7 +117,7 @@ def fails_on_one(mesh, path):
     return told
 
 
-def test_all_ranks_hear_of_one_that_failed(world, tmp_path):
+def test_failed_background_save_raises_on_all_ranks(world, tmp_path):
     found = world.run(3, fails_on_one, tmp_path)
     assert len(set(found)) == 1
     assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in found[0]
@@ -158,5 +158,5 @@ def saves_after_a_backward_that_raised(mesh, path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_save_and_load_after_an_exception(world, tmp_path):
+def test_save_and_load_work_after_an_exception(world, tmp_path):
     world.run(2, saves_after_a_backward_that_raised, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""What is loaded into what: casts keep the kind of number, and no two tensors of a model have one name."""
+"""Casts on load keep the kind of number, and tensors of a model have unique names."""
 
 import os
 
@@ -34,7 +34,7 @@ CASTS = [
 
 
 @pytest.mark.parametrize(("saved", "now", "fits"), CASTS)
-def test_only_casts_that_keep_the_kind_are_made_on_load(tmp_path, saved, now, fits):
+def test_load_casts_only_within_floats_or_integers(tmp_path, saved, now, fits):
     accordion.save(tmp_path / "c", Held(saved, torch.ones(3)))
     model = Held(now.clone(), torch.zeros(3))
     if fits:
@@ -52,7 +52,7 @@ def test_only_casts_that_keep_the_kind_are_made_on_load(tmp_path, saved, now, fi
     assert model.weight.all()
 
 
-def test_names_of_wrappers_that_hide_another_tensor_are_refused(tmp_path):
+def test_tensors_with_equal_names_without_wrappers_are_refused(tmp_path):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(2))
     model.add_module("_orig_mod", nn.Module())

@@ -1,4 +1,4 @@
-"""`accordion checkpoint`, and what comes from and goes to other formats."""
+"""The command `accordion checkpoint`, and conversion from and to other formats."""
 
 import io
 import json
@@ -77,17 +77,17 @@ def test_inspect_verify_and_prune(tmp_path, capsys):
         (["prune", "x", "--keep", "0"], "takes 1 or more"),
         (["export", "x", "y", "--format", "tar"], "invalid choice"),
         (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
-        (["convert", "absent", "y"], "is no folder of safetensors"),
+        (["convert", "absent", "y"], "is neither a folder of safetensors"),
     ],
 )
-def test_bad_words_are_told_on_one_line(words, message, capsys):
+def test_bad_arguments_give_an_error_of_one_line(words, message, capsys):
     assert cli.main(["checkpoint", *words]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_no_checkpoint_is_an_error_of_one_line(tmp_path, capsys):
+def test_missing_checkpoint_gives_an_error_of_one_line(tmp_path, capsys):
     assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 1
     assert "is no checkpoint" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
@@ -95,14 +95,14 @@ def test_no_checkpoint_is_an_error_of_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["verify"], ["prune", "--keep", "1"], ["inspect"]])
-def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys, words):
+def test_missing_folder_is_an_error(tmp_path, capsys, words):
     assert cli.main(["checkpoint", words[0], str(tmp_path / "nowhere"), *words[1:]]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert "there is no such folder" in said.err
 
 
-def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
+def test_dcp_folder_is_converted_with_its_optimizer(tmp_path):
     model = small(1)
     optimizer = stepped(model)
     weights, state = get_state_dict(model, optimizer)
@@ -120,7 +120,7 @@ def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
 NO_CONFIG = "config.json: the checkpoint does not say of which model it is; give --like a folder that has it"
 
 
-def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
+def test_export_and_convert_print_json(tmp_path, capsys):
     model, other = small(1), small(2)
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
     code, found = told(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
@@ -137,7 +137,7 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
         assert "exists" in capsys.readouterr().err
 
 
-def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out(tmp_path):
+def test_dcp_optimizer_without_parameter_names_is_left_out(tmp_path):
     model = small(1)
     optimizer = stepped(model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -151,7 +151,7 @@ def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out
     assert_same_tensors(model, other)
 
 
-def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
+def test_safetensors_are_exported_and_converted(tmp_path, monkeypatch):
     model, other = small(1), small(2)
     state = model.state_dict()
     (tmp_path / "hf").mkdir()
@@ -177,7 +177,7 @@ def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
         export(tmp_path / "c", tmp_path / "many")
 
 
-def test_torch_and_dcp_go_out(tmp_path):
+def test_torch_and_dcp_are_exported(tmp_path):
     model = Tied()
     save(tmp_path / "c", model)
     export(tmp_path / "c", tmp_path / "m.pt", "torch")
@@ -197,7 +197,7 @@ def test_torch_and_dcp_go_out(tmp_path):
 
 
 class Payload:
-    """Unpickled, it writes a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -216,7 +216,7 @@ def hostile_metadata(path, mark):
 
 
 def hostile_values(path, mark):
-    """The metadata is sound, and a value is a pickle that executes."""
+    """Write a DCP folder with sound metadata and a value whose pickle executes code."""
     dcp.save({"model": {"weight": torch.ones(3)}, "step": 3}, checkpoint_id=path, no_dist=True)
     (file,) = path.glob("*.distcp")
     data = file.read_bytes()
@@ -230,14 +230,14 @@ def hostile_values(path, mark):
 
 
 @pytest.mark.parametrize("make", [hostile_torch_file, hostile_metadata, hostile_values])
-def test_pickles_of_others_execute_nothing(tmp_path, make):
+def test_converting_pickles_executes_nothing(tmp_path, make):
     make(tmp_path / "evil", tmp_path / "mark")
     with pytest.raises(CheckpointError, match=r"not allowed|tensors alone"):
         convert(tmp_path / "evil", tmp_path / "c")
     assert os.listdir(tmp_path) == ["evil"]
 
 
-def test_broken_sources_are_named(tmp_path):
+def test_broken_sources_are_named_in_errors(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
         file.writestr("x", "y")
     torch.save([1], tmp_path / "b.pt")
@@ -253,7 +253,7 @@ def test_broken_sources_are_named(tmp_path):
 
 
 def replacing(monkeypatch, module, name, act):
-    """The first call of `module.name` comes after `act`."""
+    """Call `act` before the first call of `module.name`."""
     original, done = getattr(module, name), []
 
     def first(*args, **kwargs):
@@ -269,7 +269,7 @@ def of_rows(rows):
     return nn.Linear(4, rows, bias=False)
 
 
-def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch):
+def test_export_reads_again_if_the_checkpoint_is_replaced(tmp_path, monkeypatch):
     save(tmp_path / "c", of_rows(3))
     newer = of_rows(5)
     replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / "c", newer))
@@ -288,7 +288,7 @@ def commanded(*words, **how):
     return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=300, **how)
 
 
-def test_letters_that_the_terminal_has_not_are_written_as_escapes(tmp_path):
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path):
     model = nn.Module()
     model.register_buffer("gewürz", torch.ones(2))
     accordion.save(tmp_path / "gewürz", model)
@@ -298,9 +298,9 @@ def test_letters_that_the_terminal_has_not_are_written_as_escapes(tmp_path):
     assert b"model/gew\\xfcrz  F32 [2]" in done.stdout
 
 
-def test_a_full_output_is_told_in_a_sentence(tmp_path):
+def test_full_output_device_gives_an_error_of_one_sentence(tmp_path):
     accordion.save(tmp_path / "c", nn.Linear(2, 2))
     with open("/dev/full", "w") as full:
         done = commanded("inspect", tmp_path / "c", stdout=full)
     assert done.returncode == 1
-    assert done.stderr == b"accordion: what was found cannot be written out: No space left on device.\n"
+    assert done.stderr == b"accordion: the result cannot be written to standard output: No space left on device.\n"

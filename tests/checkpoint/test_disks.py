@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def filled(value, num_bytes=3 * MIB):
-    """Two tensors, so that a disk may be full between them or within one."""
+    """Return a model of two tensors, so that a disk may be full between them or within one."""
     model = nn.Module()
     for name in ("a", "b"):
         setattr(model, name, nn.Parameter(torch.full((num_bytes // 8,), float(value))))
@@ -56,7 +56,7 @@ def disk(request, tmp_path):
 
 
 def until_full(folder: Path, background: bool) -> int:
-    """Save one checkpoint after another till one fails; the number of the last good one."""
+    """Save one checkpoint after another until one fails; return the number of the last good one."""
     for step in range(1, 20):
         try:
             save(folder / f"step-{step}", filled(step), background=background).wait()
@@ -67,7 +67,7 @@ def until_full(folder: Path, background: bool) -> int:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("past_cache", [False, True])
-def test_a_full_disk_is_told_and_leaves_what_was_there(disk, monkeypatch, background, past_cache):
+def test_full_disk_raises_and_keeps_older_checkpoints(disk, monkeypatch, background, past_cache):
     monkeypatch.setattr(files, "BUFFER_BYTES", 2**16 if past_cache else 2**22)
     good = until_full(disk, background)
     assert good >= 2
@@ -88,7 +88,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(disk, monkeypatch, backgr
     assert latest(disk) == str(disk / f"step-{good + 1}")
 
 
-def test_a_disk_that_became_read_only(disk):
+def test_read_only_disk_raises(disk):
     save(disk / "step-1", filled(1))
     run("mount", "-o", "remount,ro", str(disk))
     with pytest.raises(CheckpointError, match="Read-only file system"):
@@ -107,7 +107,7 @@ def test_a_disk_that_became_read_only(disk):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was asked of the disk: (bytes, whether past the cache) of each write; buffers are small."""
+    """Record each write to the disk as (bytes, True if it bypasses the cache), with small buffers."""
     seen, real = [], os.pwrite
 
     def pwrite(handle, data, at):
@@ -120,7 +120,7 @@ def calls(monkeypatch):
 
 
 def written(path, num_bytes, steps=(1, 4096, 7, 2**15)):
-    """Write `num_bytes` in parts of odd lengths; what should lie there then."""
+    """Write `num_bytes` in parts of odd lengths; return the bytes that the file should have."""
     whole = memoryview(os.urandom(num_bytes))
     with files.created(path, num_bytes) as file:
         left, lengths = whole, itertools.cycle(steps)
@@ -132,7 +132,7 @@ def written(path, num_bytes, steps=(1, 4096, 7, 2**15)):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 2**14, 2**14 + 1, 5 * 2**14 - 1, 5 * 2**14, 9 * 2**14 + 4097])
-def test_a_file_of_any_length_holds_what_was_written(tmp_path, calls, num_bytes):
+def test_file_of_any_length_has_the_written_bytes(tmp_path, calls, num_bytes):
     assert written(tmp_path / "f", num_bytes) == (tmp_path / "f").read_bytes()
     if any(direct for _, direct in calls):
         assert num_bytes > 2**14  # a small one is not worth it
@@ -148,7 +148,7 @@ def takes_direct_access(folder):
     return True
 
 
-def test_a_large_file_goes_past_the_cache(tmp_path, calls):
+def test_large_file_bypasses_the_page_cache(tmp_path, calls):
     folder = tmp_path / "ext4"
     folder.mkdir()
     try:
@@ -167,7 +167,7 @@ def test_a_large_file_goes_past_the_cache(tmp_path, calls):
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_disk_that_refuses_direct_access_is_written_through_the_cache(tmp_path, calls, monkeypatch, short):
+def test_disk_without_direct_access_is_written_through_the_cache(tmp_path, calls, monkeypatch, short):
     seen = os.pwrite
 
     def refuses(handle, data, at):
@@ -181,7 +181,7 @@ def test_a_disk_that_refuses_direct_access_is_written_through_the_cache(tmp_path
 
 
 @pytest.mark.parametrize("turn", [1, 3, 9])
-def test_a_write_that_fails_is_heard_of(tmp_path, calls, monkeypatch, turn):
+def test_failed_write_raises(tmp_path, calls, monkeypatch, turn):
     seen = os.pwrite
 
     def fails(handle, data, at):
@@ -219,8 +219,8 @@ last_line.set()
 IN_A_POOL = ENDS.replace("return real(*words)", "return ThreadPoolExecutor().submit(real, *words).result()")
 
 
-def test_a_program_that_ends_ends_its_save_first(tmp_path):
-    """Storage that looks up addresses in thread pools is written too."""
+def test_program_finishes_its_save_before_it_exits(tmp_path):
+    """This includes storage that looks up addresses in thread pools."""
     subprocess.run([sys.executable, "-c", IN_A_POOL, tmp_path / "c"], check=True, timeout=300)
     model = nn.Module()
     model.a = nn.Parameter(torch.zeros(2**20))
@@ -228,7 +228,7 @@ def test_a_program_that_ends_ends_its_save_first(tmp_path):
     assert (model.a == 3).all()
 
 
-def test_a_save_that_fails_when_the_program_has_ended_is_told(tmp_path):
+def test_save_that_fails_while_the_program_ends_is_logged(tmp_path):
     fails = ENDS.replace("return real(*words)", 'raise OSError(28, "No space left on device")')
     ended = subprocess.run(
         [sys.executable, "-c", fails, tmp_path / "c"], check=True, timeout=300, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Saves in which a rank ends, is stopped, or never comes, without a launcher that would end the others."""
+"""Saves in which a rank ends, is suspended, or never joins, without a launcher that would end the others."""
 
 import datetime
 import os
@@ -24,14 +24,14 @@ SHORT_S = 5.0  # of a process group whose ranks wait for all of it
 
 
 def plain(mesh):
-    """Placed by hand: no engine."""
+    """Return a model of DTensors without an engine."""
     model = nn.Module()
     model.a = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)], run_check=False))
     return model
 
 
 def end_in_write(signal_number):
-    """In the middle of the save's own file."""
+    """Kill this process in the middle of the file that it saves."""
     fsync = os.fsync
 
     def ends(handle):
@@ -56,21 +56,21 @@ def killed_with_an_engine(rank, mesh, path):
 
 
 def killed_at_its_begin(rank, mesh, path):
-    """Before the others have anything to tell it."""
+    """Kill this process before the other ranks send it anything."""
     if rank == 1:
         background.ThreadAgreement.during = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save(path, plain(mesh), background=True).wait()
 
 
 def stopped(rank, mesh, path, background):
-    """A rank that neither ends nor answers."""
+    """Suspend this process, which then neither ends nor answers."""
     if rank == 1:
         end_in_write(signal.SIGSTOP)
     save(path, plain(mesh), background=background).wait()
 
 
 def ends_first(rank, mesh, path):
-    """A program that comes to its end while another rank neither ends nor answers."""
+    """End the program while another rank neither ends nor answers."""
     if rank == 1:
         end_in_write(signal.SIGSTOP)
     background.GRACE_S = 1.0
@@ -104,7 +104,7 @@ def one_rank(rank, dump, port, num_ranks, timeout_s, work, args, told):
 
 
 def ended(tmp_path, num_ranks, work, *args, timeout_s=TIMEOUT_S):
-    """What each rank but the first two was told, and rank 0, each with the seconds until then."""
+    """Return (seconds, error) of rank 0 and of each rank but the first two."""
     store, context = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), fork_context()
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [
@@ -127,40 +127,40 @@ def ended(tmp_path, num_ranks, work, *args, timeout_s=TIMEOUT_S):
 
 
 @pytest.mark.parametrize(("num_ranks", "work"), [(2, partial(killed, background=True)), (3, killed_at_its_begin)])
-def test_a_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks, work):
+def test_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks, work):
     for waited_s, text in ended(tmp_path, num_ranks, work, tmp_path / "c"):
         assert text.startswith("the checkpoint in the background was not written: rank 1 has ended without a report")
         assert waited_s < SOON_S
     assert not (tmp_path / "c").exists()
 
 
-def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
+def test_rank_killed_in_a_save_gives_a_checkpoint_error(tmp_path):
     ((waited_s, text),) = ended(tmp_path, 2, killed, tmp_path / "c", False)
-    assert text.startswith("another rank has ended, cannot be reached, or did not come here in time")
+    assert text.startswith("another rank has ended, cannot be reached, or did not save or load in time")
     assert waited_s < SOON_S
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".stack")] == []
 
 
-def test_a_rank_killed_in_a_save_of_a_sharded_model_is_named(tmp_path):
+def test_rank_killed_in_a_save_of_a_sharded_model_is_named(tmp_path):
     ((_, text),) = ended(tmp_path, 2, killed_with_an_engine, tmp_path / "c")
     assert "cannot agree on a checkpoint: rank 1 has ended without a report" in text
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_group(tmp_path, background):
+def test_suspended_rank_is_waited_for_until_the_process_group_times_out(tmp_path, background):
     ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background, timeout_s=SHORT_S)
-    assert "other ranks did not come" in text if background else "did not come here in time" in text
+    assert "other ranks did not finish" in text if background else "did not save or load in time" in text
     assert SHORT_S - 1 < waited_s < SHORT_S + 10
 
 
-def test_a_program_that_ends_waits_for_the_others_no_longer_than_its_grace(tmp_path):
+def test_ending_program_waits_for_other_ranks_until_the_grace_period_ends(tmp_path):
     ((waited_s, _),) = ended(tmp_path, 2, ends_first, tmp_path / "c")
     assert 1 <= waited_s < SOON_S
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_rank_that_raises_before_a_save_is_waited_for_no_longer(tmp_path, background):
+def test_wait_for_a_rank_that_raised_before_a_save_is_bounded(tmp_path, background):
     ((waited_s, text),) = ended(tmp_path, 2, raises_before, tmp_path / "c", background)
     assert text
     assert waited_s < TIMEOUT_S + 10
@@ -168,7 +168,7 @@ def test_a_rank_that_raises_before_a_save_is_waited_for_no_longer(tmp_path, back
 
 
 def background_saves(mesh, path):
-    """Each leaves no thread and no descriptor behind, whatever becomes of it."""
+    """Check that a background save leaves no thread and no descriptor, whether it succeeds or fails."""
     model = plain(mesh)
     save(path, model, background=True).wait()
     held = len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""A run that is left at any step and taken up by fresh objects is the run that nobody left, bit for bit."""
+"""A run that is interrupted at any step and resumed by new objects equals the uninterrupted run bit for bit."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SEQUENCES = Sequences((np.arange(20 * SEQ + 1) * 7 % VOCAB).astype(np.uint16), S
 
 
 class Run:
-    """Dropout, accumulation, fp16 with a scaler whose scale moves, a schedule, and a stream of shuffled sequences."""
+    """A run with dropout, accumulation, fp16 with a changing scale, a schedule, and shuffled sequences."""
 
     def __init__(self, mesh, seed):
         torch.manual_seed(seed)
@@ -38,7 +38,7 @@ class Run:
         return iter(loader_of(SEQUENCES, self.state["order"], None, pins=False))
 
     def step(self, batches):
-        """What was read, the losses, and the scale afterwards."""
+        """Return the inputs, the losses, and the scale afterwards."""
         seen, losses = [], []
         for i in range(ACCUMULATE):
             batch = next(batches).to(device())
@@ -74,7 +74,7 @@ def left_and_taken_up(mesh, folder):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_run_left_at_any_step_goes_on_bit_for_bit(world, tmp_path):
+def test_run_interrupted_at_any_step_resumes_bit_for_bit(world, tmp_path):
     first, second = world.run(2, left_and_taken_up, tmp_path)
     scales = [scale for *_, scale in first]
     assert min(scales) < 2.0**18, "it falls within the run"

@@ -1,4 +1,4 @@
-"""Saves that are killed at any instant, bytes that change, disks that fail, and manifests that lie."""
+"""Saves killed at any instant, changed bytes, disk errors, and forged manifests."""
 
 import copy
 import errno
@@ -35,7 +35,7 @@ SAVES, KILLABLE = 4, ("pwrite", "fsync", "rename", "mkdir", "rmdir", "unlink")
 
 
 class Filled(nn.Module):
-    """Every element is the number of the save, so that a mixture of two would show."""
+    """A model whose elements are all the number of the save, so that a mixture of two saves would show."""
 
     def __init__(self, mesh=None, value=0.0):
         super().__init__()
@@ -48,7 +48,7 @@ class Filled(nn.Module):
 
 
 def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
-    """Save again and again; the rank that `dies` names is gone at its n-th call of a function that changes the disk."""
+    """Save again and again; kill the rank that `dies` names at its n-th call of a function that changes the disk."""
     _begin(dump)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     mesh = DeviceMesh("cpu", [0, 1])
@@ -79,7 +79,7 @@ def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
 
 
 def killed(folder, seed):
-    """One run that dies at a random instant; what it had reported by then, and what is found."""
+    """Run until a kill at a random instant; return what the run had reported, and what it left on the disk."""
     rng = random.Random(seed)
     name, background = rng.choice(["", "last"]), rng.random() < 0.5
     dies = rng.randrange(2), rng.randint(1, 45)
@@ -121,7 +121,7 @@ def killed(folder, seed):
 
 
 def assert_whole(folder, name, done, what):
-    """The newest checkpoint is whole, and none older than the last that was reported."""
+    """Check that the newest checkpoint is whole, and not older than the last one that was reported."""
     found = latest(folder / "run")
     if found is None:
         assert done == 0, what
@@ -150,7 +150,7 @@ def kill_and_look(tmp_path, seeds):
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_save_that_is_killed_is_complete_or_absent(tmp_path, count):
+def test_killed_save_is_complete_or_absent(tmp_path, count):
     outcomes = kill_and_look(tmp_path, range(100, 100 + count))
     assert count < 200 or outcomes >= {0, 1, 2, 3}
 
@@ -183,7 +183,7 @@ def plain():
 
 
 def with_states(model, made):
-    """Its optimizer, whose states are 7 or still to be made."""
+    """Return the model's optimizer, whose states are all 7 or do not exist yet."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
     for param in model.parameters() if made else ():
         names = ("step", "exp_avg", "exp_avg_sq")
@@ -208,7 +208,7 @@ def saved(world, tmp_path):
 
 
 def damage(data, rng):
-    """A bit flipped, bytes cut off, bytes added, or a block of zeros."""
+    """Flip a bit, cut off bytes, add bytes, or invert a block of bytes."""
     torn, at = bytearray(data), rng.randrange(len(data))
     kind = rng.choice(["flip", "flip", "flip", "cut", "more", "zeros"])
     if kind == "flip":
@@ -265,7 +265,7 @@ def test_changed_bytes_are_found_before_any_weight_changes(saved, count):
         ("mkdir", errno.EROFS, False),
     ],
 )
-def test_a_disk_that_fails_is_told_and_the_one_before_stays(tmp_path, monkeypatch, call, number, background):
+def test_disk_error_raises_and_the_previous_checkpoint_stays(tmp_path, monkeypatch, call, number, background):
     model = Filled(value=1)
     save(tmp_path / "last", model, extra="before")
 
@@ -311,7 +311,7 @@ STRANGE += [[0] * 3000, {"$tuple": {"$tuple": {"$tuple": 1}}}]
 
 
 def places(words, at=()):
-    """Every place in a JSON value."""
+    """Iterate over all places in a JSON value."""
     items = words.items() if isinstance(words, dict) else enumerate(words) if isinstance(words, list) else ()
     for key, value in items:
         yield (*at, key)
@@ -319,7 +319,7 @@ def places(words, at=()):
 
 
 def lied(words, rng):
-    """A copy with some values strange, swapped, doubled or gone."""
+    """Return a copy of a JSON value with some values replaced, swapped, doubled or removed."""
     words = json.loads(json.dumps(words))
     for _ in range(rng.randint(1, 3)):
         all_places = list(places(words))
@@ -343,7 +343,7 @@ def lied(words, rng):
 
 @contextmanager
 def little_memory(num_bytes):
-    """This process gets so much more memory and no more."""
+    """Limit this process to so much more memory."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, before[1]))
@@ -354,7 +354,7 @@ def little_memory(num_bytes):
 
 
 def commands_look(folder, out):
-    """Every command that reads a checkpoint ends with an exit code, whatever it is given."""
+    """Check that every command that reads a checkpoint ends with an exit code."""
     told = io.StringIO()
     for words in (["inspect", folder], ["export", folder, out], ["verify", folder]):
         with redirect_stdout(told), redirect_stderr(told):
@@ -364,7 +364,7 @@ def commands_look(folder, out):
 
 
 def lie_and_look(folder, count, seed):
-    """Whatever a manifest says, a load refuses it or fills what is right, reads no other file and takes no memory to speak of."""
+    """Check that a load refuses a forged manifest or fills correct values, reads no other file and needs little memory."""
     rng = random.Random(seed)
     words = json.loads((folder / "manifest.json").read_bytes())
     words.pop("crc32")
@@ -396,5 +396,5 @@ def lie_and_look(folder, count, seed):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_manifests_that_lie_are_refused(saved, count):
+def test_forged_manifests_are_refused(saved, count):
     assert lie_and_look(saved, count, 0) > count // 2

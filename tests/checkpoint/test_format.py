@@ -1,4 +1,4 @@
-"""Boxes against torch's own chunks, the manifest's text, and the values that JSON has no word for."""
+"""Boxes compared with torch.chunk, the manifest's text, and values that JSON lacks."""
 
 import contextlib
 import functools
@@ -30,13 +30,13 @@ from tests.support.checkpoints import sealed
 
 
 def held_rows(rows, cuts):
-    """Rows of a 1-D tensor that are left."""
+    """Return the rows of a 1-D tensor that a box selects."""
     box = box_of((rows,), cuts)
     return list(range(rows))[box.within(Box((0,), (rows,)))[0]]
 
 
 @given(rows=st.integers(0, 50), outer=st.integers(1, 9), inner=st.integers(1, 5))
-def test_shards_are_torch_chunks(rows, outer, inner):
+def test_boxes_are_those_of_torch_chunk(rows, outer, inner):
     def chunk_of(tensor, num_chunks, index):
         chunks = tensor.chunk(num_chunks)
         return chunks[index] if index < len(chunks) else tensor[:0]
@@ -77,11 +77,11 @@ def test_values_round_trip_exactly(value):
     assert type(again) is type(value)
 
 
-def test_not_a_number_round_trips():
+def test_nan_round_trips():
     assert math.isnan(json_values.decode(json_values.encode(math.nan, "extra"), {}.__getitem__))
 
 
-def test_tensors_are_referred_to_by_place():
+def test_tensors_are_named_by_their_path():
     tensors = {}
     words = json_values.encode({"a": [torch.ones(1), 2]}, "top", tensors)
     assert words == {"a": [{"$tensor": "top/a/0"}, 2]}
@@ -95,7 +95,7 @@ CANNOT_HOLD = {"tensor": torch.ones(1), "set": {1, 2}, "object": object(), "byte
 
 
 @pytest.mark.parametrize("value", CANNOT_HOLD.values(), ids=CANNOT_HOLD.keys())
-def test_what_json_cannot_hold_is_named(value):
+def test_values_that_json_cannot_hold_are_named(value):
     with pytest.raises(CheckpointError, match=r"extra.* is a (Tensor|set|object|bytes), which JSON cannot hold"):
         json_values.encode(value, "extra")
 
@@ -109,7 +109,7 @@ NESTS = {  # how to put a value into another, and how often at most
 
 
 @pytest.mark.parametrize(("nest", "most"), NESTS.values(), ids=NESTS)
-def test_values_nest_as_deep_as_a_reader_takes_them(tmp_path, nest, most):
+def test_save_accepts_values_as_deep_as_a_reader_does(tmp_path, nest, most):
     model = torch.nn.Linear(1, 1)
     value = 1
     for _ in range(most):
@@ -120,7 +120,7 @@ def test_values_nest_as_deep_as_a_reader_takes_them(tmp_path, nest, most):
     endless.append(endless)
     for deeper in (nest(value), endless):
         with pytest.raises(
-            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON, a tuple twice; flatten it"
+            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON \(a tuple: 2\); flatten it"
         ):
             save(tmp_path / "d", model, extra=deeper)
         with pytest.raises(CheckpointError, match=r"^rank/00000/state.* nests more than 100 deep"):
@@ -192,7 +192,7 @@ CHUNK = "tensors__a__chunks__0__"
     ]
     + ["a..safetensors", "..", "a.safetensors\n", "a\0.safetensors"],
 )
-def test_files_outside_of_the_folder_are_refused(file):
+def test_file_names_outside_of_the_folder_are_refused(file):
     with pytest.raises(CheckpointError, match=r"not the plain name|it is damaged"):
         fmt.parse(a_manifest(**{CHUNK + "file": file}))
 
@@ -203,12 +203,12 @@ def test_files_outside_of_the_folder_are_refused(file):
         (
             "schema",
             1,
-            "schema 1 and this version reads 2; export it to safetensors with the version of Accordion that wrote it",
+            "schema 1 and this version reads 2; .* export it to safetensors with the version of Accordion that wrote it",
         ),
         (
             "schema",
             "x" * 10**5,
-            r"^it has schema 'x{19} and this version reads 2; export it to safetensors .*if it is newer\.$",
+            r"^it has schema 'x{19} and this version reads 2; if it is newer, update .* export it to safetensors .*\)\.$",
         ),
         ("checksum", "md5", "checksums are 'md5'"),
         ("checksum", "x" * 10**5, r"^its checksums are 'x{100}' and"),
@@ -218,20 +218,20 @@ def test_files_outside_of_the_folder_are_refused(file):
         ("piece_bytes", 2**40, "piece_bytes is"),
         ("files", {}, "which is none of its files"),
         ("files", {"../x.safetensors": {}}, "not the plain name"),
-        ("tensors__a__shape", [1] * 65, "absurd"),
-        (CHUNK + "at", 9, "used or not described"),
+        ("tensors__a__shape", [1] * 65, "more than torch allows"),
+        (CHUNK + "at", 9, "do not end there"),
         (CHUNK + "at", -1, "no size"),
         (CHUNK + "sums", ["1" * 8], "16 bytes and 1 checksums"),
         (CHUNK + "sums", ["1" * 8, "1" * 7], "not of the kind crc32"),
-        ("tensors__a__chunks__1__file", "rank-00000.safetensors", "used or not described"),
+        ("tensors__a__chunks__1__file", "rank-00000.safetensors", "do not end there"),
         ("tensors__a__chunks__1__offset", [1, 0], "overlap"),
         ("tensors", [], "damaged"),
         ("tensors__a__dtype", "F33", "unknown dtype 'F33'"),
         ("tensors__a__shape", [3, -2], "no size"),
         ("tensors__a__shape", [3, True], "no size"),
-        ("tensors__a__shape", [3, 10**4000], "absurd"),
-        ("tensors__a__shape", [2**62, 0], "absurd"),
-        ("saved_by", 3, "by whom"),
+        ("tensors__a__shape", [3, 10**4000], "too large for any tensor"),
+        ("tensors__a__shape", [2**62, 0], "too large for any tensor"),
+        ("saved_by", 3, "saved_by is no object"),
         ("optimizer", 3, "damaged"),
         ("optimizer", {"groups": [{"params": [1], "options": {}}], "state": {}}, "groups and state"),
         ("optimizer", {"groups": [], "state": []}, "groups and state"),
@@ -250,12 +250,12 @@ def test_damaged_manifest_is_named(path, value, message):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b"[" * 10**6, b'{"a":' * 10**6])
-def test_no_manifest_at_all(text):
+def test_text_that_is_no_manifest_is_refused(text):
     with pytest.raises(CheckpointError, match="damaged"):
         fmt.parse(text)
 
 
-def test_keys_that_come_twice_are_refused():
+def test_duplicate_keys_are_refused():
     text = json.dumps(json.loads(a_manifest())).replace('"optimizer": null', '"optimizer": null, "optimizer": 1')
     with pytest.raises(CheckpointError, match="key twice"):
         fmt.parse(sealed(text))
@@ -286,7 +286,7 @@ def some_parts():
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_files_are_what_safetensors_reads(tmp_path, copied):
+def test_safetensors_reads_the_files(tmp_path, copied):
     parts = some_parts()
     plan = layout([WritePart(name, box_of(t.shape, ()), t) for name, t in parts.items()], 3)
     host = HostBuffer().copy(plan) if copied else None
@@ -310,7 +310,7 @@ def test_checksums_of_both_kinds():
     assert sum_of("xxh3_64", b"") == "2d06800538d394c2"  # of the specification
 
 
-def test_without_the_package_xxhash(tmp_path, monkeypatch):
+def test_missing_package_xxhash_is_named(tmp_path, monkeypatch):
     pytest.importorskip("xxhash")
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     save(tmp_path / "a", model)
@@ -325,8 +325,8 @@ def test_without_the_package_xxhash(tmp_path, monkeypatch):
     assert torch.equal(other.weight, model.weight)
 
 
-def test_pickles_are_for_other_formats_alone():
-    """What is saved and loaded here knows no word that reads or writes one."""
+def test_save_and_load_use_no_pickle():
+    """The modules of `save` and `load` use no function that reads or writes a pickle."""
     words = re.compile(
         r"import pickle\b|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
     )
@@ -338,7 +338,7 @@ def test_pickles_are_for_other_formats_alone():
 
 
 def test_a_large_manifest_is_read_without_collections_of_garbage():
-    """They took more than half of the time: what is made is kept, and looked at again and again."""
+    """Garbage collections took more than half of the time, since they visit all new objects again and again."""
     chunk = {"file": "rank-00000.safetensors", "offset": [0], "shape": [1], "sums": ["0" * 8]}
     tensors = {
         f"t{i}": {"dtype": "U8", "shape": [1], "placements": None, "chunks": [{**chunk, "at": 8 + i}]}

@@ -1,4 +1,4 @@
-"""Files that somebody else made, to be converted: they are read right or refused, and nothing else happens."""
+"""Converting files of unknown origin: they are read correctly or refused, and nothing else happens."""
 
 import json
 import os
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def lie_in_metadata(file, rng):
-    """Strange values in the records of DCP's metadata."""
+    """Put strange values into the records of DCP's metadata."""
     metadata = pickle.loads(file.read_bytes())
     info = rng.choice(list(metadata.storage_data.values()))
     said = rng.choice(list(metadata.state_dict_metadata.values()))
@@ -124,12 +124,12 @@ def index_of(text):
 
 
 def copies(what, count):
-    """A list of 2 ** 15 items from which `what` is made, again and again."""
+    """Return the pickle of a list of 2 ** 15 items, each of which creates `what`."""
     return b"\x80\x02c%s\nq\0]q\x01(%se%s." % (what, b"N" * 2**15, b"h\0h\x01\x85R" * count)
 
 
 def many_of_one(path, count=16000):
-    """Tensors that are all one element."""
+    """Write many tensors that are one expanded element."""
     one = (
         b"\x80\x02}(X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000"
         b"X\x03\0\0\0cpuK\x01tQK\0))\x89NtRq\x01"
@@ -179,7 +179,7 @@ BOMBS = {
 }
 
 
-def test_bombs_are_refused_where_memory_is_limited(tmp_path):
+def test_sources_that_expand_hugely_are_refused_with_limited_memory(tmp_path):
     for i, make in enumerate(BOMBS.values()):
         make(tmp_path / f"{i:02}")
     said, _ = run_bounded(REFUSED, *sorted(tmp_path.iterdir()))
@@ -199,7 +199,7 @@ NUMBERS = [b"0", b"-1", b"9223372036854775808", b"1" * 5000, b"1e9", b"NaN", b"n
 
 
 def mutated(data, rng):
-    """Bits flipped, bytes cut out, two parts swapped or doubled, another number in place of one."""
+    """Flip bits, cut out bytes, swap or double two parts, or replace a number."""
     torn, at = bytearray(data), rng.randrange(len(data))
     kind, end = rng.choice(["flip", "flip", "cut", "end", "swap", "double", "number", "huge"]), at + rng.randint(1, 40)
     if kind == "flip":
@@ -241,7 +241,7 @@ def sources(folder):
 
 
 def changed(file, rng):
-    """Lie in what describes tensors, and keep its form; or change its bytes; or any bytes. Return which."""
+    """Change values that describe tensors, or bytes of these values, or any bytes; return which of these."""
     whole, kind = file.read_bytes(), rng.choice(["lie", "mutate", "mutate", "damage"])
     end = 8 + int.from_bytes(whole[:8], "little")
     if kind == "damage":
@@ -260,7 +260,7 @@ def changed(file, rng):
 
 
 def changes_refused(folder, count, seed):
-    """Convert `count` changed sources; how many were refused. Nothing else is raised, nothing is wrong, nothing stays behind."""
+    """Convert `count` changed sources and return how many were refused; the others must be correct, and nothing may be left."""
     rng, num_refused = random.Random(seed), 0
     state, files = sources(folder)
     before = sorted(os.listdir(folder))

@@ -1,4 +1,4 @@
-"""The newest checkpoint and the old ones: which is taken, which are removed, and what is said of those that are passed over."""
+"""The newest checkpoint and the old ones: which one is chosen, which are removed, and the report on those that are skipped."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ prune_module = sys.modules["accordion.checkpoint.prune"]  # the package gives it
 # -- removing old ones
 
 
-def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monkeypatch):
+def test_failed_removal_raises_once_and_is_repeated_later(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path / f"step-{step}", filled(step))
     unlink = os.unlink
@@ -37,7 +37,7 @@ def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monk
             save(tmp_path / "step-3", filled(3), keep=2)
         assert latest(tmp_path) == str(tmp_path / "step-3")
         assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["tmp", "step-2", "step-3"]
-        with pytest.raises(CheckpointError, match="cannot be removed, all of it"):
+        with pytest.raises(CheckpointError, match="cannot be removed completely"):
             prune(tmp_path, 2)
         save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
     (tmp_path / ".theirs.01234567.tmp").mkdir()
@@ -46,7 +46,7 @@ def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monk
     assert names(tmp_path) == [".theirs.01234567.tmp", "step-2", "step-3", "step-4"]
 
 
-def test_prune_removes_what_a_killed_removal_has_left(tmp_path):
+def test_prune_removes_leftovers_of_a_killed_removal(tmp_path):
     save(tmp_path / "step-1", filled(1))
     rest = str(shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.01234567.tmp"))
     begun = folders.folder_at(tmp_path / "step-2").begin("01234567")
@@ -58,7 +58,7 @@ def test_prune_removes_what_a_killed_removal_has_left(tmp_path):
     assert names(tmp_path) == ["step-1"]
 
 
-def test_the_one_just_saved_and_newer_ones_are_never_removed(tmp_path):
+def test_keep_never_removes_the_saved_checkpoint_and_newer_ones(tmp_path):
     for step in (100, 200):
         save(tmp_path / f"step-{step}", filled(step))
     save(tmp_path / "step-5", filled(5), keep=1)
@@ -69,7 +69,7 @@ def test_the_one_just_saved_and_newer_ones_are_never_removed(tmp_path):
     assert names(tmp_path) == ["step-300"]
 
 
-def test_what_a_user_laid_into_a_checkpoint_is_not_removed_with_it(tmp_path):
+def test_checkpoint_with_files_of_a_user_is_not_removed(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"step-{step}", filled(step))
     (tmp_path / "step-1" / "notes.txt").write_text("mine")
@@ -79,7 +79,7 @@ def test_what_a_user_laid_into_a_checkpoint_is_not_removed_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("keep", ["2", 2.0, True, -1, None])
-def test_keep_is_a_number(tmp_path, keep):
+def test_keep_must_be_a_number(tmp_path, keep):
     with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
         save(tmp_path / "c", filled(1), keep=keep)
     with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
@@ -91,7 +91,7 @@ def test_keep_is_a_number(tmp_path, keep):
 
 
 @pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path, times):
+def test_latest_works_while_another_job_removes_checkpoints(tmp_path, times):
     model, stop, seen = filled(1), threading.Event(), []
 
     def saves():
@@ -114,7 +114,7 @@ def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path, times):
     assert None not in seen
 
 
-def test_prune_leaves_what_was_saved_under_a_name_while_it_looked(tmp_path, monkeypatch):
+def test_prune_leaves_a_checkpoint_that_was_saved_meanwhile(tmp_path, monkeypatch):
     for name in ("last", "step-1"):
         save(tmp_path / name, filled(1))
     faults_in = prune_module.faults_in
@@ -129,7 +129,7 @@ def test_prune_leaves_what_was_saved_under_a_name_while_it_looked(tmp_path, monk
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, number):
+def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch, number):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
     read = folders.Local.read
@@ -161,7 +161,7 @@ def cut(path):
     manifest.write_bytes(manifest.read_bytes()[:-30])
 
 
-def test_those_that_are_passed_over_are_named(tmp_path):
+def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
     cut(tmp_path / "step-3")
@@ -179,7 +179,7 @@ def test_those_that_are_passed_over_are_named(tmp_path):
     assert latest(tmp_path) is None
 
 
-def test_a_load_of_a_damaged_one_names_the_one_before(tmp_path):
+def test_load_of_a_damaged_checkpoint_names_the_one_before(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
     cut(tmp_path / "step-2")
@@ -196,8 +196,8 @@ def test_a_load_of_a_damaged_one_names_the_one_before(tmp_path):
         load(path, filled(0))
 
 
-def test_no_checkpoint_yet_and_paths_that_are_none(tmp_path):
-    with pytest.raises(UsageError, match="the path is None; where `latest` gave it, there is no checkpoint yet"):
+def test_missing_checkpoints_and_files_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="the path is None; if `latest` returned it, there is no checkpoint yet"):
         load(latest(tmp_path), filled(1))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("...")
@@ -210,7 +210,7 @@ def test_no_checkpoint_yet_and_paths_that_are_none(tmp_path):
     assert latest(tmp_path) == str(tmp_path / "c")
 
 
-def test_lost_and_found_is_not_looked_into(tmp_path, monkeypatch):
+def test_lost_and_found_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "lost+found").mkdir()
     sizes = folders.Local.sizes
 
@@ -223,7 +223,7 @@ def test_lost_and_found_is_not_looked_into(tmp_path, monkeypatch):
     assert latest(tmp_path) is None
 
 
-def test_files_and_folders_of_other_formats_name_the_way(tmp_path):
+def test_load_of_other_formats_names_the_convert_command(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "file.pt")
     with pytest.raises(
         CheckpointError, match=r"file\.pt is no checkpoint: it is a file.* `accordion checkpoint convert`"

@@ -14,7 +14,7 @@ from accordion.errors import CheckpointError
 
 
 class Tied(nn.Module):
-    """Two layers, a tied head, a 0-d parameter and both kinds of buffers."""
+    """A model of two layers, a tied head, a 0-d parameter and both kinds of buffers."""
 
     def __init__(self, rows=5, width=3, tie=True):
         super().__init__()
@@ -59,7 +59,7 @@ def test_round_trip_into_the_same_storage(tmp_path):
     assert fresh.head.weight is fresh.embed.weight
 
 
-def test_state_that_exists_is_filled_in_place(tmp_path):
+def test_existing_state_is_filled_in_place(tmp_path):
     model = Tied()
     optimizer = trained(model)
     save(tmp_path / "c", model, optimizer)
@@ -73,7 +73,7 @@ def test_state_that_exists_is_filled_in_place(tmp_path):
     assert repr(optimizer.state_dict()) == repr(trained_on)
 
 
-def test_the_folder_holds_plain_names_and_no_pickle(tmp_path):
+def test_folder_has_plain_names_and_no_pickle(tmp_path):
     save(tmp_path / "c", Tied())
     assert sorted(os.listdir(tmp_path)) == ["c"]
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "rank-00000.safetensors"]
@@ -115,7 +115,7 @@ def test_options_of_groups_round_trip(tmp_path):
         lambda params: torch.optim.AdamW(params, amsgrad=True, capturable=False),
     ],
 )
-def test_other_optimizers(tmp_path, make):
+def test_other_optimizers_round_trip(tmp_path, make):
     model = Tied()
 
     def closure():
@@ -130,14 +130,14 @@ def test_other_optimizers(tmp_path, make):
     assert_same_state(optimizer, other)
 
 
-def test_names_are_without_wrappers(tmp_path):
+def test_names_have_no_wrapper_prefixes(tmp_path):
     compiled = nn.Module()
     compiled._orig_mod = model = nn.Sequential(Tied())  # as torch.compile has it
     save(tmp_path / "c", compiled)
     load(tmp_path / "c", model)
 
 
-def test_a_tied_checkpoint_fills_an_untied_model_and_not_the_other_way(tmp_path):
+def test_tied_checkpoint_loads_into_an_untied_model_but_not_the_other_way(tmp_path):
     tied, untied = Tied(), Tied(tie=False)
     save(tmp_path / "tied", tied)
     load(tmp_path / "tied", untied)
@@ -166,7 +166,7 @@ def test_every_difference_is_named_and_nothing_changes(tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
 
 
-def test_optimizers_that_differ_are_named(tmp_path):
+def test_different_optimizers_are_named(tmp_path):
     model = Tied()
     save(tmp_path / "none", model)
     save(tmp_path / "part", model, torch.optim.AdamW([model.scale]))
@@ -182,13 +182,13 @@ def test_optimizers_that_differ_are_named(tmp_path):
     load(tmp_path / "part", model)
 
 
-def test_a_model_without_data_is_refused(tmp_path):
+def test_model_on_the_meta_device_is_refused(tmp_path):
     save(tmp_path / "c", Tied())
     with pytest.raises(CheckpointError, match="meta device"):
         load(tmp_path / "c", Tied().to("meta"))
 
 
-def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
+def test_file_of_another_checkpoint_is_detected(tmp_path):
     save(tmp_path / "c", Tied())
     save(tmp_path / "d", Tied())
     os.replace(tmp_path / "d" / "rank-00000.safetensors", tmp_path / "c" / "rank-00000.safetensors")
@@ -196,7 +196,7 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
         load(tmp_path / "c", Tied())
 
 
-def test_an_older_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
+def test_older_checkpoint_and_empty_folder_are_replaced(tmp_path):
     model = Tied()
     save(tmp_path / "c", model, extra=1)
     save(tmp_path / "c", model, extra=2)
@@ -207,7 +207,7 @@ def test_an_older_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
     assert load(tmp_path / "home", model) is None
 
 
-def test_rests_of_a_killed_save_are_cleared_and_nothing_else(tmp_path):
+def test_save_removes_leftovers_of_a_killed_save_and_nothing_else(tmp_path):
     for name in (".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_text("half")
@@ -229,7 +229,7 @@ def test_odd_paths(tmp_path, monkeypatch):
 
 
 def test_links_to_checkpoints(tmp_path):
-    """One is read through, not saved over, and neither counted nor followed where old ones are removed."""
+    """A link is followed by `load`, refused by `save`, and neither counted nor followed by `prune`."""
     model, other = Tied(), Tied()
     for step in (1, 2):
         save(tmp_path / f"step-{step}", model, extra=step)
@@ -275,8 +275,8 @@ def test_latest_goes_by_time_where_names_have_no_number(tmp_path):
     assert latest(tmp_path) == str(tmp_path / "b")
 
 
-def test_what_nobody_has_seen_yet_is_read_once(tmp_path, monkeypatch):
-    """Weights that are there are read to be checked and then to be filled; a state that a load makes is read in place."""
+def test_new_states_are_read_once(tmp_path, monkeypatch):
+    """Existing weights are read to be checked and again to be filled; states that a load creates are read once, in place."""
     model = nn.Linear(300, 40)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 300)).sum().backward()
@@ -299,7 +299,7 @@ def test_what_nobody_has_seen_yet_is_read_once(tmp_path, monkeypatch):
 
 
 def test_frozen_parameters_and_optimizers_of_some(tmp_path):
-    """What is frozen is saved and loaded; what the optimizer does not hold has no state, whatever was frozen before."""
+    """Frozen parameters are saved and loaded; parameters that the optimizer does not have get no state."""
     model, other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
@@ -321,8 +321,8 @@ def test_frozen_parameters_and_optimizers_of_some(tmp_path):
     assert not thawed.state[other[0].weight]
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """What a loss of power leaves is what was synced: files, then their names, then the folder's and that of what holds it."""
+def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
+    """A loss of power leaves what was synced: the files, their names, the name of the folder and that of its parent, in order."""
     model, log = nn.Linear(2, 2), []
     fsync, rename = os.fsync, os.rename
 

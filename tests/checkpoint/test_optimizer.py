@@ -1,4 +1,4 @@
-"""Loading an optimizer: groups in another order, another kind, refusals that change nothing, forged states. One process."""
+"""Loading an optimizer on one process: reordered groups, other classes, refusals that change nothing, forged states."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tests.support.checkpoints import forged, small, stepped
 
 
 def in_groups(model, order=(0, 1), make=torch.optim.AdamW):
-    """Weights decay and biases do not."""
+    """Return an optimizer with two groups: weights with weight decay, biases without."""
     groups = [
         {"params": [model[0].weight, model[1].weight], "weight_decay": 0.5},
         {"params": [model[0].bias, model[1].bias], "weight_decay": 0.0, "lr": 0.25},
@@ -35,22 +35,22 @@ def options_of(optimizer):
     return [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
 
 
-def test_groups_in_another_order_take_options_by_their_parameters(tmp_path):
+def test_reordered_groups_take_options_by_their_parameters(tmp_path):
     model = small()
     save(tmp_path / "c", model, stepped(model, in_groups(model)))
     other = small(1)
     mine = in_groups(other, (1, 0))
     for group in mine.param_groups:
         group["weight_decay"], group["lr"] = 9.0, 9.0
-    with pytest.raises(CheckpointError, match=r"parameter group 0 is group 1 of the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"parameter group 0 is the checkpoint's group 1"):
         load(tmp_path / "c", other, mine)
-    with pytest.warns(UserWarning, match=r"parameter group 0 is group 1 of the checkpoint"):
+    with pytest.warns(UserWarning, match=r"parameter group 0 is the checkpoint's group 1"):
         load(tmp_path / "c", other, mine, strict=False)
     assert options_of(mine) == [(0.0, 0.25), (0.5, 0.1)]
     assert mine.state[other[0].weight]["exp_avg"].shape == (3, 4)
 
 
-def test_an_optimizer_alone_is_saved_and_loaded(tmp_path):
+def test_optimizer_without_weights_is_saved_and_loaded(tmp_path):
     model, other = small(), small(3)
     optimizer = stepped(model, in_groups(model))
     save(tmp_path / "both", model, optimizer)
@@ -64,7 +64,7 @@ def test_an_optimizer_alone_is_saved_and_loaded(tmp_path):
         load(tmp_path / "alone", other)
 
 
-def test_groups_joined_of_several_keep_their_own_options(tmp_path):
+def test_groups_merged_from_several_keep_their_options(tmp_path):
     model = small()
     save(tmp_path / "c", model, stepped(model, in_groups(model)))
     for groups, wanted in (
@@ -83,7 +83,7 @@ def test_groups_joined_of_several_keep_their_own_options(tmp_path):
     ("saved", "own"),
     [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adagrad", "Adam")],
 )
-def test_another_kind_of_optimizer_is_named_and_changes_nothing(tmp_path, saved, own):
+def test_optimizer_of_another_class_is_named_and_nothing_changes(tmp_path, saved, own):
     model, other = small(), small(1)
     save(tmp_path / "c", model, stepped(model, getattr(torch.optim, saved)(model.parameters(), lr=0.1)))
     mine = stepped(other, getattr(torch.optim, own)(other.parameters(), lr=0.3))
@@ -97,7 +97,7 @@ def test_another_kind_of_optimizer_is_named_and_changes_nothing(tmp_path, saved,
     assert same(other.state_dict(), model.state_dict())
 
 
-def test_a_class_made_of_another_takes_its_states(tmp_path):
+def test_subclass_takes_the_states_of_its_base(tmp_path):
     class Mine(torch.optim.AdamW):
         pass
 
@@ -108,15 +108,15 @@ def test_a_class_made_of_another_takes_its_states(tmp_path):
     load(tmp_path / "d", other, torch.optim.AdamW(other.parameters()))
 
 
-def test_without_a_kind_a_state_that_is_not_taken_is_told_in_a_sentence(tmp_path):
-    """As in checkpoints that were converted, or saved before the kind was kept."""
+def test_refused_state_of_unknown_class_gives_an_error_of_one_sentence(tmp_path):
+    """Converted checkpoints do not name the optimizer's class, nor do those from before it was saved."""
     model, other = small(), small(1)
     save(tmp_path / "c", model, stepped(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
     forged(tmp_path / "c", lambda words: words["optimizer"].pop("kind"))
     mine = stepped(other, torch.optim.AdamW(other.parameters(), lr=0.3))
     before = everything(other, mine)
     with pytest.raises(
-        CheckpointError, match=r"AdamW does not take the optimizer's state .*KeyError: 'step'.*another kind"
+        CheckpointError, match=r"AdamW refuses the saved state of the optimizer .*KeyError: 'step'.*another kind"
     ):
         load(tmp_path / "c", other, mine)
     assert same(everything(other, mine), before)
@@ -142,7 +142,7 @@ class Thing:
 
 
 @pytest.mark.parametrize("has_states", [True, False])
-def test_who_refuses_what_he_is_given_leaves_all_as_it_was(tmp_path, has_states):
+def test_refused_state_changes_nothing(tmp_path, has_states):
     model, other, thing = small(), small(1), Thing()
     save(tmp_path / "c", model, stepped(model, torch.optim.AdamW(model.parameters(), lr=0.1)), state={"thing": thing})
     for make, its in ((Refusing, Thing()), (torch.optim.AdamW, Thing(refuses=True))):

@@ -1,4 +1,4 @@
-"""Sources that somebody else wrote: every promised tensor is there once, or all is refused."""
+"""Sources of unknown origin: every listed tensor is there once, or the source is refused."""
 
 import json
 import os
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def safetensors(path, words, data=b""):
-    """A file with this header, a text or what JSON makes of it."""
+    """Write a safetensors file with this header, a text or a value for JSON."""
     text = (words if isinstance(words, str) else json.dumps(words)).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -35,7 +35,7 @@ def tensor(start, end, dtype="U8", shape=None):
 
 
 def assert_refused(source, folder, *words):
-    """In a sentence that has these words, and nothing is left behind."""
+    """Check that converting is refused in a sentence with these words, and leaves nothing."""
     before = sorted(os.listdir(folder))
     with pytest.raises(CheckpointError) as refused:
         convert(source, folder / "out")
@@ -68,7 +68,7 @@ LIES = {  # the header, how many bytes of data follow, and what is said of it
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused(tmp_path, lie):
+def test_forged_header_is_refused(tmp_path, lie):
     words, num_bytes, said = LIES[lie]
     safetensors(tmp_path / "m.safetensors", words, bytes(num_bytes))
     assert_refused(tmp_path / "m.safetensors", tmp_path, said, "m.safetensors")
@@ -82,7 +82,7 @@ def hf(path, files, weight_map):
     return path
 
 
-def test_every_tensor_that_an_index_promises_is_there_once(tmp_path):
+def test_every_tensor_in_an_index_must_exist_once(tmp_path):
     one = {"a": torch.ones(2)}
     lacks = hf(tmp_path / "lacks", {"x.safetensors": one}, {"a": "x.safetensors", "b": "x.safetensors"})
     assert_refused(lacks, tmp_path, "b in x.safetensors")
@@ -97,7 +97,7 @@ def test_every_tensor_that_an_index_promises_is_there_once(tmp_path):
         {"x.safetensors": {**one, "b": torch.ones(1)}, "y.safetensors": {**one, "c": torch.ones(1)}},
         {"b": "x.safetensors", "c": "y.safetensors"},
     )
-    assert_refused(beside, tmp_path, "a lies in x.safetensors and in y.safetensors")
+    assert_refused(beside, tmp_path, "a is in x.safetensors and in y.safetensors")
     keys = hf(tmp_path / "keys", {"x.safetensors": one}, '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}')
     assert_refused(keys, tmp_path, "a key twice")
     elsewhere = hf(
@@ -109,7 +109,7 @@ def test_every_tensor_that_an_index_promises_is_there_once(tmp_path):
     assert_refused(hf(tmp_path / "absent", {}, {"a": "x.safetensors"}), tmp_path, "x.safetensors", "No such file")
 
 
-def test_keys_that_become_one_name_are_refused(tmp_path):
+def test_keys_with_equal_names_are_refused(tmp_path):
     torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "1 and '1'", "both stand for")
     state = {"model": {"a": torch.ones(2)}, "module": {"a": torch.zeros(2)}}
@@ -146,7 +146,7 @@ def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, pre
 
 
 @pytest.mark.parametrize("held", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
-def test_a_source_without_tensors_is_refused(tmp_path, held):
+def test_source_without_tensors_is_refused(tmp_path, held):
     torch.save(held, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "holds no tensors")
     if held.get("epoch"):
@@ -163,12 +163,12 @@ def lied_metadata(folder, change):
     return folder
 
 
-def test_every_value_that_dcp_promises_is_there_once(tmp_path):
+def test_every_value_in_dcp_metadata_must_exist_once(tmp_path):
     for key in ("model.a", "step"):
         folder = lied_metadata(tmp_path / f"no-{key}", lambda m, p, k=key: m.storage_data.pop(p[k]))
         assert_refused(folder, tmp_path, key)
     folder = lied_metadata(tmp_path / "unsaid", lambda m, p: m.state_dict_metadata.pop("model.a"))
-    assert_refused(folder, tmp_path, "which part of model.a lies in")
+    assert_refused(folder, tmp_path, "which part of model.a is stored in")
 
     def shares(metadata, places):
         metadata.storage_data[places["model.a"]].offset = metadata.storage_data[places["model.b"]].offset
@@ -222,7 +222,7 @@ def test_tensors_of_torch_save_are_what_torch_loads(tmp_path, checked):
         assert made[name].tolist() == tensor.tolist(), name
 
 
-def test_a_flipped_byte_of_a_torch_file_is_told(tmp_path):
+def test_flipped_byte_of_a_torch_file_raises(tmp_path):
     torch.save({"a": torch.arange(100.0)}, tmp_path / "m.pt")
     whole = (tmp_path / "m.pt").read_bytes()
     at = whole.index(struct.pack("<2f", 41.0, 42.0))
@@ -231,7 +231,7 @@ def test_a_flipped_byte_of_a_torch_file_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["larger", "negative", "strides"])
-def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path, shape):
+def test_tensor_outside_of_its_storage_is_refused(tmp_path, shape):
     torch.save({"a": torch.arange(7.0)}, tmp_path / "m.pt")
     with zipfile.ZipFile(tmp_path / "m.pt") as file:
         records = {name: file.read(name) for name in file.namelist()}
@@ -248,7 +248,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path, shape):
 
 def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    said = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "saved again")
+    said = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "save it again")
     torch.save({"a": torch.ones(2), "x": Path("x")}, tmp_path / "names.pt")
     said += assert_refused(tmp_path / "names.pt", tmp_path, "PosixPath, which is not allowed")
     assert "weights_only" not in said
@@ -259,7 +259,7 @@ def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_pat
 
 
 @pytest.mark.parametrize("lie", ["gap", "key twice", "nothing"])
-def test_a_header_that_lies_is_refused_by_load_pretrained_too(tmp_path, lie):
+def test_load_pretrained_refuses_a_forged_header(tmp_path, lie):
     words, num_bytes, said = LIES[lie]
     safetensors(tmp_path / "model.safetensors", words, bytes(num_bytes))
     model = nn.Module()

@@ -1,4 +1,4 @@
-"""A rank's own words on an optimizer, forged: each is refused in a sentence before anything is made of it."""
+"""Forged optimizer states of a rank are refused with an error of one sentence before they are used."""
 
 import json
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ GOOD = {
 
 
 def read(words):
-    """What is made of these words where their checksums are right."""
+    """Return the states that are read from these words, with correct checksums."""
     text = words if isinstance(words, bytes) else json.dumps(words).encode()
     held = (NAME, f"{NAME}/state/w/absmax", "rank/00001/optimizer/state/w/absmax")
     files = SimpleNamespace(
@@ -34,7 +34,7 @@ def read(words):
     return _words(files, NAME)
 
 
-def test_what_save_writes_is_taken():
+def test_states_that_save_writes_are_accepted():
     assert read(GOOD) == GOOD
 
 
@@ -58,18 +58,18 @@ def test_what_save_writes_is_taken():
         {"empty": [1]},
     ],
 )
-def test_what_it_does_not_write_is_refused(change):
+def test_states_that_save_never_writes_are_refused(change):
     with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: "):
         read({**GOOD, **change})
 
 
 @pytest.mark.parametrize("text", [b"", b"[", b"[]", b"\xff", b"3", b"[" * 100_000])
-def test_what_is_no_json_is_refused(text):
+def test_text_that_is_no_json_is_refused(text):
     with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: "):
         read(text)
 
 
 @pytest.mark.parametrize("key", GOOD)
-def test_a_key_that_is_gone_is_named(key):
+def test_missing_key_is_named(key):
     with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: KeyError: '{key}'"):
         read({k: v for k, v in GOOD.items() if k != key})

@@ -1,4 +1,4 @@
-"""What lies where a save goes: foreign files, links, other jobs, readers, and paths that no checkpoint can have."""
+"""Paths of saves: files of others, links, other jobs, readers, and paths that no checkpoint can have."""
 
 import errno
 import fcntl
@@ -57,7 +57,7 @@ def with_folder(folder):
         (with_folder, r"c holds plots beside a checkpoint"),
     ],
 )
-def test_what_is_not_a_checkpoint_of_ours_alone_is_not_replaced(tmp_path, make, found):
+def test_save_replaces_nothing_but_checkpoints(tmp_path, make, found):
     (tmp_path / "c").mkdir()
     make(tmp_path / "c")
     before = {path: path.read_bytes() for path in (tmp_path / "c").iterdir() if path.is_file()}
@@ -67,7 +67,7 @@ def test_what_is_not_a_checkpoint_of_ours_alone_is_not_replaced(tmp_path, make, 
     assert names(tmp_path) == ["c"]
 
 
-def test_what_a_user_lays_into_a_checkpoint_while_its_successor_is_written_stays(tmp_path, monkeypatch):
+def test_file_put_into_a_checkpoint_during_a_save_stays(tmp_path, monkeypatch):
     save(tmp_path / "c", filled(1))
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: ((tmp_path / "c" / "notes.txt").write_text("mine"), fsync(handle)))
@@ -77,7 +77,7 @@ def test_what_a_user_lays_into_a_checkpoint_while_its_successor_is_written_stays
     assert names(tmp_path) == ["c"]
 
 
-def test_a_damaged_checkpoint_of_ours_is_replaced(tmp_path):
+def test_damaged_checkpoint_is_replaced(tmp_path):
     for damage in (lambda path: path.write_bytes(path.read_bytes()[:50]), lambda path: path.write_text('{"schema":9}')):
         save(tmp_path / "c", filled(1))
         damage(tmp_path / "c" / "manifest.json")
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_of_ours_is_replaced(tmp_path):
         ("ü" * 121, "has 242 bytes"),
     ],
 )
-def test_paths_that_no_checkpoint_can_have(tmp_path, monkeypatch, path, why):
+def test_impossible_paths_are_refused(tmp_path, monkeypatch, path, why):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=why):
         save(path, filled(1))
@@ -154,11 +154,11 @@ BUSY = "is being saved or removed by process"
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """A save does not wait for another job's lock."""
+    """Make saves not wait for another job's lock."""
     monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.0)
 
 
-def test_a_path_that_is_a_file_one_below_a_file_and_a_folder_of_other_files(tmp_path):
+def test_files_and_folders_of_other_files_are_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.tex").write_text("mine")
@@ -173,9 +173,9 @@ def test_a_path_that_is_a_file_one_below_a_file_and_a_folder_of_other_files(tmp_
     assert names(tmp_path) == ["file", "folder"]
 
 
-def test_a_rank_that_does_not_see_the_folder_of_the_first_says_so(tmp_path):
+def test_rank_without_the_folder_of_the_first_rank_raises(tmp_path):
     folder = folders.folder_at(tmp_path / "c").begun("0123abcd")
-    with pytest.raises(CheckpointError, match="made by rank 0, is not seen here"), folder.create("a.safetensors", 0):
+    with pytest.raises(CheckpointError, match="does not exist on this rank"), folder.create("a.safetensors", 0):
         pass
 
 
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_see_the_folder_of_the_first_says_so(tmp_path):
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_second_job_of_one_name_is_refused_when_it_begins(tmp_path, monkeypatch, call, number, is_there):
+def test_second_job_under_a_name_is_refused_at_once(tmp_path, monkeypatch, call, number, is_there):
     if is_there:
         save(tmp_path / "last", filled(1))
 
@@ -198,7 +198,7 @@ def test_a_second_job_of_one_name_is_refused_when_it_begins(tmp_path, monkeypatc
     assert names(tmp_path) == ["last"]
 
 
-def test_a_second_job_waits_a_little_for_the_first(tmp_path):
+def test_second_job_waits_a_little_for_the_first(tmp_path):
     begun = folders.folder_at(tmp_path / "last").begin("0123abcd")
     timer = threading.Timer(0.3, begun.discard)
     timer.start()
@@ -207,7 +207,7 @@ def test_a_second_job_waits_a_little_for_the_first(tmp_path):
     assert names(tmp_path) == ["last"]
 
 
-def test_without_locks_a_save_whose_folder_another_job_takes_for_a_rest_fails(tmp_path, monkeypatch):
+def test_without_locks_a_save_fails_if_another_job_takes_its_folder(tmp_path, monkeypatch):
     """The file system has no locks."""
 
     def flock(*words):
@@ -222,7 +222,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_for_a_rest_fails(tm
     assert names(tmp_path) == ["last"]
 
 
-def test_what_a_killed_save_had_renamed_is_read_and_gets_its_name_again(tmp_path):
+def test_checkpoint_renamed_by_a_killed_save_is_read_and_renamed_back(tmp_path):
     save(tmp_path / "last", filled(1))
     (tmp_path / "last").rename(tmp_path / ".last.old")
     assert holds(tmp_path / "last", 1)
@@ -241,7 +241,7 @@ def test_what_a_killed_save_had_renamed_is_read_and_gets_its_name_again(tmp_path
 # -- readers beside writers
 
 
-def test_readers_beside_a_writer_that_overwrites_see_no_fault(tmp_path):
+def test_readers_see_no_fault_while_a_checkpoint_is_overwritten(tmp_path):
     stop, told = threading.Event(), []
     width = 3000
 
@@ -282,7 +282,7 @@ class Refuses:
 
 
 @pytest.mark.parametrize("state", [{"a": 3}, {"a": [1]}])
-def test_what_has_no_state_is_named(tmp_path, state):
+def test_object_without_state_dict_is_named(tmp_path, state):
     with pytest.raises(UsageError, match=r"state\['a'\] is a \w+, which has no state_dict"):
         save(tmp_path / "c", filled(1), state=state)
     save(tmp_path / "c", filled(1), state={"a": torch.amp.GradScaler("cpu")})
@@ -290,8 +290,8 @@ def test_what_has_no_state_is_named(tmp_path, state):
         load(tmp_path / "c", filled(1), state={"a": Refuses()})
 
 
-def test_names_and_paths_that_utf8_does_not_hold_are_told(tmp_path):
-    """In words that can be encoded: what is printed, and sent to other ranks."""
+def test_names_that_utf8_cannot_encode_are_escaped_in_errors(tmp_path):
+    """Errors must be encodable, because they are printed and sent to other ranks."""
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     save(path, filled(1))
     assert holds(path, 1)

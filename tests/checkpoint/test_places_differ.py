@@ -1,4 +1,4 @@
-"""Ranks that are given other paths, arguments or names: all raise the same, none waits, and nothing changes."""
+"""Ranks with different paths, arguments or names: all raise the same error, none waits, and nothing changes."""
 
 import os
 from pathlib import Path
@@ -44,18 +44,18 @@ def loads(mesh, folder):
     return told
 
 
-def test_ranks_that_load_other_checkpoints_are_refused(world, tmp_path):
+def test_ranks_that_load_different_checkpoints_are_refused(world, tmp_path):
     found = world.run(3, loads, tmp_path)
     (kind, text), (none, path), (state, key) = found[0]
     assert found == [found[0]] * 3
     assert kind == "CheckpointError"
     assert text.startswith(
-        f"ranks were given other checkpoints, rank 0: {tmp_path}/step-1, whose manifest has the digest "
+        f"ranks were given different checkpoints, rank 0: {tmp_path}/step-1, whose manifest has the digest "
     )
     assert f"; rank 1, 2: {tmp_path}/step-2, whose manifest has the digest " in text
     assert (none, path) == (
         "UsageError",
-        "rank 0: the path is None; where `latest` gave it, there is no checkpoint yet.",
+        "rank 0: the path is None; if `latest` returned it, there is no checkpoint yet.",
     )
     assert state == "UsageError"
     assert key.startswith("rank 1, 2: state['a'] is a int, which has no load_state_dict")
@@ -76,7 +76,7 @@ def saves(mesh, folder):
     return told
 
 
-def test_ranks_that_save_to_other_places_are_refused(world, tmp_path):
+def test_ranks_that_save_to_different_paths_are_refused(world, tmp_path):
     found = world.run(3, saves, tmp_path)
     assert found == [found[0]] * 3
     (kind, text), (keep, number), (path, empty), *odd = found[0]
@@ -90,17 +90,17 @@ def test_ranks_that_save_to_other_places_are_refused(world, tmp_path):
 
 
 def lagging(mesh, folder):
-    """A shared folder that shows a new checkpoint late: `latest` differs, `load` refuses."""
+    """Load from a shared folder in which one rank does not see the newest checkpoint yet, so that `latest` differs."""
     for step in (1, 2):
         acc.save(folder / f"step-{step}", built(mesh, step))
     seen = acc.latest(folder) if mesh.get_rank() else str(folder / "step-1")
     model = built(mesh, 7)
-    with pytest.raises(CheckpointError, match="ranks were given other checkpoints"):
+    with pytest.raises(CheckpointError, match="ranks were given different checkpoints"):
         acc.load(seen, model)
     return all(bool((param.to_local() == 7).all()) for param in model.parameters())
 
 
-def test_a_folder_that_lags_on_one_rank(world, tmp_path):
+def test_load_refuses_if_latest_differs_between_ranks(world, tmp_path):
     assert world.run(2, lagging, tmp_path) == [True, True]
     with pytest.raises(UsageError, match="the path is None"):
         acc.latest(None)

@@ -31,7 +31,7 @@ def trained(mesh, steps=2, **options):
 
 
 def between_micro_batches(mesh, strategy, path):
-    """A save there holds the weights before the step, and changes nothing of the step."""
+    """Save between micro-batches: the checkpoint has the weights before the step, and the step does not change."""
     ends: list[dict[str, torch.Tensor]] = []
     for i, when in enumerate((None, "locally", "summed", "behind")):
         model, optimizer = trained(mesh, strategy=strategy)
@@ -62,12 +62,12 @@ IN_CI = ("full_shard", "shard_optim")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in STRATEGIES]
 )
-def test_a_save_between_micro_batches(world, tmp_path, name):
+def test_save_between_micro_batches_changes_nothing(world, tmp_path, name):
     world.run_mesh(*mesh_of(STRATEGIES[name]), between_micro_batches, STRATEGIES[name], tmp_path)
 
 
 def other_units_and_precision(mesh, path):
-    """Into units of any kind bit for bit; into another precision what torch's cast gives, the optimizer's states too."""
+    """Load into other units, bit for bit, and into another precision, equal to torch's cast, also for optimizer states."""
     model, optimizer = trained(mesh)
     acc.save(path / "blocks", model, optimizer)
     for units in ({nn.Linear}, {nn.Linear, nn.LayerNorm, nn.Embedding}):
@@ -98,12 +98,12 @@ def other_units_and_precision(mesh, path):
     assert_equal(full(model), {name: tensor.float() for name, tensor in full(half).items()})
 
 
-def test_other_units_and_other_precision(world, tmp_path):
+def test_load_with_other_units_and_precision(world, tmp_path):
     world.run(2, other_units_and_precision, tmp_path)
 
 
 def of_fsdp2(mesh, path):
-    """A model that torch's FSDP2 has trained and DCP has saved goes on here."""
+    """Resume a model that torch's FSDP2 has trained and DCP has saved."""
     torch.manual_seed(0)
     theirs = models.seeded()
     for block in theirs.blocks:
@@ -127,5 +127,5 @@ def of_fsdp2(mesh, path):
         assert torch.allclose(tensor.full_tensor().cpu(), ends[name].cpu(), atol=1e-6), name
 
 
-def test_a_folder_of_fsdp2_and_dcp_goes_on_here(world, tmp_path):
+def test_dcp_folder_of_fsdp2_is_converted_and_resumed(world, tmp_path):
     world.run(2, of_fsdp2, tmp_path)

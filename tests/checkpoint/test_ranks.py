@@ -1,4 +1,4 @@
-"""Checkpoints over ranks: saved at any number of ranks and any placements, loaded at any other."""
+"""Checkpoints saved with any number of ranks and any placements, loaded with any other."""
 
 import importlib
 import os
@@ -35,7 +35,7 @@ LAYOUTS = {  # name -> (shape of the mesh, placements of a parameter)
 
 
 class Model(nn.Module):
-    """Uneven rows, fewer rows than ranks, none at all, a 0-d parameter, a tie, a buffer."""
+    """A model with uneven rows, fewer rows than ranks, no rows, a 0-d parameter, a tie and a buffer."""
 
     def __init__(self, seed):
         super().__init__()
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def part_of(whole, mesh, placements):
-    """This rank's rows of `whole` as `shard` cuts them: in the order of the mesh axes, but by a strided one last."""
+    """Return this rank's rows of `whole` as `shard` splits them: in the order of the mesh axes, but a strided one last."""
     axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(placements[axis], StridedShard))
     for axis in axes:
         if not isinstance(placements[axis], Replicate):
@@ -61,7 +61,7 @@ def part_of(whole, mesh, placements):
 
 
 def place(tensor, mesh, placements):
-    """`tensor`, equal on all ranks, as a DTensor; what has no dim to shard is replicated."""
+    """Return `tensor`, equal on all ranks, as a DTensor; it is replicated if it lacks the dim to shard."""
     whole = tensor.detach()
     if any(not isinstance(p, Replicate) and p.dim >= whole.ndim for p in placements):
         placements = [R] * mesh.ndim
@@ -79,7 +79,7 @@ def place(tensor, mesh, placements):
 
 
 def build(mesh, layout, seed, steps=2):
-    """A model placed as `layout` says and its AdamW after two steps."""
+    """Return a model with the placements of `layout` and its AdamW after two steps."""
     model, full = Model(seed), Model(seed)
     for name, param in full.named_parameters():
         setattr(model, name, nn.Parameter(place(param, mesh, LAYOUTS[layout][1])))
@@ -88,13 +88,13 @@ def build(mesh, layout, seed, steps=2):
 
 
 def build_full(seed):
-    """What `build` makes, on one device."""
+    """Return the model and optimizer of `build`, unsharded."""
     full = Model(seed)
     return full, train(full, Model(seed), seed, 2)
 
 
 def train(model, full, seed, steps):
-    """Steps whose gradients are made up from `full`, the weights before them."""
+    """Take steps with gradients that are computed from `full`, the weights before them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed, amsgrad=True, foreach=False)
     for step in range(steps):
         for own, param in zip(model.parameters(), full.parameters(), strict=True):
@@ -105,7 +105,7 @@ def train(model, full, seed, steps):
 
 
 def tensors_of(model, optimizer):
-    """All tensors by name, as this rank holds them."""
+    """Return all local tensors of this rank by name."""
     found = dict(model.state_dict())
     for name, param in model.named_parameters():
         found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
@@ -113,7 +113,7 @@ def tensors_of(model, optimizer):
 
 
 def assert_holds(model, optimizer, full, full_optimizer):
-    """Every local tensor is this rank's part of the unsharded one."""
+    """Check that every local tensor is this rank's part of the unsharded one."""
     held, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
     assert held.keys() == wanted.keys()
     for name, tensor in held.items():
@@ -132,7 +132,7 @@ def save_built(mesh, layout, path):
 
 
 def load_built(mesh, layout, path):
-    """Load what another layout saved into other weights, whose optimizer has no state yet, and then into what has."""
+    """Load a checkpoint of another layout into an optimizer without states, and then into one with states."""
     full, full_optimizer = build_full(1)
     model, optimizer = build(mesh, layout, 2, steps=0)
     for _ in range(2):
@@ -158,7 +158,7 @@ def run(world, layout, fn, *args):
 
 @pytest.fixture(scope="module")
 def saved(world, tmp_path_factory):
-    """One checkpoint of each layout."""
+    """Save one checkpoint of each layout."""
     folder = tmp_path_factory.mktemp("saved")
     for layout in LAYOUTS:
         run(world, layout, save_built, folder / layout)
@@ -175,7 +175,7 @@ def test_any_layout_loads_any_other(world, saved, source, target):
     assert extras == [{"layout": source}] * len(extras)
 
 
-def test_who_writes(saved):
+def test_ranks_with_rows_to_write_have_a_file(saved):
     files = {layout: len(list((saved / layout).glob("*.safetensors"))) for layout in LAYOUTS}
     assert files == {
         "1": 1,
@@ -202,7 +202,7 @@ def wrong_model(mesh, layout, path):
     return str(caught.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused_alike_on_all_ranks(world, saved):
+def test_checkpoint_of_another_model_is_refused_on_all_ranks(world, saved):
     first, *others = run(world, "3", wrong_model, saved / "2")
     assert others == [first, first]
     assert "1 missing in the checkpoint: model/more" in first
@@ -230,7 +230,7 @@ def fail_on_one(mesh, layout, path, failing, step):
 
 
 @pytest.mark.parametrize(("failing", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
-def test_one_rank_that_fails_fails_all_and_leaves_nothing(world, tmp_path, failing, step):
+def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(world, tmp_path, failing, step):
     messages = run(world, "3", fail_on_one, tmp_path / "c", failing, step)
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"rank {failing}: OSError: [Errno 28] No space left on device: '{tmp_path}")
@@ -251,7 +251,7 @@ def file_gone_for_one(mesh, layout, path, failing):
     assert not model.embed.to_local().any()
 
 
-def test_a_lost_file_fails_all_before_anything_changes(world, tmp_path):
+def test_missing_file_raises_on_all_ranks_before_anything_changes(world, tmp_path):
     run(world, "4", save_built, tmp_path / "c")
     assert latest(tmp_path) == str(tmp_path / "c")
     run(world, "4", file_gone_for_one, tmp_path / "c", 3)
@@ -274,7 +274,7 @@ def partial(mesh, layout, path):
         save(path, model)
 
 
-def test_what_cannot_be_saved_is_named(world, tmp_path):
+def test_partial_and_padded_tensors_are_refused_by_save(world, tmp_path):
     run(world, "2", partial, tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
@@ -292,12 +292,12 @@ def plain_to_sharded(mesh, layout, path):
     assert all(torch.equal(held[name].cpu(), wanted[name].cpu()) for name in wanted)
 
 
-def test_between_sharded_and_not(world, tmp_path):
+def test_load_between_sharded_and_unsharded_models(world, tmp_path):
     world.run(4, plain_to_sharded, "4", tmp_path)
 
 
 def rank_of_many(mesh, path):
-    """One rank of many writes its own rows and asks nobody."""
+    """Have one rank of many write its rows without communication."""
     model = nn.Module()
     local = torch.ones(3, 2, device=device()) * mesh.get_rank()
     model.weight = nn.Parameter(
@@ -308,14 +308,14 @@ def rank_of_many(mesh, path):
 
 
 @pytest.mark.parametrize("num_ranks", [8, 1024])
-def test_a_rank_of_many_writes_by_itself(run_fake, tmp_path, num_ranks):
+def test_one_rank_of_many_writes_its_file(run_fake, tmp_path, num_ranks):
     run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
     with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as held:
         assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 
 
 def fused(mesh, path):
-    """Parameters, state and the learning rate on the device of the mesh."""
+    """Resume with parameters, states and the learning rate on the device of the mesh."""
     device = torch.device(mesh.device_type)
 
     def made(seed):
@@ -341,12 +341,12 @@ def fused(mesh, path):
     assert other.param_groups[0]["lr"].device.type == device.type
 
 
-def test_fused(world, tmp_path):
+def test_fused_optimizer_resumes(world, tmp_path):
     world.run(2, fused, tmp_path / "c")
 
 
 @pytest.mark.accelerator
-def test_fused_on_an_accelerator(device_world, tmp_path):
+def test_fused_optimizer_resumes_on_an_accelerator(device_world, tmp_path):
     device_world.run(device_world.num_ranks, fused, tmp_path / "c")
 
 
@@ -360,7 +360,7 @@ STRATEGIES = {
 
 
 def train_sharded(mesh, strategy, save_to, load_from, steps):
-    """Train a sharded model from a checkpoint and to another; losses of the steps and all tensors at the start, whole."""
+    """Train a sharded model from one checkpoint to another; return the losses and all full tensors at the start."""
     model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     tokens = torch.arange(40, device=device()).view(4, 10) % 37
@@ -386,8 +386,8 @@ def on_mesh(world, strategy, *args):
 
 @pytest.mark.parametrize("count", [2, pytest.param(len(STRATEGIES), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sharded_models_go_on_under_any_strategy(world, tmp_path, strategy, count):
-    """`shard`, `wrap_optimizer`, `save` and `load` together, loaded by the same strategy and by the next, or by all others."""
+def test_sharded_models_resume_under_any_strategy(world, tmp_path, strategy, count):
+    """Save after training with one strategy; load with the same one and the next, or with all others."""
     _, _, saved = on_mesh(world, strategy, tmp_path / "c", None, 2)
     wanted = None
     names = [*STRATEGIES, *STRATEGIES]
@@ -419,7 +419,7 @@ def small(seed, mesh):
 
 
 def bytes_read(mesh, path):
-    """How much of the tensor file a rank reads, and whether it then holds its rows."""
+    """Return the bytes of the tensor file that a rank reads, and True if it then has its rows."""
     model, read, preadv = small(2, mesh), [], os.preadv
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", lambda *words: read.append(preadv(*words)) or read[-1])
@@ -428,7 +428,7 @@ def bytes_read(mesh, path):
     return sum(read), model.weight.to_local().numel() * 4
 
 
-def test_a_rank_reads_its_rows_and_little_more(world, tmp_path):
+def test_rank_reads_its_rows_and_little_more(world, tmp_path):
     world.run(2, save_in_pieces, tmp_path / "c")
     for read, own in world.run(4, bytes_read, tmp_path / "c"):
         headers = 2 * 4000  # of the files

@@ -90,7 +90,7 @@ EXTRA = {"step": 3, "odd": (1, math.inf, [None, {2: "two", "$x": -0.0}])}
 
 
 class Mixed(nn.Module):
-    """A tie, and every dtype that a checkpoint holds."""
+    """A model with a tie and tensors of all dtypes that a checkpoint can hold."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class Mixed(nn.Module):
 
 
 def saved(mesh, path):
-    """Two steps, saved; all that `load` gives to others, whole, as bytes."""
+    """Save after two steps; return all full tensors that `load` reads, as bytes."""
     torch.manual_seed(0)
     model = acc.shard(Mixed(), mesh, units={nn.Linear})
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True))
@@ -135,7 +135,7 @@ def bytes_of(tensor):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_a_reader_by_the_book_finds(world, tmp_path, ranks):
+def test_reader_written_from_the_page_reads_checkpoints(world, tmp_path, ranks):
     found = world.run(ranks, saved, tmp_path / "c")
     words = read_manifest(tmp_path / "c")
     names = [*words["tensors"], *words["aliases"]]

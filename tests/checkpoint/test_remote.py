@@ -30,7 +30,7 @@ def memory():
 
 
 def round_trip(root):
-    """All that is done with local folders."""
+    """Do everything that also works with local folders."""
     model, other = small(1), small(2)
     optimizer = stepped(model)
     for step in (1, 2, 10):
@@ -43,7 +43,7 @@ def round_trip(root):
     assert [path.rpartition("/")[2] for path in prune(root, 2)] == ["step-2"]
     assert verify(f"{root}/step-10") == []
     assert all(name.startswith("optimizer/") for name in differing(f"{root}/step-10", f"{root}/step-11"))
-    with pytest.raises(CheckpointError, match="remote storage replaces none"):
+    with pytest.raises(CheckpointError, match="on remote storage none is replaced"):
         save(f"{root}/step-10", model)
     assert verify(f"{root}/step-10") == []
 
@@ -68,11 +68,11 @@ def torn(root, storage):
     assert len(verify(f"{root}/step-2")) == 1
 
 
-def test_in_memory(memory):
+def test_checkpoints_in_a_memory_file_system(memory):
     round_trip(memory)
 
 
-def test_torn_and_damaged_in_memory(memory):
+def test_incomplete_and_damaged_checkpoints_in_memory(memory):
     torn(memory, fsspec.filesystem("memory"))
 
 
@@ -98,7 +98,7 @@ def test_to_and_from_other_formats_on_remote_storage(memory, tmp_path, monkeypat
 
 
 class Counted(AbstractBufferedFile):
-    """A file as those of S3: its blocks are fetched by ranges, which `asked` lists."""
+    """A file whose blocks are fetched by ranges, as on S3; `asked` lists the ranges."""
 
     asked = []
 
@@ -107,7 +107,7 @@ class Counted(AbstractBufferedFile):
         return self.fs.cat_file(self.path, start, end)
 
 
-def test_each_byte_is_asked_for_once(memory, monkeypatch):
+def test_each_byte_is_fetched_once(memory, monkeypatch):
     model, other = small(1), small(2)
     save(f"{memory}/c", model)
     storage = type(fsspec.filesystem("memory"))
@@ -153,7 +153,7 @@ def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(m
     ]
 
 
-def test_storage_that_is_not_there_is_told(monkeypatch):
+def test_missing_storage_is_named(monkeypatch):
     with pytest.raises(UsageError, match=r"nosuch://x/y cannot be reached"):
         save("nosuch://x/y", small(1))
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
@@ -182,7 +182,7 @@ def s3(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_on_s3(s3):
+def test_checkpoints_on_s3(s3):
     assert os.environ["AWS_ENDPOINT_URL"]
     round_trip("s3://bucket/run")
     torn("s3://bucket/other", s3)
@@ -195,7 +195,7 @@ def sharded(mesh, seed):
 
 
 def saved_by_ranks(mesh, url, root):
-    """Each rank puts its own rows there, once at once and once behind a step; what rank 0 then has."""
+    """Save on each rank, once at once and once in the background; return what rank 0 loads."""
     os.environ |= credentials(url)
     model, optimizer = sharded(mesh, 1)
     for step in (1, 2):
@@ -220,7 +220,7 @@ def refused_by_ranks(mesh, url, path):
 
 
 @pytest.mark.filterwarnings("default")
-def test_two_ranks_on_s3(s3):
+def test_checkpoints_of_two_ranks_on_s3(s3):
     url, ranks = os.environ["AWS_ENDPOINT_URL"], pool.Pool(2)  # of their own: s3fs leaves threads behind
     try:
         wanted = ranks.run(2, saved_by_ranks, url, "s3://bucket/ranks", timeout_s=180)[0]

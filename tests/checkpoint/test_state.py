@@ -1,4 +1,4 @@
-"""What is kept beside the tensors, saves in the background, loading in part, and how many checkpoints stay."""
+"""Saved states of objects, background saves, partial loads, and the number of checkpoints that stay."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ def draw():
     return random.random(), np.random.rand(), np.random.standard_normal(), torch.rand(()).item()
 
 
-def test_schedulers_scalers_and_random_states_go_on(tmp_path):
+def test_schedulers_scalers_and_random_states_resume(tmp_path):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -52,7 +52,7 @@ def test_schedulers_scalers_and_random_states_go_on(tmp_path):
         load(tmp_path / "d", model, state={"scaler": scaler})
 
 
-def test_what_does_not_fit_is_left_as_it_is_and_told(tmp_path):
+def test_strict_false_leaves_misfits_and_warns(tmp_path):
     model, other = small(1), small(2, width=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     save(tmp_path / "c", model, stepped(model, optimizer), extra=7)
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_left_as_it_is_and_told(tmp_path):
 
 
 class Gate:
-    """Holds `os.fsync` until it is opened, and may let it fail."""
+    """A replacement of `os.fsync` that blocks until it is opened, and can fail."""
 
     def __init__(self, monkeypatch):
         self.open, self.failure, self._fsync = threading.Event(), None, os.fsync
@@ -85,7 +85,7 @@ class Gate:
         self._fsync(handle)
 
 
-def test_a_failure_in_the_background_is_raised_behind_the_next_step(tmp_path, monkeypatch):
+def test_failed_background_save_raises_after_the_next_step(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     gate.failure = OSError(28, "No space left on device")
     model = small()
@@ -110,7 +110,7 @@ def test_a_failure_in_the_background_is_raised_behind_the_next_step(tmp_path, mo
     assert os.listdir(tmp_path) == ["b"]
 
 
-def test_a_model_with_a_save_under_way_can_be_copied(tmp_path):
+def test_model_can_be_copied_during_a_background_save(tmp_path):
     model = small()
     save(tmp_path / "c", model, background=True)
     copied, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
@@ -119,7 +119,7 @@ def test_a_model_with_a_save_under_way_can_be_copied(tmp_path):
     bg.saver_of(model).wait()
 
 
-def test_the_newest_good_ones_are_kept(tmp_path):
+def test_newest_good_checkpoints_are_kept(tmp_path):
     model = small()
     for step in (1, 2, 3, 10):
         save(tmp_path / f"step-{step}", model)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on models that `shard` returned: what FSDP2 has in it, and both ways between the two."""
+"""torch.distributed.checkpoint on models of `shard`: equal to FSDP2's, and readable in both directions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
-    """A trained model and its optimizer: by torch's FSDP2 over all ranks where there is no strategy."""
+    """Return a trained model and its optimizer, sharded with `strategy`, or by torch's FSDP2 if that is None."""
     model = models.seeded(vocab=19, width=10, hidden=7)
     if strategy is None:
         for block in (*model.blocks, model):
@@ -55,7 +55,7 @@ def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
 
 
 def over_all(mesh: Any) -> Any:
-    """One axis over all ranks of a mesh."""
+    """Return a mesh with one axis over all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh
     return mesh["replicate"] if mesh.size(1) == 1 else mesh._flatten("all")
@@ -69,7 +69,7 @@ def flat(state: Any, name: str = "") -> dict[str, Any]:
 
 
 def whole(state: Any) -> dict[str, Tensor]:
-    """Its tensors and numbers."""
+    """Return the full tensors and numbers in a state dict."""
     found = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in flat(state).items()}
     numbers = {name: v for name, v in found.items() if isinstance(v, (Tensor, float, int))}
     return {name: torch.as_tensor(v, dtype=torch.float32).cpu() for name, v in numbers.items()}
@@ -95,15 +95,15 @@ def of_every_kind(mesh: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, USUAL.__contains__))
-def test_state_dicts_are_those_of_fsdp2_and_go_both_ways(world: Any, strategy: str) -> None:
-    """On all ranks of the job, which torch's functions ask."""
+def test_state_dicts_equal_those_of_fsdp2(world: Any, strategy: str) -> None:
+    """Runs on all ranks of the job, as torch's functions require."""
     hybrid = strategy.startswith("hybrid")
     shape, names = ((2, 2), ("replicate", "shard")) if hybrid else ((4,), ("shard",))
     world.run_mesh(shape, names, of_every_kind, strategy)
 
 
 def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> dict[str, Tensor]:
-    """Sharded, by `get_state_dict`, and beside it the bare parameters by name; read by the side that has not written."""
+    """Save sharded state dicts and the bare parameters by name with one library, and load them with the other."""
     ours = (writer == "ours") != reads
     model, optimizer = made(mesh, strategy if ours else None, step=5 if reads else 0)
     group = over_all(mesh).get_group()
@@ -125,8 +125,10 @@ def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> d
 
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, ("full_shard", "hybrid_shard_optim").__contains__))
 @pytest.mark.parametrize("writer", ["ours", "torch's"])
-def test_the_other_side_reads_what_is_stored(world: Any, tmp_path: Any, strategy: str, writer: str) -> None:
-    """On another number of ranks."""
+def test_fsdp2_and_accordion_read_each_others_dcp_folders(
+    world: Any, tmp_path: Any, strategy: str, writer: str
+) -> None:
+    """The reader has another number of ranks."""
     names = ("replicate", "shard") if strategy.startswith("hybrid") else ("shard",)
     shapes = ((2, 2), (2, 1)) if len(names) == 2 else ((4,), (3,))
     wanted = world.run_mesh(shapes[0], names, stored, strategy, writer, str(tmp_path / "c"), False)[0]

@@ -1,4 +1,4 @@
-"""What `torch.save` writes on one rank of a sharded model: loaded on the others it is refused on all, not taken for theirs."""
+"""A file that `torch.save` wrote on one rank of a sharded model is refused on all ranks if another rank loads it."""
 
 import copy
 import io
@@ -68,7 +68,7 @@ def one_rank_for_all(mesh, weights_only):
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_one_ranks_rows_are_refused_on_all(world, weights_only):
+def test_rows_of_another_rank_are_refused_on_all_ranks(world, weights_only):
     world.run(2, one_rank_for_all, weights_only)
 
 
@@ -83,7 +83,7 @@ def every_rank_its_own(mesh):
     assert_equal(full(other), full(model))
 
 
-def test_what_a_rank_wrote_itself_goes_on(world):
+def test_rank_resumes_from_its_own_file(world):
     for count in (1, 2, 3):
         world.run(count, every_rank_its_own)
 
@@ -104,7 +104,7 @@ def of_replica(mesh):
     assert_equal(full(other), full(model))
 
 
-def test_rows_that_another_rank_has_too_are_taken(world):
+def test_equal_rows_of_another_rank_are_accepted(world):
     world.run(2, unsharded)
     world.run_mesh((2, 2), ("replicate", "shard"), of_replica)
 
@@ -130,12 +130,12 @@ def under_fsdp2(mesh):
     other.load_state_dict(read(written(model.state_dict())))
 
 
-def test_fsdp2_refuses_them_too(world):
+def test_fsdp2_models_refuse_rows_of_another_rank(world):
     world.run(2, under_fsdp2)
 
 
 def alone_on_an_equal_mesh(mesh):
-    """DTensor may give the result of an operator an equal mesh that it met first; rows of this rank need nobody else."""
+    """Load rows of this rank from an equal mesh, as DTensor may give the result of an operator, without communication."""
     equal = copy.copy(mesh)
     vars(equal).pop(MADE, None)
     model = acc.shard(models.plain(), mesh=mesh)
@@ -154,5 +154,5 @@ def alone_on_an_equal_mesh(mesh):
     dist.barrier(mesh.get_group())
 
 
-def test_rows_of_this_process_are_taken_by_one_rank_alone(world):
+def test_rows_of_this_process_load_without_communication(world):
     world.run(2, alone_on_an_equal_mesh)

@@ -18,7 +18,7 @@ from tests.support.reference import params_of
 
 
 class Momentum(torch.optim.Optimizer):
-    """Momentum, corrected by a count of steps that a subclass keeps."""
+    """Momentum with bias correction by a count of steps that a subclass keeps."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -60,7 +60,7 @@ class InState(Momentum):
 
 
 class Listing(Momentum):
-    """Counts in an attribute, and keeps its parameters in a list and as keys of a dict."""
+    """An optimizer that counts in an attribute, and has its parameters in a list and as keys of a dict."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -77,7 +77,7 @@ class Listing(Momentum):
 
 
 class ByNorm(Momentum):
-    """No elementwise optimizer: its group has a number that depends on all gradients."""
+    """An optimizer that is not elementwise: its group has a number that depends on all gradients."""
 
     def count(self) -> float:
         norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
@@ -107,7 +107,7 @@ def built(kind: type[Momentum], model: torch.nn.Module) -> Any:
 
 
 def left_by(optimizer: Any) -> list[Any]:
-    """What a step changes besides parameters and their states."""
+    """Return what a step changes besides parameters and their states."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     return [str(groups), str(shared), str(getattr(optimizer, "calls", None))]
@@ -145,7 +145,7 @@ def steps_as_unsharded(mesh, strategy: acc.Strategy, offloads: tuple[acc.Offload
             assert_close(params_of(model), params, 1e-5)
 
 
-def test_an_optimizer_of_a_user_counts_each_step_once(world):
+def test_custom_optimizer_counts_each_step_once(world):
     run_all(world, steps_as_unsharded)
 
 
@@ -155,7 +155,7 @@ def of_all_tiers(mesh, path: Path) -> None:
     steps_as_unsharded(mesh, acc.FULL_SHARD, (HOST, disk(path), disk_of_all(path), device, backward))
 
 
-def test_with_offload_the_parts_of_a_step_count_once_together(world, tmp_path):
+def test_partial_steps_of_offload_count_as_one_step(world, tmp_path):
     world.run(2, of_all_tiers, tmp_path)
 
 
@@ -175,7 +175,7 @@ def goes_on(mesh, path: Path) -> None:
             assert_close(params_of(model), params, 1e-5)
 
 
-def test_a_checkpoint_keeps_what_belongs_to_no_parameter(world, tmp_path):
+def test_checkpoint_keeps_states_that_belong_to_no_parameter(world, tmp_path):
     world.run(2, goes_on, tmp_path)
 
 
@@ -189,7 +189,7 @@ def differs(mesh, path: Path) -> None:
         acc.save(path / "c", model, optimizer)
 
 
-def test_a_state_that_ranks_share_and_differ_in_is_refused(world, tmp_path):
+def test_shared_state_that_differs_between_ranks_is_refused(world, tmp_path):
     world.run(2, differs, tmp_path)
 
 
@@ -207,5 +207,5 @@ def refused(mesh) -> None:
         optimizer.step()
 
 
-def test_what_is_not_elementwise_or_hides_its_parameters_is_refused(world):
+def test_optimizers_that_hide_parameters_or_are_not_elementwise_are_refused(world):
     world.run(2, refused)

@@ -1,4 +1,4 @@
-"""What programs do with optimizers that ends in a sentence: pickles, wrappers of other libraries, norms that are not finite."""
+"""Uses of optimizers that raise an error of one sentence: pickles, wrappers of other libraries, norms that are not finite."""
 
 import copy
 import pickle
@@ -37,12 +37,12 @@ def pickled(mesh):
         twin.step()
 
 
-def test_a_pickle_of_a_wrapped_optimizer_is_refused_in_a_sentence(world):
+def test_pickling_a_wrapped_optimizer_is_refused(world):
     world.run(2, pickled)
 
 
 class Prepared(torch.optim.Optimizer):
-    """An optimizer around another, as accelerate's `AcceleratedOptimizer` is; with a scaler it keeps the other's step."""
+    """An optimizer around another, like accelerate's `AcceleratedOptimizer`; with a scaler it stores the other's step."""
 
     def __init__(self, optimizer, scaler=None):
         self.optimizer, self.scaler = optimizer, scaler
@@ -97,7 +97,7 @@ def looked_through(mesh, path):
         o.step()
     for m in (model, again):
         assert_equal(acc.full_state_dict(m, rank0_only=False), acc.full_state_dict(other, rank0_only=False))
-    with pytest.raises(acc.UsageError, match=r"holds the step of the AdamW.*wrap_optimizer.*before"):
+    with pytest.raises(acc.UsageError, match=r"has already stored the step of the AdamW.*wrap_optimizer.*before"):
         acc.wrap_optimizer(Prepared(torch.optim.AdamW(model.parameters()), scaler=object()))
     with pytest.raises(acc.UsageError, match="does not know InBlocks"):
         acc.wrap_optimizer(Prepared(InBlocks(model.parameters())))
@@ -105,12 +105,12 @@ def looked_through(mesh, path):
         acc.wrap_optimizer(torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1.0))
 
 
-def test_an_optimizer_around_another_is_looked_through(world, tmp_path):
+def test_inner_optimizer_of_another_is_wrapped(world, tmp_path):
     world.run(2, looked_through, tmp_path)
 
 
 def scheduled(mesh):
-    """A scheduler of torch that holds the optimizer already goes on counting its steps."""
+    """Check that a scheduler that was made before goes on counting steps of the wrapped optimizer."""
     done = []
     for wrapped in (False, True):
         model = acc.shard(models.seeded(2), mesh=mesh)
@@ -128,11 +128,11 @@ def scheduled(mesh):
     assert_equal(*done)
     other = torch.optim.AdamW(model.parameters())
     vars(other)["step"] = lambda: None
-    with pytest.raises(acc.UsageError, match="something has put a step of its own into this AdamW"):
+    with pytest.raises(acc.UsageError, match="the step method of this AdamW was replaced"):
         acc.wrap_optimizer(other)
 
 
-def test_an_optimizer_that_a_scheduler_holds_is_wrapped(world):
+def test_optimizer_with_a_scheduler_is_wrapped(world):
     world.run(2, scheduled)
 
 
@@ -152,7 +152,7 @@ def not_finite(mesh):
     assert not torch.isfinite(acc.clip_grad_norm_(model, 1.0))
 
 
-def test_a_norm_that_is_not_finite_is_raised_where_it_is_asked_for(world):
+def test_nonfinite_norm_raises_if_requested(world):
     world.run(2, not_finite)
 
 
@@ -193,7 +193,7 @@ def test_a_generator_is_no_entry_point(world):
 
 
 def one_without(mesh, path):
-    """An optimizer that only one rank gives to `load`."""
+    """Pass an optimizer to `load` on one rank only."""
     model, optimizer = stepped(mesh)
     acc.save(path, model, optimizer)
     for which in (0, 1):
@@ -202,7 +202,7 @@ def one_without(mesh, path):
             acc.load(path, model, mine)
 
 
-def test_an_optimizer_that_one_rank_loads_is_named(world, tmp_path):
+def test_optimizer_loaded_on_one_rank_only_is_named(world, tmp_path):
     world.run(2, one_without, tmp_path / "ckpt")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters: ordinary ones, wrapped ones, those that are refused."""
+"""Optimizers of sharded parameters: ordinary, wrapped and refused ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def early_optimizer(mesh, strategy: acc.Strategy) -> None:
             acc.wrap_optimizer(optimizer) if wrong == "wrap" else getattr(optimizer, wrong)()
 
 
-def test_an_optimizer_made_before_sharding_is_a_named_error(world):
+def test_optimizer_made_before_shard_raises(world):
     run_all(world, early_optimizer)
 
 
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def optimizers(mesh, kind: str) -> None:
-    """The step of an ordinary optimizer, wrapped or not, with groups and a scheduler."""
+    """Step an ordinary optimizer, wrapped or not, with groups and a scheduler."""
     make, options = OPTIMIZERS[kind]
     found = []
     for way in (
@@ -94,12 +94,12 @@ def optimizers(mesh, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_ordinary_optimizers_and_schedulers_step_alike_wrapped_or_not(world, kind):
+def test_optimizers_step_equally_with_and_without_wrap_optimizer(world, kind):
     world.run(2, optimizers, kind)
 
 
 def replaced_optimizer_state(mesh) -> None:
-    """A wrapped optimizer with a closure, and with parameters that got no gradient."""
+    """Step a wrapped optimizer with a closure, and with parameters without a gradient."""
     model = acc.shard(models.spare(), mesh=mesh)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
 
@@ -115,16 +115,16 @@ def replaced_optimizer_state(mesh) -> None:
     assert model.blocks[0].up.weight in optimizer.state
 
 
-def test_a_wrapped_optimizer_takes_a_closure(world):
+def test_wrapped_optimizer_takes_a_closure(world):
     world.run(2, replaced_optimizer_state)
 
 
 def refused(mesh) -> None:
-    """Optimizers that look at more than one element, and those nobody knows."""
+    """Wrap optimizers that combine several elements, and unknown ones."""
     model = acc.shard(models.plain(), mesh=mesh)
     for kind in (torch.optim.Adafactor, torch.optim.Muon):
         params = [p for p in model.parameters() if p.dim() == 2]
-        way = "take AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
+        way = "use AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
         with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*{way}"):
             acc.wrap_optimizer(kind(params))
 
@@ -153,12 +153,12 @@ def refused(mesh) -> None:
     assert_equal(params_of(model), dict(plain.named_parameters()))
 
 
-def test_wrapping_is_for_optimizers_that_treat_each_element_by_itself(world):
+def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(world):
     world.run(2, refused)
 
 
 def whole_tensors(mesh) -> None:
-    """The steps of Muon on DTensors are torch's own, and ask the other ranks."""
+    """Step Muon on DTensors, with torch's own step, which communicates."""
     found = []
     for sharded in (False, True):
         model = acc.shard(models.plain(), mesh=mesh) if sharded else models.plain()
@@ -175,7 +175,7 @@ def whole_tensors(mesh) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-2)
 
 
-def test_optimizers_that_look_at_whole_tensors_step_unwrapped(world):
+def test_optimizers_of_whole_tensors_step_unwrapped(world):
     world.run(2, whole_tensors)
 
 
@@ -189,7 +189,7 @@ def adafactor(mesh) -> None:
     torch.optim.Adafactor(whole.parameters()).step()
 
 
-def test_a_step_of_adafactor_that_is_not_wrapped_says_what_to_take(world):
+def test_unwrapped_adafactor_raises_and_names_adamw(world):
     world.run(2, adafactor)
 
 
@@ -207,5 +207,5 @@ def compiled(mesh) -> None:
     assert_equal(*found)
 
 
-def test_a_wrapped_step_runs_uncompiled_where_it_is_compiled(world):
+def test_wrapped_step_runs_uncompiled_in_compiled_functions(world):
     world.run(2, compiled)

@@ -1,4 +1,4 @@
-"""LBFGS on sharded parameters, wrapped by the caller or at its first step: as unsharded, with rows that do not divide."""
+"""LBFGS on sharded parameters, wrapped by the caller or at its first step, equals the unsharded one with uneven rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 7
 
 
 def net() -> nn.Module:
-    """In float64: a line search may decide otherwise for another order of sums."""
+    """Return a model in float64, as a line search may decide differently for another order of sums."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return here(nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double())
@@ -91,7 +91,7 @@ def loads(mesh, path: Path) -> None:
     assert_close(params_of(model), dict(plain.named_parameters()), 1e-6)
 
 
-def test_its_history_loads_on_another_number_of_ranks(world, tmp_path):
+def test_lbfgs_history_loads_on_another_number_of_ranks(world, tmp_path):
     world.run(2, saves, tmp_path / "c")
     world.run(3, loads, tmp_path / "c")
 
@@ -102,5 +102,5 @@ def refused(mesh, path: Path) -> None:
         acc.wrap_optimizer(made(model, None))
 
 
-def test_with_states_on_disk_it_is_refused(world, tmp_path):
+def test_lbfgs_with_states_on_disk_is_refused(world, tmp_path):
     world.run(2, refused, tmp_path)

@@ -1,4 +1,4 @@
-"""States that are neither shaped like the rows of their rank nor equal on all ranks: refused by `save`, or kept for each rank."""
+"""States neither shaped like the rows of their rank nor equal on all ranks: refused by `save`, or saved for each rank."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def trained(mesh, kind, steps=3, **options):
 
 
 def refused(mesh, kind, path, key):
-    """Before anything is written, in one sentence, the same on every rank."""
+    """Check that a save is refused before anything is written, with the same error on every rank."""
     model, optimizer = trained(mesh, kind)
     before = full(model)
     for background in (False, True):
@@ -90,17 +90,17 @@ def kept(mesh, kind, path, strategy, background, offload=False):
         ),
     ),
 )
-def test_states_of_each_rank_go_on_bit_for_bit(world, tmp_path, name, kind):
+def test_states_of_each_rank_resume_bit_for_bit(world, tmp_path, name, kind):
     strategy = STRATEGIES[name]
     world.run_mesh(*mesh_of(strategy), kept, kind, tmp_path, strategy, name == "full_shard")
 
 
-def test_states_of_each_rank_go_on_where_they_are_offloaded(world, tmp_path):
+def test_offloaded_states_of_each_rank_resume(world, tmp_path):
     world.run(2, kept, "blocks", tmp_path, acc.FULL_SHARD, True, offload=True)
 
 
 def uneven(mesh, path):
-    """Ranks without rows have states without elements."""
+    """Save and load on ranks without rows, whose states have no elements."""
     for kind in KINDS:
         model, optimizer = trained(mesh, kind, 2)
         acc.save(path / kind, model, optimizer, rank_states=True)
@@ -111,7 +111,7 @@ def uneven(mesh, path):
         assert_equal(full(other), full(model))
 
 
-def test_ranks_without_rows(world, tmp_path):
+def test_ranks_without_rows_save_empty_states(world, tmp_path):
     world.run(3, uneven, tmp_path)
 
 
@@ -132,7 +132,7 @@ def loaded_elsewhere(mesh, kind, path, strategy, words):
     acc.load(path, model)  # the weights, under any cut
 
 
-def test_they_are_refused_under_another_cut(world, tmp_path):
+def test_states_of_each_rank_are_refused_with_other_shards(world, tmp_path):
     world.run(2, save_kept, "blocks", tmp_path / "two")
     world.run(1, save_kept, "blocks", tmp_path / "one")
     world.run_mesh((2, 2), ("replicate", "shard"), save_kept, "blocks", tmp_path / "four", strategy=acc.HYBRID_SHARD)
@@ -145,7 +145,7 @@ def test_they_are_refused_under_another_cut(world, tmp_path):
 
 
 def of_one_rank(mesh, path, first):
-    """One rank has nobody to differ from; what it keeps of its rows is still not another cut's."""
+    """Save on one rank, which differs from no other; its states still do not fit other shards."""
     model, optimizer = trained(mesh, "blocks") if first else built(mesh, "blocks")
     if first:
         acc.save(path, model, optimizer)
@@ -155,12 +155,12 @@ def of_one_rank(mesh, path, first):
             acc.load(path, model, optimizer)
 
 
-def test_a_save_of_one_rank_is_not_taken_by_two(world, tmp_path):
+def test_states_saved_by_one_rank_are_refused_on_two(world, tmp_path):
     world.run(1, of_one_rank, tmp_path / "one", True)
     world.run(2, of_one_rank, tmp_path / "one", False)
 
 
-def test_commands_see_them(world, tmp_path, capsys):
+def test_commands_list_states_of_each_rank(world, tmp_path, capsys):
     for i in (1, 2):
         world.run(2, save_kept, "blocks", tmp_path / f"step-{i}", steps=i)
     world.run(2, save_kept, "blocks", tmp_path / "again", steps=1)
@@ -197,7 +197,7 @@ def damaged(mesh, path):
 
 
 def odd_values(mesh, path):
-    """Floats, ints, 0-d tensors and keys of one rank are compared, not assumed; options and kinds too."""
+    """Check that floats, ints, 0-d tensors, keys, options and classes are compared over ranks."""
     rank = dist.get_rank()
     for i, make in enumerate((lambda: 0.5 * rank, lambda: rank, lambda: torch.tensor(0.5 * rank))):
         model, optimizer = trained(mesh, "adamw", 1)
@@ -221,7 +221,7 @@ def odd_values(mesh, path):
         assert "exp_avg" in its.state[other.head.weight]
 
 
-def test_values_that_differ_are_refused_or_kept(world, tmp_path):
+def test_values_that_differ_are_refused_or_saved_for_each_rank(world, tmp_path):
     world.run(2, odd_values, tmp_path)
 
 
@@ -250,12 +250,12 @@ def other_optimizers(mesh, path):
     assert not path.exists()
 
 
-def test_what_differs_between_optimizers_is_named(world, tmp_path):
+def test_differences_between_optimizers_are_named(world, tmp_path):
     world.run(2, other_optimizers, tmp_path / "ckpt")
 
 
 class Halves(torch.Tensor):
-    """Two tensors that stand for one, as libraries of low-bit optimizers have them."""
+    """A tensor subclass of two inner tensors, as in libraries of low-bit optimizers."""
 
     @staticmethod
     def __new__(cls, codes, scale):

@@ -1,4 +1,4 @@
-"""An optimizer's own state dict on shards: of one rank's rows, says so, and is refused elsewhere before anything changes."""
+"""An optimizer's state dict of one rank's rows is marked, and refused on other ranks before anything changes."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ def local(value):
 
 
 def values(optimizer):
-    """Copies of all states, and which objects they are."""
+    """Return (key, value, copy of the value) of each state."""
     return [
         (key, value, local(value).clone() if isinstance(value, torch.Tensor) else value)
         for group in optimizer.param_groups
@@ -64,7 +64,7 @@ def read(data):
 
 
 def of_rank(mesh, data, rank):
-    """What another rank wrote."""
+    """Load the states of another rank."""
     found = [None] * mesh.size()
     dist.all_gather_object(found, data, group=mesh.get_group())
     return found[rank]
@@ -88,7 +88,7 @@ def one_rank_for_all(mesh, make, path):
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, InBlocks, Packed])
-def test_what_one_rank_wrote_is_refused_by_the_others_on_all(world, tmp_path, make):
+def test_states_of_another_rank_are_refused_on_all_ranks(world, tmp_path, make):
     said = world.run(2, one_rank_for_all, make, tmp_path)
     assert said[0] == said[1]
     world.run(1, of_another_world, make, tmp_path, {})
@@ -97,7 +97,7 @@ def test_what_one_rank_wrote_is_refused_by_the_others_on_all(world, tmp_path, ma
 
 
 def of_another_world(mesh, make, path, options):
-    """Another number of ranks, another cut."""
+    """Load states of another number of ranks and other shards."""
     _, optimizer = trained(mesh, make=make, **options)
     before = values(optimizer)
     with pytest.raises(acc.UsageError, match=r"states of rank \d of 2"):
@@ -106,7 +106,7 @@ def of_another_world(mesh, make, path, options):
 
 
 def own(mesh):
-    """A rank's own goes on bit for bit, whichever way it went."""
+    """Check that a rank resumes from its own states bit for bit, however they were stored."""
     for make in (torch.optim.AdamW, InBlocks, Packed):
         for way in (lambda state: state, copy.deepcopy, lambda state: read(written(state))):
             model, optimizer = trained(mesh, make=make)
@@ -130,12 +130,12 @@ def own(mesh):
     optimizer.load_state_dict(read(written(optimizer.state_dict())))
 
 
-def test_a_ranks_own_is_loaded(world):
+def test_states_of_the_same_rank_are_loaded(world):
     world.run(2, own)
 
 
 def replicas(mesh):
-    """Where every rank has all rows, and where ranks of another node have the same, it does not matter who wrote them."""
+    """Load states of other ranks with the same rows: of unsharded models, and of replicas."""
     _, optimizer = trained(mesh, strategy=acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD)
     before = values(optimizer)
     found = [None] * 4
@@ -146,13 +146,13 @@ def replicas(mesh):
     assert all(torch.equal(a[2], b[2]) for a, b in zip(values(optimizer), before, strict=True))
 
 
-def test_replicas_take_each_others(world):
+def test_replicas_load_states_of_each_other(world):
     world.run(4, replicas)
     world.run_mesh((2, 2), ("replicate", "shard"), replicas)
 
 
 def of_dcp(mesh, path):
-    """torch's DCP and its helpers cut and join rows themselves: raw state dicts, its own dicts, full ones."""
+    """Use torch's DCP and its helpers, which reshard by themselves, with raw, sharded and full state dicts."""
     model, optimizer = trained(mesh)
     group = mesh.get_group()
     state = {"raw": optimizer.state_dict(), "named": get_optimizer_state_dict(model, optimizer)}
@@ -174,5 +174,5 @@ def of_dcp(mesh, path):
             assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"])), way
 
 
-def test_helpers_of_torch_go_on(world, tmp_path):
+def test_state_dict_helpers_of_torch_work(world, tmp_path):
     world.run(2, of_dcp, tmp_path / "dcp")

@@ -1,4 +1,4 @@
-"""Small models with optimizers, and checkpoints that are changed behind the back of `save`."""
+"""Small models with optimizers, and checkpoints that are changed after they were saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def filled(value: float, width: int = 3) -> nn.Linear:
 
 
 def holds(path: str | os.PathLike[str], value: float) -> bool:
-    """Return if the checkpoint at `path` is that of `filled(value)`."""
+    """Return True if the checkpoint at `path` is that of `filled(value)`."""
     model = filled(-1)
     load(path, model)
     return all(bool((param == value).all()) for param in model.parameters())
@@ -87,7 +87,7 @@ def sealed(words: Any) -> bytes:
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change something in the manifest, its own checksum right again."""
+    """Change the manifest and update its checksum."""
     words = json.loads((folder / MANIFEST).read_bytes())
     del words["crc32"]
     change(words)

@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one thread for each, one save at a time for each model."""
+"""Save in the background while training goes on: one thread for each save, one save at a time for each model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accordion import _torch
-from accordion.checkpoint.collective import Team, agreed, told
+from accordion.checkpoint.collective import Team, agreed, message_of
 from accordion.checkpoint.writing import FileLayout, HostBuffer
 from accordion.errors import CheckpointError
 from accordion.safety.liveness.hub import Hub, hubs_of_job
@@ -23,16 +23,16 @@ from accordion.safety.liveness.polling import poll
 log = logging.getLogger("accordion")
 
 T = TypeVar("T")
-GRACE_S = 60.0  # for the others where this program has come to its end
+GRACE_S = 60.0  # how long a save waits for the other ranks once this program is ending
 LONGEST_PAUSE_S = 0.1
 SAVER = "_accordion_saver"  # attribute of a model
 
 
 class Saving:
-    """A save that was begun. Owns its thread and what became of it."""
+    """Handle of a save: tells if its thread is done, waits for it, and raises the error that ended it."""
 
     def __init__(self, write: Callable[[], None] | None = None) -> None:
-        """Begin to `write` in a thread; without it the save is over and went well."""
+        """Start a thread that calls `write`; without `write` the save counts as finished without an error."""
         self._failure: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         if write is not None:
@@ -44,16 +44,16 @@ class Saving:
             write()
         except CheckpointError as error:
             self._failure = error
-        except Exception as error:  # whatever a store or a file system says
-            self._failure = CheckpointError(told(error))
+        except Exception as error:  # remote stores and file systems raise errors of many classes
+            self._failure = CheckpointError(message_of(error))
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do, be it that it failed."""
+        """True once the thread has ended, also if the save failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for its end. Raises `CheckpointError` where it failed, once."""
+        """Wait until the save ends. Raises `CheckpointError` if it failed, at the first call only."""
         if self._thread is not None:
             self._thread.join()
         failure, self._failure = self._failure, None
@@ -62,13 +62,13 @@ class Saving:
 
 
 class Saver:
-    """Owns a model's host buffer and the save that is under way."""
+    """Runs the background saves of one model, one at a time, and keeps the host buffer between them."""
 
     def __init__(self) -> None:
         self._buffer = HostBuffer()
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._agreement: ThreadAgreement | None = None  # of the save that was begun last
+        self._agreement: ThreadAgreement | None = None  # of the latest save
         self._ends_with_program = False
 
     def __deepcopy__(self, memo: object) -> Saver:
@@ -78,7 +78,7 @@ class Saver:
         return Saver, ()
 
     def wait(self) -> None:
-        """Wait for the save that is under way. Raises `CheckpointError` where it failed."""
+        """Wait for the save in progress, if any. Raises `CheckpointError` if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -91,7 +91,10 @@ class Saver:
         team: Team,
         optimizer: torch.optim.Optimizer | None,
     ) -> Saving:
-        """Copy what `plan` lays out, then call `run(agree, host)` in a thread."""
+        """Copy the parts of `plan` to host memory, then call `run(agree, host)` in a thread; return its handle.
+
+        Steps of `optimizer` raise the error of a save that failed.
+        """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
         self._agreement = agree
@@ -100,11 +103,11 @@ class Saver:
         self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)))
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
-            optimizer.register_step_post_hook(self._look)
+            optimizer.register_step_post_hook(self._raise_failure)
         return saving
 
     def end(self) -> None:
-        """Wait for the save that is under way when the program ends, and tell if it failed: nobody else will."""
+        """Wait for the save in progress when the program ends, and log its error: nothing else reports it then."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -112,20 +115,18 @@ class Saver:
         except CheckpointError as error:
             log.error("%s", error)
 
-    def _look(self, *_: object) -> None:
-        """Raise what became of a save behind a step: the step is done, so ranks may hear of it at different ones."""
+    def _raise_failure(self, *_: object) -> None:
+        """Step hook: raise the error of a save that has ended. Ranks may raise after different steps."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
 
 
 def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Have Python call a method of a living object when the program ends, while thread pools still take work. True: it will.
+    """Have Python call `method` when the program ends, while thread pools still take work; return False if it cannot."""
 
-    Python closes the pools of `concurrent.futures` first, then waits for threads, then runs what `atexit` knows. Libraries of
-    remote storage look up addresses in such pools, so a save that is merely waited for as a thread fails. Python has no public
-    name for that moment; 3.11 to 3.13 (and the newest in 2026) have this one, which `concurrent.futures` itself uses.
-    """
-
+    # Python closes the pools of `concurrent.futures` first, then waits for threads, then runs `atexit` functions. Libraries for
+    # remote storage look up addresses in such pools, so a save that is only waited for as a thread would fail. Python has no
+    # public name for this moment; 3.11 to 3.13 (and the newest in 2026) have the one that `concurrent.futures` itself uses.
     def call() -> None:
         end = method()
         if end is not None:
@@ -133,43 +134,43 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
 
     try:
         threading._register_atexit(call)  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # another Python; the program is ending already
+    except (AttributeError, RuntimeError):  # another version of Python, or the program is ending already
         return False
     return True
 
 
 def saver_of(model: nn.Module) -> Saver:
-    """The saver of a model, made at its first save."""
+    """Return the saver of `model`, which is created at its first save."""
     saver = vars(model).setdefault(SAVER, Saver())
     assert isinstance(saver, Saver)
     return saver
 
 
 class ThreadAgreement:
-    """`Team.agree` for a thread, which must not use the engine's groups: over a hub of the team's ranks."""
+    """`Team.agree` for a background thread, which must not use the engine's process groups: sends through a `Hub`."""
 
     def __init__(self, team: Team, name: str) -> None:
-        """`name`: of the save, which no other one has."""
+        """`name`: unique name of the save, the same on all ranks."""
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
         self._hub: Hub | None = None
         self._lease: Any = None  # keeps the hub open if the job's process groups end before the save does
         self._lost = ""  # why this rank gave up waiting for the others
-        self.program_ends = threading.Event()  # set by who waits for the save then
+        self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Have this rank notice if another one ends. A collective."""
+        """Find or open a hub over all ranks of the team, which detects ranks that end. Collective."""
         if len(self._team.ranks) < 2:
             return
-        # Whichever hub has all of these ranks, every one of them has it; the smallest is the same on all.
+        # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
         hubs = [hub for hub in hubs_of_job() if set(self._team.ranks) <= set(hub.ranks)]
-        own = self._team.ranks[self._team.index]
+        rank = self._team.ranks[self._team.index]
         self._hub = min(hubs, key=lambda hub: (len(hub.ranks), hub.ranks)) if hubs else None
         if self._hub is None:
-            self._hub = Hub.of_job(self._team.ranks, own, _torch.default_store(), self._name)
+            self._hub = Hub.of_job(self._team.ranks, rank, _torch.default_store(), self._name)
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Do `save`, and let the others know if this rank gives it up."""
+        """Call `save`, and tell the other ranks if this rank gives up."""
         try:
             save()
         finally:
@@ -181,7 +182,7 @@ class ThreadAgreement:
         return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in the order of the team."""
+        """Return the `text` of each rank, in the order of the team."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -189,7 +190,7 @@ class ThreadAgreement:
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
         over = poll(
-            lambda: hub.over(name), self._team.timeout_s, self._look(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
+            lambda: hub.over(name), self._team.timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
         )
         if over is None:
             self._give_up(hub, self._team.timeout_s)
@@ -198,13 +199,13 @@ class ThreadAgreement:
         texts = {rank: text for rank, text, _ in over.reports}
         return [texts[rank] for rank in ranks]
 
-    def _look(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return what ends a wait: a rank that is gone or has given up, and the end of this program."""
+    def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
+        """Return a callback that raises if a rank is gone or gave up, or this program has been ending for `GRACE_S`."""
         ended_s: float | None = None
 
-        def look(waited_s: float) -> None:
+        def check(waited_s: float) -> None:
             nonlocal ended_s
-            needed = (*self._team.ranks, hub.ranks[0])  # all messages go through the first one
+            needed = (*self._team.ranks, hub.ranks[0])  # the hub's first rank passes on all messages
             lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
             lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
             if lost and not hub.has_over(name):
@@ -215,9 +216,9 @@ class ThreadAgreement:
             if ended_s is not None and waited_s > ended_s + GRACE_S:
                 self._give_up(hub, waited_s)
 
-        return look
+        return check
 
     def _give_up(self, hub: Hub, waited_s: float) -> NoReturn:
         others = hub.others(self._team.ranks)
-        self._lost = f"other ranks did not come to the end of the save within {waited_s:.0f} s: {others}"
+        self._lost = f"other ranks did not finish the save within {waited_s:.0f} s: {others}"
         raise CheckpointError(f"{self._lost}.")

@@ -1,4 +1,4 @@
-"""Which box of a tensor a rank holds: pure integer arithmetic, for any number of mesh axes."""
+"""Compute the box of a tensor that a rank holds: pure integer arithmetic, for any number of mesh axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """Along `dim`, what is left is cut into `num_chunks` as `torch.chunk` does, and chunk `index` is kept."""
+    """A split of a box along `dim` into `num_chunks`, as by `torch.chunk`, of which chunk `index` is kept."""
 
     dim: int
     num_chunks: int
@@ -28,13 +28,13 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds just `outer`."""
+        """Return the slices that select this box in a tensor with the elements of `outer`."""
         starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
-    """What is left of a tensor of `shape` after `cuts`, one after the other; a chunk of a chunk is one box too."""
+    """Return the box of a tensor of `shape` that is left after all `cuts`, applied one after the other."""
     offset, sizes = [0] * len(shape), list(shape)
     for cut in cuts:
         rows = sizes[cut.dim]
@@ -46,7 +46,7 @@ def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that both hold, None if there is none."""
+    """Return the intersection of two boxes, None if it is empty."""
     offset = tuple(map(max, a.offset, b.offset))
     ends = [min(p + n, q + m) for p, n, q, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
     sizes = tuple(end - start for start, end in zip(offset, ends, strict=True))

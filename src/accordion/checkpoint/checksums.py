@@ -1,4 +1,4 @@
-"""Checksums of the bytes in a checkpoint: which kinds there are, and which one this process writes."""
+"""Checksums of the bytes in a checkpoint: the known kinds, and the one that this process writes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Protocol, TypeAlias
 from accordion.errors import CheckpointError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# A chunk has one checksum for so many bytes: who reads a part of it checks little more than that.
+# A chunk has one checksum for each so many bytes, so that reading a part of it checks little more than that part.
 PIECE_BYTES = 4 * 2**20
-SUMMED_BYTES = 2**18  # at once: they are in the processor's cache still when they are used, a whole piece is not
+SUMMED_BYTES = 2**18  # summed at once: they fit into the processor's cache until they are used, a whole piece does not
 LONGEST_PIECE = 2**28
 DIGITS: Mapping[str, int] = {"xxh3_64": 16, "crc32": 8}  # hexadecimal, lower case
 
 
 def kind_here() -> str:
-    """xxh3 where the package `xxhash` is installed, else zlib's crc32, which every Python has.
-
-    On two busy cores xxh3 took 4.7 GB/s, zlib's crc32 0.7 to 1.6, a copy in memory 4.3: crc32 is dear beside a fast disk.
-    """
+    """Return "xxh3_64" if the package `xxhash` is installed, else "crc32" (of zlib, which every Python has)."""
+    # On two busy cores xxh3 took 4.7 GB/s, crc32 0.7 to 1.6, a copy in memory 4.3: with a fast disk crc32 costs much.
     return "xxh3_64" if find_spec("xxhash") else "crc32"
 
 
 class Running(Protocol):
-    """A checksum of bytes that come in parts, as hashlib has it."""
+    """A checksum that is updated with one block of bytes after the other, as those of hashlib."""
 
     def update(self, data: Buffer, /) -> object: ...
 
@@ -45,10 +43,10 @@ class _Crc32:
 
 
 def running(kind: str) -> Callable[[], Running]:
-    """Return the function that begins a checksum. Raises `CheckpointError` where its package is not installed."""
+    """Return the constructor of checksums of `kind`. Raises `CheckpointError` if its package is not installed."""
     if kind == "crc32":
         return _Crc32
-    assert kind == "xxh3_64", "parse() knows the kinds"
+    assert kind == "xxh3_64", "parse() refuses other kinds"
     if find_spec("xxhash") is None:
         raise CheckpointError("its checksums are xxh3, which needs the package xxhash; pip install xxhash.")
     from xxhash import xxh3_64
@@ -57,5 +55,5 @@ def running(kind: str) -> Callable[[], Running]:
 
 
 def pieces(start: int, end: int, piece_bytes: int) -> Iterable[tuple[int, int]]:
-    """The pieces [a, b) that make up [start, end)."""
+    """Return the ranges [a, b) of at most `piece_bytes` that make up [start, end)."""
     return ((at, min(at + piece_bytes, end)) for at in range(start, end, piece_bytes))

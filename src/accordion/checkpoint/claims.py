@@ -37,19 +37,19 @@ def hidden(path: Path, ending: str) -> Path:
 
 
 def replaced(text: str) -> str | None:
-    """Return the name of the checkpoint that was being replaced when it got the hidden name `text`; None for others."""
+    """Return the checkpoint's name if `text` is the hidden name that it has while it is being replaced, else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 
 
 def drafts(folder: Path) -> list[tuple[str, Path]]:
-    """Return the folders in `folder` that a save began to write, or that are being removed, each with its checkpoint's name."""
+    """Return (checkpoint's name, path) of each folder in `folder` that is being written or removed."""
     matches = filter(None, map(HIDDEN.fullmatch, sorted(_names(folder))))
     return [(match[1], folder / match[0]) for match in matches if match[2] != "old"]
 
 
 def leftovers(folder: Path) -> list[tuple[str, Path]]:
-    """Return those of `drafts` that killed jobs left: not empty, without foreign files, and of no job that is running."""
+    """Return the `drafts` that killed jobs left: not empty, without other programs' files, and not locked by a running job."""
     return [
         (name, path)
         for name, path in drafts(folder)
@@ -64,11 +64,11 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-# -- whether a save may take a name
+# -- may a save take a name?
 
 
 def check_name(path: Path) -> None:
-    """Raise `UsageError` where no folder can have this name, or none can be written beside it."""
+    """Raise `UsageError` if `path` has no name, or a name that is too long for the hidden folders next to it."""
     if not path.name:
         raise UsageError(f"{path} is the root of a file system; name a folder in it.")
     if (num_bytes := len(os.fsencode(path.name))) > LONGEST_NAME:
@@ -79,24 +79,24 @@ def check_name(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, with what is there, unless a save may take `path`.
+    """Raise `CheckpointError`, naming what is at `path`, unless a save may take it.
 
-    It may if there is nothing, an empty folder, or a checkpoint of ours, damaged or not, and nothing else.
+    A save may take a free path, an empty folder, and a folder that holds nothing but a checkpoint of ours, damaged or not.
     """
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
 
 
 def _occupied(path: Path) -> str:
-    """Return what is at `path`, as the end of a sentence; empty if a save may take it."""
+    """Describe what is at `path`, as the end of a sentence; empty if a save may take it."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, and a save replaces none"
     try:
-        held = os.listdir(path)
+        names = os.listdir(path)
     except FileNotFoundError:
         return ""
     except NotADirectoryError:
-        if not os.path.lexists(path):  # a file in place of a folder above it
+        if not os.path.lexists(path):  # one of the folders above it is a file
             raise
         return "exists and is no checkpoint but a file"
     if os.path.ismount(path):
@@ -104,22 +104,24 @@ def _occupied(path: Path) -> str:
     with suppress(FileNotFoundError):  # if this process has no current folder any more
         if os.path.samefile(path, os.curdir):
             return "is the current folder, which a save would replace"
-    if held and MANIFEST not in held:
-        return f"exists and is no checkpoint, it holds {_listed(held)}"
+    if names and MANIFEST not in names:
+        return f"exists and is no checkpoint, it holds {_listed(names)}"
     if others := foreign_in(path):
         return f"holds {_listed(others)} beside a checkpoint, which a save would remove"
     return (
-        f"exists and is no checkpoint, its {MANIFEST} is another program's" if held and not _is_ours(path, held) else ""
+        f"exists and is no checkpoint, its {MANIFEST} is another program's"
+        if names and not _is_ours(path, names)
+        else ""
     )
 
 
 def foreign_in(path: Path) -> list[str]:
-    """Names in a folder that no save has written."""
+    """Return the names of files in `path` that no save wrote."""
     return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
 
 
-def _is_ours(path: Path, held: list[str]) -> bool:
-    """Return if the manifest is one of ours, be it damaged or of another version."""
+def _is_ours(path: Path, names: list[str]) -> bool:
+    """Return True if the manifest in `path` is one of ours, even if it is damaged or of another version."""
     try:
         with open_regular(path / MANIFEST) as file:
             text = file.read()
@@ -127,7 +129,7 @@ def _is_ours(path: Path, held: list[str]) -> bool:
         if error.strerror == NOT_REGULAR:
             return False
         raise
-    return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, held)))
+    return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, names)))
 
 
 def _listed(names: list[str]) -> str:
@@ -135,11 +137,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(sorted(names)[:SHOWN]) + more
 
 
-# -- who writes, and removing
+# -- lock a name, remove a folder
 
 
 class NameLock:
-    """Exclusive right to save or remove the checkpoint at a path, until it is released or its process ends."""
+    """A lock on the name of a checkpoint: the right to save or remove it, until `release` or the end of the process."""
 
     def __init__(self, file: Path, handle: int) -> None:
         self._file = file
@@ -147,9 +149,9 @@ class NameLock:
 
     @classmethod
     def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
-        """Lock the name of the checkpoint at `path`, on all machines whose locks its file system knows.
+        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system.
 
-        Raises `CheckpointError` if another job has the lock after `timeout_s`, `OSError` if there can be no lock file.
+        Raises `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created.
         """
         file, deadline = hidden(path, "lock"), time.monotonic() + timeout_s
         while True:
@@ -163,24 +165,25 @@ class NameLock:
                     )
                 time.sleep(POLL_S)
             elif is_open_at(handle, file):
-                with suppress(OSError):  # a full disk; the text is for a message
+                with suppress(OSError):  # the disk may be full; the text is only for an error message
                     os.truncate(handle, 0)
                     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}".encode())
                 return cls(file, handle)
-            else:  # the job that had the lock has removed its file since
+            else:  # the job that had the lock has removed its file meanwhile
                 os.close(handle)
 
     def release(self) -> None:
-        """Remove the lock file, and then unlock it: a job that has opened it meanwhile looks for the file again. Once."""
+        """Remove the lock file and unlock it. Further calls do nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
+            # Removed before it is unlocked, so that a job that has opened it meanwhile opens it again.
             with suppress(OSError):
                 os.unlink(self._file)
             os.close(handle)
 
 
 def is_locked(path: Path) -> bool:
-    """Return if a job is saving or removing the checkpoint at `path`."""
+    """Return True if a job is saving or removing the checkpoint at `path`."""
     try:
         handle = os.open(hidden(path, "lock"), os.O_RDWR)
     except OSError:
@@ -192,7 +195,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _locks(handle: int) -> bool:
-    """Lock an open file, unless another job has. On a file system without locks no job ever has."""
+    """Lock an open file; return False if another job has locked it. A file system without locks counts as locked by us."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -201,7 +204,7 @@ def _locks(handle: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and all in it, under a hidden name, so that no half of it is ever read. Raises `OSError`."""
+    """Rename a folder to a hidden name and delete it, so that it is never read half deleted. Raises `OSError`."""
     match = HIDDEN.fullmatch(path.name)
     if match is None or match[2] == "old":
         name = path.with_name(match[1]) if match else path
@@ -210,7 +213,7 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """`remove` if there is a folder, and if it does not matter whether that succeeds now: a later save or `prune` tries again."""
+    """Remove the folder if it exists, and ignore errors: a later save or `prune` tries again."""
     with suppress(OSError):
         if os.path.lexists(path):
             remove(path)

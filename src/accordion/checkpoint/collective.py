@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint, and how they fail together instead of waiting for one another."""
+"""The ranks that save or load one checkpoint: a failure of one raises on all, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.safety.liveness.hub import hubs_of_job
 
 T = TypeVar("T")
-BY_CALLER = "!"  # before what others hear of a `UsageError`
-QUOTED = 300  # letters of what a backend says
-MESSAGE_BYTES = 8192  # of each rank's error that the others see; its own it sees whole
+BY_CALLER = "!"  # marks the message of a `UsageError` when it is sent
+QUOTED = 300  # letters of a backend's error that a message quotes
+MESSAGE_BYTES = 8192  # of a rank's error that are sent to the others; its own error it raises whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """`ranks`: their global ranks; `index`: which of them this is; `groups`: together they join all, one axis each."""
+    """The global `ranks` that save or load together; `index`: this rank's position in them; `groups`: one for each mesh axis."""
 
     ranks: tuple[int, ...]
     index: int
@@ -34,19 +34,19 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True on the first rank, which writes what only one rank writes."""
         return self.index == 0
 
     @property
     def timeout_s(self) -> float:
-        """For how long the job's process group lets a rank wait."""
+        """Timeout of the job's process group."""
         return _torch.timeout_s_of_job() if dist.is_initialized() else math.inf
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
-        """The ranks of the mesh that `tensors` lie on; without a DTensor all ranks there are, or this process alone.
+        """Return the team of the ranks on the mesh of `tensors`: all ranks of the job if there is no DTensor.
 
-        Raises `CheckpointError` where tensors lie on different sets of ranks.
+        Raises `CheckpointError` if the tensors are on different sets of ranks.
         """
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
         if not meshes:
@@ -58,39 +58,39 @@ class Team:
             return cls(
                 ranks=everyone, index=dist.get_rank(), groups=(group,), device=torch.device(device_type_of_job())
             )
-        over = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
-        if any(set(ranks) != set(over[0]) for ranks in over):
+        ranks_of = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
+        if any(set(ranks) != set(ranks_of[0]) for ranks in ranks_of):
             raise CheckpointError(
-                f"the model's tensors lie on different ranks, {' and '.join(map(str, dict.fromkeys(over)))}; "
+                f"the model's tensors are on different ranks, {' and '.join(map(str, dict.fromkeys(ranks_of)))}; "
                 "a checkpoint needs all of them on the same ranks."
             )
-        index = over[0].index(dist.get_rank())
+        index = ranks_of[0].index(dist.get_rank())
         return cls(
-            ranks=over[0],
+            ranks=ranks_of[0],
             index=index,
             groups=tuple(meshes[0].get_all_groups()),
             device=torch.device(meshes[0].device_type),
         )
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Do `action` on this rank and wait for the others; where one of them failed, all raise as `agreed` does."""
+        """Return `action()` once all ranks have called theirs; if one failed, all raise as `agreed` does. Collective."""
         return agreed(action, self.shared, self.index)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """What each rank says, `most` bytes of it, in their order. A collective."""
-        words = text.encode(errors="backslashreplace")[:most]
-        longest = max(self.gathered(len(words)))
+        """Return the `text` of each rank, in their order, of at most `most` bytes each. Collective."""
+        data = text.encode(errors="backslashreplace")[:most]
+        longest = max(self.gathered(len(data)))
         if not longest:
             return [""] * len(self.ranks)
-        rows = self._rows(torch.frombuffer(bytearray(words.ljust(longest, b"\0")), dtype=torch.uint8)[None])
+        rows = self._rows(torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)[None])
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
 
     def gathered(self, number: int) -> list[int]:
-        """The number, an int64, of each rank, in their order. A collective."""
+        """Return the int64 `number` of each rank, in their order. Collective."""
         return [int(row[0]) for row in self._rows(torch.tensor([[number]], device="cpu")).tolist()]
 
     def _rows(self, rows: Tensor) -> Tensor:
-        """The row (1, n) of each rank, (num_ranks, n). Raises `CheckpointError` where another rank has ended."""
+        """All-gather `rows`, (1, n) on each rank, to (num_ranks, n). Raises `CheckpointError` if another rank has ended."""
         rows = rows.to(self.device)
         try:
             for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
@@ -99,49 +99,53 @@ class Team:
                 rows = torch.cat(parts)
             return rows.cpu()
         except RuntimeError as error:
-            # A backend's own words tell of its sockets and pairs; the hub of a model on these ranks knows what became of them.
-            words = [hub.others(self.ranks) for hub in hubs_of_job() if set(self.ranks) <= set(hub.ranks)][:1]
-            words.append(str(error).splitlines()[0][:QUOTED])
+            # The backend's error describes sockets; the hub of a model on these ranks knows how the other ranks ended.
+            reasons = [hub.others(self.ranks) for hub in hubs_of_job() if set(self.ranks) <= set(hub.ranks)][:1]
+            reasons.append(str(error).splitlines()[0][:QUOTED])
             raise CheckpointError(
-                "another rank has ended, cannot be reached, or did not come here in time, so that ranks cannot agree on a "
-                f"checkpoint: {'; '.join(filter(None, words))}"
+                "another rank has ended, cannot be reached, or did not save or load in time, so that ranks cannot agree on a "
+                f"checkpoint: {'; '.join(filter(None, reasons))}"
             ) from error
 
 
 def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: int) -> T:
-    """Do `action`, and raise on all ranks where it failed on one: `CheckpointError`, or `UsageError` where all that failed
-    did so with it. `shared`: the texts of all, of which `index` is this rank's.
+    """Return `action()`, or raise on all ranks if it failed on one: `UsageError` if all errors are that, else `CheckpointError`.
+
+    `shared`: collective that returns the text of each rank; that of this rank is at `index`.
     """
     failure: Exception | None = None
     try:
         result = action()
     except Exception as error:
         failure = error
-    own = "" if failure is None else told(failure)
-    marked = shared(BY_CALLER * isinstance(failure, UsageError) + own)
+    message = "" if failure is None else message_of(failure)
+    marked = shared(BY_CALLER * isinstance(failure, UsageError) + message)
     if any(marked):
         kind = UsageError if all(text.startswith(BY_CALLER) for text in marked if text) else CheckpointError
-        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked], index, own)) from failure
+        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked], index, message)) from failure
     return result
 
 
-def told(error: Exception) -> str:
-    """What others hear of a failure: words that can be encoded, whatever names they quote."""
-    return told_as((isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}")
+def message_of(error: Exception) -> str:
+    """Return the message of `error` in text that UTF-8 can encode, with its class if it is not one of ours."""
+    return encodable((isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}")
 
 
-def told_as(text: str) -> str:
-    """`text` in words that can be sent and printed; a path or a name may hold what UTF-8 does not."""
+def encodable(text: str) -> str:
+    """Return `text` with escapes for what UTF-8 cannot encode, as in some paths and names."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def joined(heard: list[str], index: int, own: str) -> str:
-    """One message of what the ranks said: plain where all said the same, else each saying with its ranks."""
-    said: dict[str, list[int]] = {}
-    for rank, text in enumerate(heard):
+def joined(texts: list[str], index: int, whole: str) -> str:
+    """Return one message of `texts`, one of each rank: the text if all are equal, else each with the ranks that sent it.
+
+    `whole`: the text of this rank, the one at `index`, which may be cut off in `texts`.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
         if text:
-            said.setdefault(text, []).append(rank)
-    full = {heard[index]: own}  # the own words uncut
-    if len(said) == 1 and len(next(iter(said.values()))) == len(heard):
-        return full.get(heard[0], heard[0])
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {full.get(text, text)}" for text, ranks in said.items())
+            ranks_of.setdefault(text, []).append(rank)
+    uncut = {texts[index]: whole}
+    if len(ranks_of) == 1 and len(next(iter(ranks_of.values()))) == len(texts):
+        return uncut.get(texts[0], texts[0])
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {uncut.get(text, text)}" for text, ranks in ranks_of.items())

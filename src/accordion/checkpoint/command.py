@@ -1,4 +1,4 @@
-"""`accordion checkpoint`: inspect, verify, convert and prune, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect, verify, convert and prune, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PROG = "accordion checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a subcommand found: `words` for programs, `lines` for people, and its exit code."""
+    """The result of a subcommand: `data` to print with `--json`, `lines` to print without it, and the exit `code`."""
 
-    words: dict[str, Any]
+    data: dict[str, Any]
     lines: list[str]
     code: int = 0
 
@@ -62,9 +62,9 @@ class PruneOptions:
     """Options of `prune`.
 
     Args:
-        folder: the folder that holds them
-        keep: how many of the newest good ones stay, 1 or more
-        dry_run: only say which would go
+        folder: the folder that holds the checkpoints
+        keep: number of the newest good checkpoints to keep, 1 or more
+        dry_run: only print which checkpoints would be removed
         json: print JSON
     """
 
@@ -75,7 +75,7 @@ class PruneOptions:
 
 
 def run(words: list[str]) -> int:
-    """The subcommand in `words`; returns the exit code: 0, or 1 where `verify` found damage."""
+    """Run the subcommand that `words` name and return the exit code: 0, or 1 if `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
         _print(
             f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
@@ -88,31 +88,27 @@ def run(words: list[str]) -> int:
     if options is None:
         return 0
     try:
-        found = job(options)
+        answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    _print(json.dumps(_plain(found.words), indent=2) if options.json else "\n".join(found.lines))
-    return found.code
+    _print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines))
+    return answer.code
 
 
 def _print(text: str) -> None:
-    """Write it out to its last byte.
-
-    Raises `CheckpointError` where it cannot be written, to a full disk say.
-    """
+    """Print `text` and flush. Raises `CheckpointError` if it cannot be written, for example because the disk is full."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head`
         raise
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is left of it would fail at exit once more
-        raise CheckpointError(f"what was found cannot be written out: {error.strerror}.") from error
+        # The rest of the buffer is dropped, as flushing it would fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise CheckpointError(f"the result cannot be written to standard output: {error.strerror}.") from error
 
 
 def _plain(value: Any) -> Any:
-    """`value` without what JSON has no word for."""
+    """Return `value` as plain JSON: NaN and infinities as strings, keys as strings, tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -131,15 +127,15 @@ def _inspect(options: PathOptions) -> Answer:
     if states:
         keys = ", ".join(sorted({str(key) for _, key in states}))
         lines.append(
-            f"states of {about['rank_states']['num_ranks']} ranks that load on as many alone: {keys} of "
-            f"{len({param for param, _ in states})} parameters"
+            f"states that belong to the rows of one of {about['rank_states']['num_ranks']} ranks, and load on as many ranks "
+            f"only: {keys} of {len({param for param, _ in states})} parameters"
         )
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
-    return Answer(words=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
+    return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 
 
-def _check_there(folder: Folder, what: str) -> None:
-    """Raise `CheckpointError` where there is no such folder: a name mistyped, and nothing that was found out."""
+def _check_exists(folder: Folder, what: str) -> None:
+    """Raise `CheckpointError` if `folder` does not exist, as after a typing error."""
     try:
         folder.sizes()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,34 +143,34 @@ def _check_there(folder: Folder, what: str) -> None:
 
 
 def _verify(options: PathOptions) -> Answer:
-    _check_there(checkpoint_at(options.path), "no checkpoint")
+    _check_exists(checkpoint_at(options.path), "no checkpoint")
     faults = verify(options.path)
-    words = {"path": options.path, "good": not faults, "faults": faults}
-    return Answer(words=words, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
+    data = {"path": options.path, "good": not faults, "faults": faults}
+    return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
 def _convert(options: ConvertOptions) -> Answer:
     source = convert(options.source, options.target)
     num_tensors, has_optimizer = len(source.shapes), source.optimizer is not None
-    words = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
+    data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
     optimizer = ", with its optimizer" if has_optimizer else ""
     lines = [f"{options.target}: {num_tensors} tensors from {source.kind}{optimizer}"]
     lines += [f"left out: {name}" for name in source.left]
-    return Answer(words={**words, "optimizer": has_optimizer}, lines=lines)
+    return Answer(data={**data, "optimizer": has_optimizer}, lines=lines)
 
 
 def _prune(options: PruneOptions) -> Answer:
     gone = prune(options.folder, options.keep, dry=options.dry_run)
     if not gone:
-        _check_there(folder_at(options.folder), "no folder of checkpoints")
+        _check_exists(folder_at(options.folder), "no folder of checkpoints")
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
-    return Answer(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)
+    return Answer(data={"removed": gone, "dry_run": options.dry_run}, lines=lines)
 
 
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
-    "inspect": ("Tell what is in a checkpoint.", PathOptions, _inspect),
-    "verify": ("Read every byte and hold it against its checksum.", PathOptions, _verify),
+    "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
+    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
     "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", ConvertOptions, _convert),
     "prune": ("Remove old checkpoints, never the last good one.", PruneOptions, _prune),
 }

@@ -1,4 +1,4 @@
-"""What of a model and an optimizer belongs into a checkpoint, under which name, and which part of it a rank holds."""
+"""Name the tensors and values of a model and an optimizer for a checkpoint, and find the part of each that a rank holds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.optim import inner_of
 from accordion.state import Only, chosen
 
-OF_RANKS = "rank/"  # begins the names of tensors that a rank keeps for itself
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
+OF_RANKS = "rank/"  # prefix of the names of tensors that are saved for each rank
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # names from torch.compile and activation checkpointing
 
 
 class Stateful(Protocol):
-    """A scheduler, a scaler, a data loader: what keeps its state in `state_dict`."""
+    """An object with `state_dict` and `load_state_dict`: a scheduler, a scaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -32,43 +32,43 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The tensors by name, further names of tied ones, and the optimizer's values as JSON that refers to tensors."""
+    """The tensors of a model and an optimizer by their names in a checkpoint, and the optimizer's values."""
 
     tensors: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
-    params: Mapping[str, Tensor]  # of the model, by name, whichever of them a checkpoint holds
-    optimizer: Json = None
+    aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
+    params: Mapping[str, Tensor]  # all tensors of the model, by their names in the model
+    optimizer: Json = None  # groups and state, which refer to `tensors` by name
 
     def of_model(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
 def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
-    """Raise `UsageError` for what lacks the method that a save or a load calls."""
+    """Raise `UsageError` if an object in `state` lacks `method`, which a save or a load calls."""
     for key, thing in state.items():
         if not hasattr(thing, method):
             raise UsageError(
-                f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; plain values belong into `extra`."
+                f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; pass plain values as `extra`."
             )
 
 
 def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer that steps, of one around another. Raises `UsageError` for what is none, several in a list say."""
+    """Return the optimizer that steps: the inner one if `optimizer` wraps another. Raises `UsageError` if it is no optimizer."""
     if optimizer is None:
         return None
     inner = inner_of(optimizer)
     if not all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
         raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; a checkpoint holds the states of one torch.optim.Optimizer: put its "
-            "parameters into one optimizer, or save each under a path of its own."
+            f"optimizer is a {type(optimizer).__name__}, and a checkpoint holds the states of one torch.optim.Optimizer; put all "
+            "parameters into one optimizer, or save each optimizer under a path of its own."
         )
     return inner
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
-    """Name what is to be saved, or to be filled. Raises `CheckpointError` for what a checkpoint cannot hold.
+    """Return what a save writes or a load fills. Raises `CheckpointError` for values that a checkpoint cannot hold.
 
-    `only`: which tensors of the model; the optimizer's states are those of its own parameters.
+    `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case.
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -84,7 +84,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name, each once, and the other names of those with several."""
+    """Return parameters and persistent buffers by name, each once, and a dict of the other names of tied ones."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -98,71 +98,71 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name without the names of `wrappers`, tied ones under each of their names."""
+    """Return parameters and persistent buffers by name, tied ones under each name; `wrappers` are cut from the names."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{key} is a {type(tensor).__name__} and no tensor; files of tensors cannot hold it.")
+            raise CheckpointError(f"{key} is a {type(tensor).__name__} and no tensor; a checkpoint cannot hold it.")
         name = without_wrappers(key, wrappers)
         if name in tensors:
             raise CheckpointError(
-                f"{key} and another tensor of the model are both {name} without the names of wrappers; rename one of them."
+                f"{key} and another tensor of the model have the same name {name} without the prefixes of wrappers; rename one."
             )
         tensors[name] = tensor
     return tensors
 
 
 def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
-    """Return a tensor's name without the names that wrappers put into it."""
+    """Return `name` without the parts that `wrappers` put into it."""
     for wrapper in wrappers:
         name = name.replace(wrapper, "")
     return name
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
-    """The optimizer's groups and state keyed by names of parameters, and the tensors it refers to.
+    """Return the optimizer's groups and state as JSON, keyed by parameter names, and the tensors that it refers to.
 
     `names`: id of a parameter -> its name in the model.
     """
     tensors: dict[str, Tensor] = {}
     by_index = dict(enumerate(param_names(optimizer, names)))
-    kept = optimizer.state_dict()
+    saved = optimizer.state_dict()
     groups = []
-    for i, group in enumerate(kept["param_groups"]):
+    for i, group in enumerate(saved["param_groups"]):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         params = [by_index[index] for index in group["params"]]
         groups.append({"params": params, "options": encode(options, f"optimizer/groups/{i}", tensors)})
     state, shared = {}, {}
-    for index, value in kept["state"].items():
+    for index, value in saved["state"].items():
         if index in by_index:
             state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
         elif isinstance(index, str):
             shared[index] = encode(value, f"optimizer/shared/{index}", tensors)
         else:
             raise CheckpointError(
-                f"the optimizer has state for {index!r}, which is neither one of its parameters nor a string."
+                f"the optimizer has a state under the key {index!r}, which is neither one of its parameters nor a string."
             )
     for name, tensor in tensors.items():
         kind = type(local_data(tensor))
-        if kind is not torch.Tensor:  # its elements are elsewhere, in tensors of its own
+        if kind is not torch.Tensor:  # a subclass keeps its elements in inner tensors
             raise CheckpointError(
-                f"{name} is a {kind.__name__}, a kind of tensor that a checkpoint cannot hold; keep what it is made of in the "
+                f"{name} is a {kind.__name__}, a tensor subclass that a checkpoint cannot hold; keep its inner tensors in the "
                 "optimizer's state as plain tensors, or save without the optimizer."
             )
     classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
-    kinds = list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))  # its own first, without `Optimizer` itself
+    kinds = list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))  # its class first; without `Optimizer`
     words = {"kind": kinds, "groups": groups, "state": state}
     return words | ({"shared": shared} if shared else {}), tensors
 
 
 def optimizer_name(words: Json) -> str:
-    """How a message calls the optimizer that these words describe."""
+    """Return the name for messages of the optimizer that `words`, JSON of `optimizer_state`, describe."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
 
 
 def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Names of the optimizer's parameters in the order of its state dict's indices."""
-    found = []
+    """Return the names of the optimizer's parameters, in the order of the indices in its state dict."""
+    ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -170,53 +170,53 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
                     f"group {i} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not the "
                     "model's; make the optimizer from model.parameters() after sharding."
                 )
-            found.append(names[id(param)])
-    return found
+            ordered.append(names[id(param)])
+    return ordered
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """What this rank holds of `tensor`, with its local tensor compared with what the placements say."""
+    """Return the box of `tensor` that this rank holds. Raises `CheckpointError` if its local tensor has another shape."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
-    box, found = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)
-    if found != box.shape:
+    box, local_shape = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)
+    if local_shape != box.shape:
         raise CheckpointError(
             f"{name} of shape {tuple(tensor.shape)} is placed {tensor.placements}, which gives this rank {box.shape}, "
-            f"but its local tensor is {found}."
+            f"but its local tensor is {local_shape}."
         )
     return box
 
 
 def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank is on the mesh of `tensor`."""
+    """Return this rank's coordinate on the mesh of `tensor`."""
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank outside of the mesh has no part in a checkpoint"
+    assert coordinate is not None, "only ranks of the mesh save and load"
     return tuple(coordinate)
 
 
 def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Whether the rank at `coordinate` writes its shard: of equal copies the first does."""
+    """Return True if the rank at `coordinate` writes its shard; of several ranks with equal shards the first does."""
     placed = zip(tensor.placements, coordinate, strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
 
 def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut]:
-    """How the placements of `tensor` cut it for the rank at `coordinate`, first cut first.
+    """Return the splits, in order, that give the rank at `coordinate` its shard. Raises `CheckpointError` for other placements.
 
-    Mesh axes cut from left to right, but a strided one after all to its right: its split factor is the number of their
-    chunks. `shard` cuts so too. torch says the same where rows divide; where they do not, its own strided shards may
-    be of several boxes, and `own_box` refuses them by their size.
+    Mesh axes split from left to right, but a strided one after all to its right: its split factor is the number of their chunks.
     """
-    found: list[DimCut] = []
+    # `shard` splits in the same way, and so does torch if rows divide evenly. If they do not, a strided shard of torch may
+    # consist of several boxes, and `own_box` refuses it by its size.
+    splits: list[DimCut] = []
     axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
     for placement, num_chunks, index in reversed(list(axes)):
-        if isinstance(placement, StridedShard):  # asked first: with some versions it is a Shard too
-            dim, split = placement.dim, int(placement.split_factor)
-            if split == math.prod(cut.num_chunks for cut in found if cut.dim == dim):
-                found.append(DimCut(dim, num_chunks, index))
+        if isinstance(placement, StridedShard):  # before Shard, of which it is a subclass in some versions of torch
+            dim, factor = placement.dim, int(placement.split_factor)
+            if factor == math.prod(split.num_chunks for split in splits if split.dim == dim):
+                splits.append(DimCut(dim, num_chunks, index))
                 continue
         elif isinstance(placement, Shard):
-            found.insert(0, DimCut(placement.dim, num_chunks, index))
+            splits.insert(0, DimCut(placement.dim, num_chunks, index))
             continue
         elif isinstance(placement, Replicate):
             continue
@@ -224,26 +224,26 @@ def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut
             f"{name} is placed {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}; "
             "a checkpoint holds sharded and replicated tensors only."
         )
-    return found
+    return splits
 
 
 def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
-    """The placements as the manifest tells them to a reader, a word for each mesh axis."""
+    """Return the placements as text for the manifest, one for each mesh axis; None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return tuple(str(placement) for placement in tensor.placements)
 
 
 def local_data(tensor: Tensor) -> Tensor:
-    """The elements that this rank holds, as a plain tensor that shares them and needs no gradient."""
+    """Return this rank's local tensor, which shares memory with `tensor` and requires no gradient."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def rank_prefix(rank: int) -> str:
-    """Begins the names of tensors that a rank keeps for itself."""
+    """Return the prefix of the names of tensors that are saved for `rank` alone."""
     return f"{OF_RANKS}{rank:05d}/"
 
 
 def state_name(rank: int) -> str:
-    """The tensor that holds what a rank keeps of `state`, as JSON."""
+    """Return the name of the tensor that holds the states in `state=` of `rank`, as bytes of JSON."""
     return f"{rank_prefix(rank)}state"

@@ -1,4 +1,4 @@
-"""Checkpoints to and from other formats."""
+"""Convert checkpoints to and from other formats."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ from accordion.files import read_text
 FORMATS = ("hf", "safetensors", "dcp", "torch")
 FILES = ("safetensors", "torch")  # formats of one file; the others are folders
 CONFIG, GENERATION = "config.json", "generation_config.json"
-MODEL = "model/"  # what the names of a model's tensors begin with
-SHARD_BYTES = 4 * 2**30  # of one safetensors file that is exported
-LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands beside weights in a folder of transformers
+MODEL = "model/"  # prefix of the names of a model's tensors
+SHARD_BYTES = 4 * 2**30  # largest size of one exported safetensors file
+LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to the weights in a folder of transformers
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
-    """Write what another format holds as a checkpoint; returns what was found, and what of it is left out.
+    """Write a checkpoint from a source of another format; return the description of the source and of what is left out.
 
     `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
-    1.6. Pickles are read without running anything they name. Every tensor that the source promises is there once, or all is
-    refused. Host memory: 100 MiB, and of a DCP folder its largest tensor twice; other files are mapped. A source on
-    remote storage is copied to this machine's folder for temporary files first.
-    Raises `CheckpointError` for a source that is damaged, holds no tensors of a model, is absurd in its size or names
+    1.6. Pickles are read without running anything they name. Every tensor that the source lists must be there exactly once.
+    Host memory: 100 MiB, and for a DCP folder twice its largest tensor; other files are mapped. A source on remote storage is
+    copied to this machine's folder for temporary files first.
+    Raises `CheckpointError` for a source that is damaged, has no tensors of a model, claims an impossible size or names
     anything but tensors, `UsageError` for one of no known format.
     """
     try:
         at = folder_at(source)
         if isinstance(at, Local):
-            return _converted(at.path, target)
+            return _write_checkpoint(at.path, target)
         assert isinstance(at, Remote)
-        with TemporaryDirectory() as here:
-            return _converted(at.fetch(Path(here)), target)
+        with TemporaryDirectory() as copy:
+            return _write_checkpoint(at.fetch(Path(copy)), target)
     except (CheckpointError, UsageError):
         raise
-    except Exception as error:  # whatever a source that somebody else wrote makes of torch and of this
+    except Exception as error:  # a broken source may raise anything, in torch or in this package
         raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
 
 
-def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    found, folder = _opened(source), folder_at(target)
+def _write_checkpoint(source: Path, target: str | os.PathLike[str]) -> Foreign:
+    foreign, folder = _open_source(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
-        for i, all_parts in enumerate(found.files):
+        for i, all_parts in enumerate(foreign.files):
             if parts := [part for part in all_parts if part.box.numel]:
                 write(begun, file_name(i), layout(parts, i))
         form = Manifest(
@@ -80,24 +80,24 @@ def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
             files={},
             tensors={
                 name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
-                for name, (dtype, shape) in found.shapes.items()
+                for name, (dtype, shape) in foreign.shapes.items()
             },
             aliases={},
-            optimizer=found.optimizer,
-            extra=found.extra,
-            saved_by={"torch": torch.__version__, "converted_from": found.kind, "num_ranks": len(found.files)},
+            optimizer=foreign.optimizer,
+            extra=foreign.extra,
+            saved_by={"torch": torch.__version__, "converted_from": foreign.kind, "num_ranks": len(foreign.files)},
         )
         folder.commit(begun, dump(described(form, begun)))
     except BaseException:
         begun.discard()
         raise
-    return found
+    return foreign
 
 
-def _opened(path: Path) -> Foreign:
-    """Return the description of a source.
+def _open_source(path: Path) -> Foreign:
+    """Return the description of the source at `path`.
 
-    Raises `UsageError` for one of no known format, `CheckpointError` for one that is damaged or not safe to read.
+    Raises `UsageError` if its format is not known, `CheckpointError` if it is damaged or not safe to read.
     """
     if (path / DCP_METADATA).is_file():
         from accordion.checkpoint.dcp import open_dcp  # half a second of imports
@@ -112,7 +112,8 @@ def _opened(path: Path) -> Foreign:
         source = of_torch_file(path)
     else:
         raise UsageError(
-            f"{path} is no folder of safetensors ({HF_SINGLE} or {HF_INDEX}), no torch DCP folder ({DCP_METADATA}) and no file."
+            f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a torch DCP folder ({DCP_METADATA}) nor "
+            "a file."
         )
     if not source.shapes:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
@@ -132,22 +133,23 @@ def export(
     dtype: torch.dtype | None = None,
     beside: Callable[[Path], list[str]] = lambda folder: [],
 ) -> list[str]:
-    """Write the model of a checkpoint in another format; returns the files.
+    """Write the model of a checkpoint in another format and return the paths of the files. Every byte is checked first.
+
+    Host memory: one tensor for `hf` and `safetensors`, the model for the others. For a target on remote storage the files are
+    written to this machine's folder for temporary files first. Raises `CheckpointError`, `UsageError`.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
-    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: a folder whose configuration and tokenizer are copied
-    beside `hf` weights; without it the configuration that `accordion train` kept in the checkpoint. `dtype`: of floating-point
-    tensors, as saved if None. `beside`: puts more files into an `hf` folder, and gives their names. Host memory: one tensor for
-    `hf` and `safetensors`, the model for the others. What goes to remote storage is written to this machine's folder for
-    temporary files first. Every byte is checked. Raises `CheckpointError`, `UsageError`.
+    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, a folder whose configuration and tokenizer
+    are copied; None takes the configuration that `accordion train` saved in the checkpoint. `dtype`: of floating-point tensors;
+    None keeps theirs. `beside`: for `hf`, writes more files into the folder and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
     to = folder_at(target)
     if isinstance(to, Remote):
-        with TemporaryDirectory() as here:
-            export(source, Path(here, "made"), kind, like=like, dtype=dtype, beside=beside)
-            return to.put(Path(here, "made"))
+        with TemporaryDirectory() as copy:
+            export(source, Path(copy, "made"), kind, like=like, dtype=dtype, beside=beside)
+            return to.put(Path(copy, "made"))
     assert isinstance(to, Local)
     return steady(lambda: checkpoint_at(source), lambda folder: _export(folder, to.path, kind, like, dtype, beside))
 
@@ -162,7 +164,7 @@ def _export(
 ) -> list[str]:
     with draft_of(at) as begun, closing(opened(folder)) as files:
         check_model(files)
-        if kind == "safetensors":  # ties are in the header, as `safetensors.torch.save_model` writes them
+        if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
             names = [HF_SINGLE]
         elif kind == "torch":
@@ -172,7 +174,7 @@ def _export(
             from torch.distributed.checkpoint.state_dict_saver import save
 
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # because of `no_dist`
                 save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
             names = sorted(Local(begun).sizes())
         else:
@@ -196,7 +198,7 @@ def check_model(files: Files) -> None:
 
 
 def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSource]:
-    """The model's tensors, each tied one once, read when they are written. `dtype`: of floating-point ones."""
+    """Return the model's tensors, each tied one once, to be read when they are written; floating-point ones as `dtype`."""
     return [
         TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(files.whole, name)).cast(dtype)
         for name, e in files.manifest.tensors.items()
@@ -205,7 +207,7 @@ def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSou
 
 
 def ties_of(files: Files) -> dict[str, str]:
-    """The other names of tied tensors, and under which name each is kept."""
+    """Return a dict: other name of a tied tensor -> the name under which it is saved."""
     aliases = files.manifest.aliases.items()
     return {a.removeprefix(MODEL): b.removeprefix(MODEL) for a, b in aliases if a.startswith(MODEL)}
 
@@ -213,15 +215,15 @@ def ties_of(files: Files) -> dict[str, str]:
 def _configuration(
     files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Put beside the weights what `from_pretrained` needs; nothing where nobody knows it."""
+    """Write the configuration that `from_pretrained` needs, and return the names of its files; none if it is not known."""
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
-        made = copy_beside(Path(like), folder)
+        names = copy_beside(Path(like), folder)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         check_quantised(config, f"like {str(like)!r}")
         write_config(folder, config, dtype)
-        return made
+        return names
     extra = files.manifest.extra if isinstance(files.manifest.extra, dict) else {}
     configuration, generation = extra.get("model_config"), extra.get("generation_config")
     if not isinstance(configuration, dict):
@@ -230,30 +232,30 @@ def _configuration(
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy the files next to the weights of a folder of transformers; return their names."""
-    found = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
-    for path in found:
+    """Copy the files next to the weights in `source`, a folder of transformers, to `folder`; return their names."""
+    paths = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
+    for path in paths:
         shutil.copyfile(path, folder / path.name)
-    return [path.name for path in found]
+    return [path.name for path in paths]
 
 
 def write_config(
     folder: Path,
-    words: Mapping[str, object],
+    config: Mapping[str, object],
     dtype: torch.dtype | None,
     generation: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Write config.json, which says which dtype the weights have, and generation_config.json if there is one; return both."""
-    said = {key: value for key, value in words.items() if dtype is None or key not in ("dtype", "torch_dtype")}
+    """Write `config` to config.json, with `dtype` if given, and `generation` to generation_config.json; return their names."""
+    others = {key: value for key, value in config.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps({**others, **more}, indent=2), encoding="utf-8")
     if generation is not None:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
     return [CONFIG] if generation is None else [CONFIG, GENERATION]
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """A state dict: tied tensors are one tensor under each of their names."""
-    cast = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
-    found = {source.name: tensor.to(source.dtype) for source, tensor in cast}
-    return found | {a: found[b] for a, b in ties_of(files).items() if b in found}
+    """Return the model's state dict, with tied tensors as one tensor under each of their names."""
+    read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
+    tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
+    return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

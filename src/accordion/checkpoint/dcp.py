@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, to be converted: metadata read with care, tensors by torch's own reader."""
+"""Read folders of torch.distributed.checkpoint for conversion: metadata safely, tensors with torch's own reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accordion.checkpoint.untrusted_files import check_names, opened, plain_name
 from accordion.errors import CheckpointError
 
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
-CLASSES: Mapping[str, tuple[str, ...]] = {  # plain data: making one of them runs nothing else
+CLASSES: Mapping[str, tuple[str, ...]] = {  # classes of plain data, whose creation runs no other code
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
@@ -38,14 +38,14 @@ CLASSES: Mapping[str, tuple[str, ...]] = {  # plain data: making one of them run
 
 
 class _Properties:
-    """Stand-in for DCP's class of this name, whose pickle has other lengths with other versions of torch."""
+    """Stand-in for DCP's `TensorProperties`, whose pickled state has another length in each version of torch."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler for DCP's metadata that takes classes of plain data alone: DCP's own reader runs whatever a pickle names."""
+    """Unpickler for DCP's metadata that allows classes of plain data only; DCP's own reader runs whatever a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "TensorProperties":
@@ -57,14 +57,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's own plan, except that the pickles of values may hold tensors and plain values alone."""
+    """DCP's load planner, except that pickled values may contain tensors and plain values only."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def open_dcp(folder: Path) -> Foreign:
-    """Return the description of a folder. Raises an error of any kind if it is damaged or not safe to read."""
+    """Return the description of a DCP folder. May raise any exception if it is damaged or not safe to read."""
     with opened(folder / DCP_METADATA) as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     keys, paths = metadata.state_dict_metadata, metadata.planner_data or {}
@@ -92,14 +92,14 @@ def open_dcp(folder: Path) -> Foreign:
 
 
 def _check_places(folder: Path, storage_data: Mapping[MetadataIndex, Any], keys: Mapping[str, object]) -> None:
-    """Raise `CheckpointError` unless all that files hold is named, and each part has a place of its own in a regular file."""
+    """Raise `CheckpointError` unless each stored part has a key in `keys` and a place of its own in a regular file."""
     places: dict[tuple[str, int], str] = {}
     for index, info in storage_data.items():
         name, place = info.relative_path, (info.relative_path, info.offset)
         if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
             raise CheckpointError(f"it names {str(name)[:100]!r}, which is not the plain name of a file.")
         if index.fqn not in keys:
-            raise CheckpointError(f"it does not say which part of {index.fqn[:100]} lies in {name[:100]}.")
+            raise CheckpointError(f"it does not say which part of {index.fqn[:100]} is stored in {name[:100]}.")
         if place in places:
             raise CheckpointError(
                 f"it puts {places[place][:100]} and {index.fqn[:100]} into the same bytes of {name[:100]}."
@@ -110,7 +110,7 @@ def _check_places(folder: Path, storage_data: Mapping[MetadataIndex, Any], keys:
 
 
 def _checked_shape(key: str, value: TensorStorageMetadata, storage_data: Mapping[MetadataIndex, Any]) -> Shape:
-    """Return the dtype and the shape of a tensor. Raises `CheckpointError` unless all of it is there."""
+    """Return (dtype, shape) of the tensor `key`. Raises `CheckpointError` unless each part of it is stored once."""
     dtype, shape = value.properties.dtype, tuple(value.size)
     if dtype not in CODES:
         raise CheckpointError(f"{key[:100]} has the dtype {str(dtype)[:20]}, which cannot be read.")
@@ -122,7 +122,7 @@ def _checked_shape(key: str, value: TensorStorageMetadata, storage_data: Mapping
 
 
 def _dcp_value(folder: Path, metadata: Metadata, key: str, shape: Shape | None = None) -> Any:
-    """Return the value of a key, or the tensor of that dtype and shape."""
+    """Return the value stored under `key`; a tensor if `shape`, its dtype and shape, is given."""
     with tensors_alone(f"{key[:100]} in {folder}"):
         into = None if shape is None else torch.empty(shape[1], dtype=shape[0], device="cpu")
         reader, planner = FileSystemReader(folder), _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -133,24 +133,24 @@ def _dcp_value(folder: Path, metadata: Metadata, key: str, shape: Shape | None =
 
 
 def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Return our names: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
-    found, models = {}, dict[str, str]()
+    """Return a dict from key to our name: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
+    states, models = {}, dict[str, str]()
     for key in keys:
         path = paths.get(key, (key,))
         if len(path) == 2 and path[0] in MODEL_KEYS:
             models[key] = str(path[1])
         elif len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] == "state":
-            found[key] = f"optimizer/state/{path[2]}/{path[3]}"
+            states[key] = f"optimizer/state/{path[2]}/{path[3]}"
         elif len(path) == 1 and not any(p[0] in MODEL_KEYS for p in paths.values() if len(p) > 1):
-            models[key] = key  # a model's state dict alone
+            models[key] = key  # the folder holds nothing but a model's state dict
     plain = plain_names(models.values())
-    return found | {key: f"model/{plain[name]}" for key, name in models.items()}
+    return states | {key: f"model/{plain[name]}" for key, name in models.items()}
 
 
 def _dcp_words(
     values: Mapping[str, Any], names: Mapping[str, str], paths: Mapping[str, tuple[Any, ...]]
 ) -> tuple[Json, Json, list[str]]:
-    """Return the optimizer as JSON, the other values, and the keys of values that JSON cannot hold."""
+    """Return (optimizer as JSON or None, the other values as JSON, keys that are left out)."""
     groups: dict[int, dict[str, Any]] = {}
     extra, left = {}, []
     for key, value in values.items():
@@ -164,7 +164,7 @@ def _dcp_words(
             groups.setdefault(path[2], {})[path[3]] = value
         else:
             extra[key] = value
-    # Numbers, as an optimizer's own state dict has, do not tell which parameters they are.
+    # An optimizer's own state dict numbers its parameters, which does not tell their names.
     listed = [group.get("params") for group in groups.values()]
     if not groups or not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in listed):
         left += [

@@ -1,4 +1,4 @@
-"""Checkpoints of other formats, to be converted: what they hold by our names, and their tensors file by file."""
+"""Describe checkpoints of other formats for conversion: their tensors by our names, file by file."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from accordion.checkpoint.untrusted_files import (
 from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError
 
-ARCHIVE = b"PK\3\4"  # how a file of torch.save begins since torch 1.6
-CHECKED_BYTES = 2**20  # read at once to check a record of such a file
+ARCHIVE = b"PK\3\4"  # first bytes of a file of torch.save since torch 1.6
+CHECKED_BYTES = 2**20  # read at once when a record of such a file is checked
 FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")  # how torch.load names a class that it refuses
-LARGEST_EXPANDED = 2**26  # bytes of tensors that are larger than the memory they are made of
-MOST_COPIES = 16  # of a file's bytes that its tensors may make: tied ones, and ones that are expanded
+LARGEST_EXPANDED = 2**26  # bytes that a file's tensors may have beyond `MOST_COPIES` of the file's size
+MOST_COPIES = 16  # tensors may have more bytes than their file, as some are tied or expanded
 DCP_METADATA = ".metadata"
-MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # under which programs put a model's state dict
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # keys for a model's state dict in other programs
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Shapes: TypeAlias = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A checkpoint of another format.
+    """The description of a checkpoint of another format.
 
     Attributes:
         shapes: dtype and shape of each tensor, by our names.
-        files: the parts of each file to write, which are read when they are written.
-        left: keys that are left out.
+        files: the parts of each file to write, to be read when they are written.
+        left: keys of the source that are left out.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Foreign:
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
-    """Raise `CheckpointError` where two keys of a source, 1 and "1" say, stand for one of our names, or a name is no text."""
+    """Raise `CheckpointError` if two keys in `names` (key of the source -> our name) have one name, or it is not Unicode."""
     first: dict[str, Any] = {}
     for key, name in names.items():
         if name in first:
@@ -77,16 +77,16 @@ def part_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callabl
 
 @contextmanager
 def tensors_alone(what: str) -> Iterator[None]:
-    """Context manager that raises `CheckpointError`, without torch's advice, for pickles that are damaged or not safe to read."""
+    """Context manager that turns errors of torch's reader into a `CheckpointError` that begins with `what`."""
     try:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{what} cannot be used: {error}") from None
-    except Exception as error:  # whatever broken bytes make of torch
+    except Exception as error:  # torch may raise anything for broken bytes
         forbidden = FORBIDDEN.search(str(error))
-        text = str(error).partition("\n")[0].partition("  (")[0]  # torch's texts go on with advice and a stack
+        text = str(error).partition("\n")[0].partition("  (")[0]  # without torch's advice and stack
         why = f"it is damaged: {type(error).__name__}: {text[:200]}"
-        if isinstance(error, pickle.UnpicklingError):  # its text advises to load the file unsafely
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to load the file unsafely
             why = "its pickle is damaged, or holds more than tensors and plain values"
         if forbidden:
             why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
@@ -97,7 +97,7 @@ def tensors_alone(what: str) -> Iterator[None]:
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the description of safetensors. `tensors`: those that `read_files` returned."""
+    """Return the description of safetensors files, from what `read_files` or `read_folder` returned."""
     plain = plain_names(tensors)
     check_unique(plain)
     shapes: dict[str, Shape] = {}
@@ -117,8 +117,8 @@ def of_torch_file(path: Path) -> Foreign:
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(
-                f"{path} is no archive of torch.save, which its files are since torch 1.6; an older one must be saved again "
-                "with a newer torch, where its origin is trusted."
+                f"{path} is not a torch.save archive of torch 1.6 or later; if it is an older file and you trust its origin, "
+                "load it and save it again with a newer torch."
             )
         with tensors_alone(os.fspath(path)):
             _check_archive(file)
@@ -130,7 +130,7 @@ def of_torch_file(path: Path) -> Foreign:
                     raise CheckpointError(f"{str(key)[:100]} is no plain tensor.")
             total = sum(tensor.nbytes for tensor in tensors.values())
             if total > LARGEST_EXPANDED + MOST_COPIES * size_of(file):
-                raise CheckpointError(f"its tensors of {total} bytes are absurd, made of {size_of(file)}.")
+                raise CheckpointError(f"its tensors claim {total} bytes, and the file has {size_of(file)}.")
             plain_of = plain_names(str(key) for key in tensors)
             check_unique({key: plain_of[str(key)] for key in tensors})
     ours = {f"model/{plain_of[str(key)]}": tensor for key, tensor in tensors.items()}
@@ -141,19 +141,19 @@ def of_torch_file(path: Path) -> Foreign:
 
 
 def _check_archive(file: BinaryIO) -> None:
-    """Raise `CheckpointError` or `BadZipFile` unless the records of an archive are stored as they are, with their checksums."""
+    """Raise `CheckpointError` or `BadZipFile` if a record of the archive is compressed or does not match its checksum."""
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(f"its record {record.filename[:100]!r} is compressed.")
-            # torch.serialization.set_crc32_options(False) writes 0; reading to the end compares any other.
+            # After torch.serialization.set_crc32_options(False) the checksum is 0; reading to the end compares any other.
             with archive.open(record) as stream:
                 while record.CRC and stream.read(CHECKED_BYTES):
                     pass
 
 
 def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return the model's state dict in what a program saved, and the names of what is beside it."""
+    """Return (the model's state dict in `saved`, the keys next to it)."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
     for key in MODEL_KEYS:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, to and from text: no tensor data, no ranks. `docs/checkpoint.md` describes the format.
+"""The manifest of a checkpoint, to and from text. `docs/checkpoint.md` describes the format.
 
-A checkpoint is a folder with `manifest.json` and safetensors files, one for each rank that wrote something. The manifest is
-written last; a folder without one is no checkpoint. What JSON has no word for is an object with one key that begins with "$".
+A checkpoint is a folder with `manifest.json` and safetensors files, one for each rank that wrote tensors. The manifest is
+written last; a folder without one is no checkpoint. A value that JSON lacks is an object with one key that begins with "$".
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from accordion.garbage import without_collections
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
-LONGEST_QUOTE = 1000  # letters of a message: what a forged manifest has for names may be long
+LONGEST_QUOTE = 1000  # letters of an error message, since names in a forged manifest may be long
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
 TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
-MOST_DIMS = 64  # torch has no more
-MOST_ELEMENTS = 2**59  # so that torch takes the number of their bytes, also if one dim is 0
+MOST_DIMS = 64  # the limit of torch
+MOST_ELEMENTS = 2**59  # torch can still count their bytes; dims of size 0 count as 1
 REST = ("checksum", "piece_bytes", "saved_by", "aliases", "extra", "optimizer")  # keys that hold plain values
 TAIL_BYTES = len(b',"crc32":"01234567"}\n')
 DTYPES: Mapping[str, torch.dtype] = {
@@ -55,7 +55,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A box of a tensor: its elements in row-major order from byte `at` of `file` on, a checksum for each piece of them."""
+    """A box of a tensor: its elements in row-major order, from byte `at` of `file` on, with a checksum for each piece."""
 
     file: str
     box: Box
@@ -65,7 +65,7 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor. `placements`: as it was saved, a word for each mesh axis; None for a plain tensor."""
+    """A tensor of a checkpoint. `placements`: those with which it was saved, one for each mesh axis; None if it was plain."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,13 +73,13 @@ class TensorEntry:
     chunks: tuple[TensorChunk, ...]
 
     def num_bytes(self, box: Box) -> int:
-        """Of the elements in `box`."""
+        """Return the number of bytes of the elements in `box`."""
         return box.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A tensor file: its size, and the size and checksum of its header. Header and chunks are all that it holds."""
+    """A tensor file: its size, and the size and checksum of its header. The chunks fill the rest of it."""
 
     num_bytes: int
     header_bytes: int
@@ -88,27 +88,24 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without the tensors' data. `aliases`: other names of tied tensors -> the name that has the data.
+    """The contents of `manifest.json`: a checkpoint without the tensors' data."""
 
-    `checksum`: the kind of its sums, each over `piece_bytes` of a chunk, the last one over what is left.
-    """
-
-    checksum: str
-    piece_bytes: int
+    checksum: str  # kind of the checksums
+    piece_bytes: int  # a chunk has one checksum for each so many bytes
     files: Mapping[str, File]
     tensors: Mapping[str, TensorEntry]
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
     optimizer: Json
     extra: Json
     saved_by: Json
 
     def chunks(self) -> Iterable[tuple[str, TensorEntry, TensorChunk]]:
-        """All chunks, each with the name and the entry of its tensor."""
+        """Iterate over all chunks, as (name of the tensor, its entry, chunk)."""
         return ((name, entry, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
 
 
 def holds(to: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether values of `saved` may be cast to `to` on load: floats to floats, as precisions go; integers to wider ones."""
+    """Return True if a load may cast `saved` to `to`: floats to any floats, integers to types that hold all of their values."""
     if saved == to:
         return True
     if saved.is_floating_point or saved.is_complex:
@@ -120,30 +117,30 @@ def holds(to: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def file_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def entry_name(name: str, offset: Sequence[int]) -> str:
-    """Under which name a chunk lies in its file."""
+    """Return the name of a chunk in its safetensors file, `NAME[OFFSET]`."""
     return f"{name}[{','.join(map(str, offset))}]"
 
 
 def split_entry_name(text: str) -> tuple[str, tuple[int, ...]]:
-    """The inverse of `entry_name`."""
+    """Return (name, offset) from the result of `entry_name`."""
     name, _, offset = text.removesuffix("]").rpartition("[")
     return name, tuple(int(number) for number in offset.split(",") if number)
 
 
 def code_of(name: str, dtype: torch.dtype) -> str:
-    """How safetensors calls `dtype`. Raises `CheckpointError` for the few it does not know."""
+    """Return the safetensors code of `dtype`. Raises `CheckpointError` if it has none; `name` is for the message."""
     if dtype not in CODES:
         raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot hold; cast it before saving.")
     return CODES[dtype]
 
 
 def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes of a safetensors file whose data are `entries` (name, dtype, shape), one after the other."""
+    """Return the header of a safetensors file, with its length, for `entries` of (name, dtype, shape) stored in this order."""
     words: dict[str, Json] = {} if about is None else {"__metadata__": dict(about)}
     at = 0
     for name, code, shape in entries:
@@ -151,12 +148,12 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[s
         words[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(words, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`: JSON on one line whose last value is the crc32 of all bytes before its comma."""
+    """Return the bytes of `manifest.json`: one line of JSON whose last value is the crc32 of all bytes before its comma."""
     chunks = {
         name: [
             {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums}
@@ -181,9 +178,9 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes) -> Manifest:
-    """Read `manifest.json`, believing nothing: every name of a file, every box and every byte range is checked.
+    """Return the manifest in `text`, the bytes of `manifest.json`, after checking all file names, boxes and byte ranges.
 
-    Raises `CheckpointError` saying what is wrong; the caller adds where.
+    Raises `CheckpointError` with the fault; the caller adds the path.
     """
     try:
         with without_collections():
@@ -200,8 +197,8 @@ def _parsed(text: bytes) -> Manifest:
     words = json.loads(text, object_pairs_hook=without_twins)
     if words["schema"] != SCHEMA:
         way = (
-            "export it to safetensors with the version of Accordion that wrote it (`accordion export --format safetensors`), and "
-            "convert that here (`accordion checkpoint convert`), or update Accordion if it is newer"
+            "if it is newer, update Accordion; else export it to safetensors with the version of Accordion that wrote it "
+            "(`accordion export --format safetensors`) and convert that (`accordion checkpoint convert`)"
         )
         raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}; {way}.")
     tail = TAIL.fullmatch(text[-TAIL_BYTES:])
@@ -216,10 +213,10 @@ def _parsed(text: bytes) -> Manifest:
     tensors = {name: _entry(name, value) for name, value in words["tensors"].items()}
     lost = [name for name, target in words["aliases"].items() if target not in tensors]
     if lost:
-        raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
+        raise CheckpointError(f"these names are aliases of tensors that it does not list: {', '.join(lost)}.")
     twice = [name for name in words["aliases"] if name in tensors]
     if twice:
-        raise CheckpointError(f"these names stand for other tensors and have data too: {', '.join(twice)}.")
+        raise CheckpointError(f"these names are aliases of other tensors and have data too: {', '.join(twice)}.")
     _check_values(words["optimizer"], words["extra"], words["saved_by"])
     manifest = Manifest(files=files, tensors=tensors, **{key: words[key] for key in REST})
     _check_bytes(manifest)
@@ -227,7 +224,7 @@ def _parsed(text: bytes) -> Manifest:
 
 
 def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """Return an object of `json.loads`. Raises `ValueError` if it has a key twice."""
+    """Hook for `json.loads` that returns an object as a dict. Raises `ValueError` if a key occurs twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("an object has a key twice")
@@ -235,7 +232,7 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, extra: Json, saved_by: Json) -> None:
-    """Raise `CheckpointError` where the values beside the tensors are not what their readers take for granted."""
+    """Raise `CheckpointError` unless the values next to the tensors have the structure that their readers rely on."""
     level, depth = [optimizer, extra, saved_by], 0
     while level := [
         item
@@ -247,16 +244,16 @@ def _check_values(optimizer: Json, extra: Json, saved_by: Json) -> None:
         if depth > DEEPEST:
             raise CheckpointError(f"it has values that are nested more than {DEEPEST} deep.")
     if not isinstance(saved_by, dict):
-        raise CheckpointError("it does not say by whom it was saved.")
+        raise CheckpointError("its saved_by is no object.")
     if optimizer is None:
         return
     groups, states = optimizer["groups"], (optimizer["state"], optimizer.get("shared", {}))
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
     if not (described and all(isinstance(state, dict) for state in states)):
-        raise CheckpointError("its optimizer is not described by groups and state.")
+        raise CheckpointError("its optimizer does not consist of groups and state.")
     pairs = [(param, "" if key is None else key) for param, key in optimizer.get("of_rows", [])]
     if not all(map(_is_text, [*optimizer.get("kind", []), *(text for pair in pairs for text in pair)])):
-        raise CheckpointError("its optimizer's kind and what it keeps of rows are not described by names.")
+        raise CheckpointError("its optimizer's kind or of_rows is not a list of names.")
 
 
 def _is_text(value: Json) -> bool:
@@ -272,12 +269,12 @@ def _file(name: str, words: Json) -> File:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the chunks of each file lie one after the other from its header to its end."""
+    """Raise `CheckpointError` unless the chunks of each file fill it from its header to its end, without gaps and overlaps."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     sums = {name: [file.header_sum] for name, file in manifest.files.items()}
     for name, entry, chunk in manifest.chunks():
         if chunk.file not in spans:
-            raise CheckpointError(f"a chunk of {name} lies in {chunk.file!r}, which is none of its files.")
+            raise CheckpointError(f"a chunk of {name} is in {chunk.file!r}, which is none of its files.")
         length = entry.num_bytes(chunk.box)
         if len(chunk.sums) != -(-length // manifest.piece_bytes):
             raise CheckpointError(f"a chunk of {name} has {length} bytes and {len(chunk.sums)} checksums.")
@@ -290,7 +287,9 @@ def _check_bytes(manifest: Manifest) -> None:
         at = file.header_bytes
         for start, end, name in sorted(spans[file_name]):
             if start != at:
-                raise CheckpointError(f"{name} lies at byte {start} of {file_name}, which is used or not described.")
+                raise CheckpointError(
+                    f"{name} is at byte {start} of {file_name}, and the data before it do not end there."
+                )
             at = end
         if at != file.num_bytes:
             raise CheckpointError(f"{file_name} has {file.num_bytes} bytes and its chunks end at {at}.")
@@ -301,7 +300,7 @@ def _entry(name: str, words: Json) -> TensorEntry:
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} has the unknown dtype {str(dtype)[:100]!r}.")
     if math.prod(shape if all(shape) else [max(1, rows) for rows in shape]) > MOST_ELEMENTS:
-        raise CheckpointError(f"{name} of shape {str(shape)[:100]} is absurd.")
+        raise CheckpointError(f"{name} of shape {str(shape)[:100]} is too large for any tensor.")
     chunks = tuple([_chunk(name, chunk) for chunk in words["chunks"]])
     if not make_up([chunk.box for chunk in chunks], shape):
         raise CheckpointError(
@@ -313,9 +312,9 @@ def _entry(name: str, words: Json) -> TensorEntry:
 
 
 def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Return if `boxes`, none of them empty, are parts of a tensor of `shape` that make up all of it and do not overlap.
+    """Return True if `boxes`, none of them empty, make up a tensor of `shape` without overlaps.
 
-    What ranks write is a grid, of as many cells as boxes. A grid of many more is refused, so that the work is bounded.
+    Ranks write a grid with as many cells as boxes. A grid of many more cells is refused, so that the work is bounded.
     """
     ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
     inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)
@@ -326,11 +325,11 @@ def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     edges = [sorted({*(box.offset[d] for box in boxes), *(end[d] for _, end in ends)}) for d in range(len(shape))]
     index = [{edge: i for i, edge in enumerate(line)} for line in edges]
     taken: set[tuple[int, ...]] = set()
-    room = 4 * len(boxes) + 64
+    cells_left = 4 * len(boxes) + 64
     for box, end in ends:
         spans = [range(line[a], line[b]) for line, a, b in zip(index, box.offset, end, strict=True)]
-        room -= math.prod(map(len, spans))
-        cells = set(product(*spans)) if room >= 0 else taken
+        cells_left -= math.prod(map(len, spans))
+        cells = set(product(*spans)) if cells_left >= 0 else taken
         if not taken.isdisjoint(cells):
             return False
         taken |= cells
@@ -348,7 +347,7 @@ def _chunk(name: str, words: Json) -> TensorChunk:
 
 @lru_cache(maxsize=4096)
 def _is_plain(file: str) -> bool:
-    """Whether it names a safetensors file in the folder itself."""
+    """Return True if `file` is the plain name of a safetensors file, not a path and not hidden."""
     return PLAIN_FILE.fullmatch(file) is not None and ".." not in file
 
 
@@ -360,8 +359,8 @@ def _size(word: Json) -> int:
 
 def _sizes(words: Json) -> tuple[int, ...]:
     if len(words) > MOST_DIMS:
-        raise CheckpointError(f"a tensor of {len(words)} dims is absurd.")
-    for word in words:  # a manifest has hundreds of thousands: no call for each
+        raise CheckpointError(f"a tensor has {len(words)} dims, more than torch allows.")
+    for word in words:  # a manifest has hundreds of thousands of sizes, so no call for each
         if type(word) is not int or word < 0:
             _size(word)
     return tuple(words)

@@ -1,4 +1,4 @@
-"""Looking at checkpoints: what is in one, and whether every byte of it is as it was written."""
+"""Inspect a checkpoint, and verify that every byte of it is as it was written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`.
+    """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
 
-    `rank_states`: states of the optimizer that hold for the rows of their rank, [parameter, key] each, and how many ranks.
+    "rank_states" has "num_ranks" and "states", [parameter, key] of each optimizer state that belongs to the rows of one rank.
     """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
@@ -43,5 +43,5 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte; everything that is not as it was written, each naming file and tensor. Empty: all is good."""
+    """Read every byte of the checkpoint at `path`; return its faults, each naming file and tensor, empty if there are none."""
     return steady(lambda: checkpoint_at(path), faults_in, bool)

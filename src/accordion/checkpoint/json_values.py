@@ -1,4 +1,4 @@
-"""Python values as JSON that turns back exactly, with the tensors among them put aside by name."""
+"""Convert Python values to JSON and back without loss; tensors in them are collected by name."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch import Tensor
 
 from accordion.errors import CheckpointError
 
-Json: TypeAlias = Any  # what `json` reads and writes
-DEEPEST = 100  # values in JSON nest
+Json: TypeAlias = Any  # a value that `json` reads and writes
+DEEPEST = 100  # levels of nesting in JSON
 
 
-def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None, room: int = DEEPEST) -> Json:
-    """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
+def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None, levels: int = DEEPEST) -> Json:
+    """Return `value` as JSON that `decode` turns back exactly. Tensors in it are added to `tensors`, named by their path.
 
     Raises `CheckpointError` for other objects, for a tensor if `tensors` is None, and if the JSON would nest deeper than
-    `DEEPEST` levels, which a list that holds itself does.
+    `levels`, as for a list that contains itself.
     """
-    if room < 0:
-        raise CheckpointError(f"{where[:40]}... nests more than {DEEPEST} deep as JSON, a tuple twice; flatten it.")
+    if levels < 0:
+        raise CheckpointError(f"{path[:40]}... nests more than {DEEPEST} deep as JSON (a tuple: 2); flatten it.")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor) and tensors is not None:
-        while where in tensors:  # a key may hold a slash
-            where += "'"
-        tensors[where] = value
-        return {"$tensor": where}
+        while path in tensors:  # keys with slashes can make two paths equal
+            path += "'"
+        tensors[path] = value
+        return {"$tensor": path}
     if isinstance(value, list | tuple):
-        room -= 1 if isinstance(value, list) else 2
-        items = [encode(item, f"{where}/{i}", tensors, room) for i, item in enumerate(value)]
+        levels -= 1 if isinstance(value, list) else 2
+        items = [encode(item, f"{path}/{i}", tensors, levels) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        room -= 1 if plain else 3
-        pairs = [(key, encode(item, f"{where}/{key}", tensors, room)) for key, item in value.items()]
-        return dict(pairs) if plain else {"$dict": [[encode(key, where, None, room), item] for key, item in pairs]}
+        levels -= 1 if plain else 3
+        pairs = [(key, encode(item, f"{path}/{key}", tensors, levels)) for key, item in value.items()]
+        return dict(pairs) if plain else {"$dict": [[encode(key, path, None, levels), item] for key, item in pairs]}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
+        f"{path} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
     )
 
 
@@ -53,7 +53,7 @@ def as_bytes(value: Json) -> Tensor:
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; `tensor` gives the tensor of a name."""
+    """Return the value of which `encode` made the JSON `value`; `tensor(name)` returns a tensor by its name."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -68,5 +68,5 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
         "$dict": lambda pairs: {decode(key, tensor): decode(item, tensor) for key, item in pairs},
     }
     if word not in meaning:
-        raise CheckpointError(f"{word[:100]!r} is a word of a manifest that this version does not know.")
+        raise CheckpointError(f"the manifest uses the key {word[:100]!r}, which this version does not know.")
     return meaning[word](inner)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every rank the rows it needs, into the tensors that are there."""
+"""Load a checkpoint: each rank reads the rows that it needs into existing tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
-from accordion.checkpoint.optimizer_states import OwnStates, own_states, same_kind_on_all
+from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, same_kind_on_all
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
@@ -41,7 +41,7 @@ from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.optim import LocalStep
 from accordion.state import Only, settle
 
-SHOWN = 8  # faults of a damaged checkpoint that a message lists
+SHOWN = 8  # faults that a message lists
 
 
 def load(
@@ -53,25 +53,26 @@ def load(
     strict: bool = True,
     only: Only = None,
 ) -> Json:
-    """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
+    """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    `model`: its shapes, dtypes and placements decide what each rank reads, into the tensors that are there.
-    `optimizer`: its state is made where it has none; a parameter group takes the options of the group that its parameters were
-    in. `state`: objects whose `load_state_dict` gets what this rank saved, or
-    what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
-    rest as it is and says what in one warning. `only`: which tensors of the model, as `save` was given it; the others stay as
-    they are. `()`: none of them, whatever the checkpoint has. Returns the `extra` that was saved.
+    Collective. Each rank reads the rows that its tensors hold, into these tensors.
 
-    Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
-    changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another
-    kind, or one that does not take its state: it is asked once before the tensors are read into it. Objects in `state` are
-    given theirs after that, one by one; those before one that refuses keep what they got.
+    Args:
+        optimizer: missing states are created. A parameter group takes the options of the group that its parameters were in.
+        state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
+        strict: if False, fill tensors of the same name and shape, leave the rest as it is, and name the rest in one warning.
+        only: the tensors of the model to load, with the value that `save` was given; `()` loads none.
+
+    Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
+    if the optimizer is of another kind or refuses its state. Every byte that is used is compared with its checksum first, and
+    the optimizer is given its state once before its tensors are read. After that the objects in `state` are loaded, one by
+    one; if one refuses, those before it keep what they got.
     """
     engine = engine_of(model)
     if engine is not None:
         if engine.suspended:
             raise UsageError(
-                "load does not work inside full_params, where the parameters are no shards; leave it first."
+                "load does not work inside full_params, because the parameters are not sharded there; leave it first."
             )
         settle(engine, "loads a checkpoint")
     saver_of(model).wait()
@@ -87,9 +88,9 @@ def load(
             try:
                 plan = _checked(files, model, optimizer, state or {}, team, strict, only)
             except CheckpointError:
-                # If another checkpoint has taken the name since `files` were opened, as any rank sees it, that one is read.
-                now = place_of(lambda: checkpoint_at(path))
-                if any(team.gathered(int(now != (str(files.folder), files.mark)))):
+                # If any rank sees that another checkpoint has taken the name since `files` were opened, read that one.
+                current = place_of(lambda: checkpoint_at(path))
+                if any(team.gathered(int(current != (str(files.folder), files.mark)))):
                     continue
                 raise
             plan.fill(files, optimizer, state or {}, team)
@@ -108,17 +109,17 @@ def _checked(
     strict: bool,
     only: Only,
 ) -> _Plan:
-    """Return what this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank."""
+    """Return the plan of this load after checking all bytes that it uses. Raises `CheckpointError` on every rank. Collective."""
     if len(set(team.gathered(files.digest))) > 1:
-        here = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        folders = joined(team.shared(here), team.index, here)
+        this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
+        folders = joined(team.shared(this), team.index, this)
         raise CheckpointError(
-            f"ranks were given other checkpoints, {folders}; pass the path of the same one on all ranks."
+            f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )
     wanted = team.agree(lambda: contents(model, optimizer, only))
     same_kind_on_all(wanted, team)
-    own = own_states(files, wanted, team)
-    plan = team.agree(lambda: _plan(files, wanted, optimizer, own, bool(state), team, strict))
+    states = load_rank_states(files, wanted, team)
+    plan = team.agree(lambda: _plan(files, wanted, optimizer, states, bool(state), team, strict))
     try:
         team.agree(lambda: _check(files, plan, team))
     except CheckpointError as error:
@@ -130,69 +131,63 @@ def _checked(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All that a load will do on this rank, decided before it does any of it.
-
-    Attributes:
-        optimizer: the state dict to load.
-        own_state: the tensor with what a rank kept of `state` for itself; None if nothing is asked for.
-        left: what is left out, in words.
-    """
+    """Everything that a load will do on this rank."""
 
     of_model: list[Read]
     of_optimizer: list[Read]
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]  # the state dict to load
     extra: Json
-    own_state: str | None
-    left: list[str]
+    state: str | None  # name of the tensor with the saved states of the objects in `state=`; None to load none
+    left: list[str]  # descriptions of what is left out
 
     def fill(
         self, files: Files, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Stateful], team: Team
     ) -> None:
-        """Do it; no rank begins a part of it before all have ended the one before."""
-        words = team.agree(lambda: _of_this_rank(files, self, state))
-        # Who refuses what he is given refuses it before any tensor changes; the weights are last.
+        """Carry out the plan. No rank begins a step of it before all ranks have finished the one before. Collective."""
+        saved = team.agree(lambda: _saved_states(files, self, state))
+        # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
         if optimizer is not None:
-            team.agree(lambda: _take(optimizer, self.optimizer, only_try=True))
+            team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
         for key, thing in state.items():
-            team.agree(partial(_give, key, thing, words))
+            team.agree(partial(_load_state, key, thing, saved))
         with torch.no_grad():
             team.agree(lambda: files.fill_all(self.of_optimizer))
         if optimizer is not None:
-            team.agree(lambda: _take(optimizer, self.optimizer, only_try=False))
+            team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=False))
         with torch.no_grad():
             team.agree(lambda: files.fill_all(self.of_model))
 
 
-def _take(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Give the optimizer its state. Where it does not take it, it has its own groups and states again.
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
+    """Load `state` into the optimizer. If it refuses, or with `only_try`, it gets its own groups and states back.
 
-    `only_try`: it has its own again in any case, as the tensors of the state are not filled yet.
+    `only_try`: for a first call, before the tensors in `state` are filled.
     """
-    given: object = optimizer
-    before = dict(vars(optimizer))
+    target: object = optimizer
+    attributes = dict(vars(optimizer))
     try:
-        if only_try and isinstance(given, LocalStep):
-            super(LocalStep, given).load_state_dict(state)  # type: ignore[misc]
+        if only_try and isinstance(target, LocalStep):
+            super(LocalStep, target).load_state_dict(state)  # type: ignore[misc]
         else:
             optimizer.load_state_dict(state)
     except BaseException as error:
-        vars(optimizer).update(before)
+        vars(optimizer).update(attributes)
         if not only_try or not isinstance(error, Exception):
             raise
-        what = f"{type(optimizer).__name__} does not take the optimizer's state that was saved"
-        raise _not_taken(what, error) from error
+        what = f"{type(optimizer).__name__} refuses the saved state of the optimizer"
+        raise _refused(what, error) from error
     if only_try:
-        vars(optimizer).update(before)
+        vars(optimizer).update(attributes)
 
 
-def _give(key: str, thing: Stateful, words: Mapping[str, Any]) -> None:
+def _load_state(key: str, thing: Stateful, saved: Mapping[str, Any]) -> None:
     try:
-        thing.load_state_dict(words[key])
+        thing.load_state_dict(saved[key])
     except Exception as error:
-        raise _not_taken(f"state[{key!r}] does not take what was saved of it", error) from error
+        raise _refused(f"state[{key!r}] refuses its saved state", error) from error
 
 
-def _not_taken(what: str, error: Exception) -> Exception:
+def _refused(what: str, error: Exception) -> Exception:
     if isinstance(error, AccordionError):
         return error
     return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
@@ -202,18 +197,18 @@ def _plan(
     files: Files,
     wanted: Contents,
     optimizer: torch.optim.Optimizer | None,
-    own: OwnStates | None,
+    states: RankStates | None,
     has_state: bool,
     team: Team,
     strict: bool,
 ) -> _Plan:
-    """Compare the checkpoint with what is to be filled, and list what this rank reads."""
+    """Compare the checkpoint with `wanted`, and return the plan of what this rank reads."""
     manifest, folder = files.manifest, files.folder
-    unlike = differences(manifest, wanted, own)
+    unlike = differences(manifest, wanted, states)
     if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
     files.check_sizes()
-    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, own)
+    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, states)
     present = {id(tensor) for tensor in wanted.tensors.values()}
     of_model: list[Read] = []
     of_optimizer: list[Read] = []
@@ -224,7 +219,7 @@ def _plan(
                 of_model += _reads(source, entry, tensor)
         for name, tensor in tensors.items():
             of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
-        extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # it can hold no tensor
+        extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
     return _Plan(
@@ -232,26 +227,26 @@ def _plan(
         of_optimizer=of_optimizer,
         optimizer=state,
         extra=extra,
-        own_state=_own_state(manifest, team) if has_state else None,
+        state=_state_to_load(manifest, team) if has_state else None,
         left=unlike,
     )
 
 
-def _own_state(manifest: Manifest, team: Team) -> str:
-    """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
+def _state_to_load(manifest: Manifest, team: Team) -> str:
+    """Return the name of the `state=` tensor to load: this rank's if as many ranks saved, else the first rank's."""
     saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
-        raise CheckpointError("it was saved without state; load it without state.")
-    own = state_name(team.index)
-    return own if len(saved) == len(team.ranks) and own in saved else min(saved)
+        raise CheckpointError("it was saved without state=; load it without state=.")
+    name = state_name(team.index)
+    return name if len(saved) == len(team.ranks) and name in saved else min(saved)
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-    """Raise `CheckpointError` unless all that this load uses is as it was written; rank 0 looks at every file's header too."""
+    """Raise `CheckpointError` if bytes that this load uses are damaged; the first rank also checks all tensors of ranks."""
     reads = [*plan.of_model, *plan.of_optimizer]
     for name, entry in files.manifest.tensors.items():
-        mine = plan.own_state is not None and (name == plan.own_state or name.startswith(plan.own_state + "/"))
-        if mine or (team.leads and name.startswith(OF_RANKS)):
+        is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
+        if is_used or (team.leads and name.startswith(OF_RANKS)):
             reads += [Read(name, entry, chunk, chunk.box, None) for chunk in entry.chunks]
     faults = files.faults(reads)
     if faults:
@@ -259,33 +254,33 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
         raise CheckpointError(f"{files.folder} is damaged: " + "; ".join(faults[:SHOWN] + more) + ".")
 
 
-def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """What the objects in `state` get."""
-    if plan.own_state is None:
+def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the saved state of each object in `state`, by its key. Raises `CheckpointError` if one is missing."""
+    if plan.state is None:
         return {}
 
     def tensor(name: str) -> Tensor:
         if name not in files.manifest.tensors:
-            raise CheckpointError(f"{plan.own_state} refers to {name}, which the checkpoint does not hold.")
+            raise CheckpointError(f"{plan.state} refers to {name}, which the checkpoint does not hold.")
         return files.whole(name)
 
-    words = json.loads(bytes(tensor(plan.own_state).tolist()))
-    found: dict[str, Any] = decode(words, tensor)
-    lost = [key for key in state if key not in found]
+    words = json.loads(bytes(tensor(plan.state).tolist()))
+    saved: dict[str, Any] = decode(words, tensor)
+    lost = [key for key in state if key not in saved]
     if lost:
         raise CheckpointError(
-            f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(found) or 'none'}."
+            f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(saved) or 'none'}."
         )
-    return found
+    return saved
 
 
 def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
-    """The parts of chunks that make up what this rank holds of `tensor`."""
+    """Iterate over the parts of chunks that make up this rank's shard of `tensor`."""
     local = local_data(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} is on the meta device; call to_empty before loading.")
-    own = own_box(name, tensor)
-    for chunk in entry.chunks if own.numel else ():
-        part = overlap(own, chunk.box)
+    box = own_box(name, tensor)
+    for chunk in entry.chunks if box.numel else ():
+        part = overlap(box, chunk.box)
         if part is not None:
-            yield Read(name, entry, chunk, part, local[part.within(own)], fresh)
+            yield Read(name, entry, chunk, part, local[part.within(box)], fresh)

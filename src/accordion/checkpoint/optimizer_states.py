@@ -1,4 +1,4 @@
-"""States of an optimizer over ranks: those that are equal on all are saved once, others are refused or kept for each rank."""
+"""Optimizer states over ranks: states that are equal on all ranks are saved once, others are refused or saved for each rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 from accordion.optim import LocalStep
 
-SHORT = 60  # letters of a value that ranks exchange as it is; of a longer one they exchange the digest
+SHORT = 60  # letters of the longest value that ranks exchange as it is; of longer ones they exchange a digest
 DIGEST = 16  # hexadecimal digits
 NAMED = 3  # states that a message names
-OWN = "$rank"  # in the manifest, in place of a state that each rank keeps for itself
+OF_RANK = "$rank"  # in the manifest, in place of a state that is saved for each rank
 Place: TypeAlias = tuple[str, str | None]
-"""A parameter's name and a key of its state; None for all of a state whose keys are no strings."""
+"""(name of a parameter, key of its state); the key is None for the whole state of a parameter if its keys are no strings."""
 
 
 # -- saving
@@ -36,31 +36,31 @@ Place: TypeAlias = tuple[str, str | None]
 def same_on_all(
     contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team, rank_states: bool
 ) -> tuple[Contents, dict[str, Tensor]]:
-    """Return what is saved once, and the tensors that this rank keeps for itself by name; a collective.
+    """Return (the contents to save once, the tensors to save for this rank, by name). Collective.
 
-    A state that is neither shaped like its shard nor equal on all ranks is kept for each rank with `rank_states`. Without it,
-    and if ranks differ in anything else, raises `CheckpointError` on all of them, saying what differs.
+    With `rank_states`, a state that is neither shaped like its shard nor equal on all ranks is saved for each rank. Raises
+    `CheckpointError` on all ranks if there is such a state without `rank_states`, or if ranks differ in anything else.
     """
     unequal = _differing(team, team.agree(lambda: _facts(contents) if len(team.ranks) > 1 else {}))
     _refuse(unequal, "save")
     places: list[Place] = [(param, key) for param, key in map(json.loads, sorted(unequal))]
     if places and not rank_states:
         raise CheckpointError(
-            f"the optimizer's states {_named(places)} are neither shaped like the rows of their rank nor equal on all ranks, so "
-            "that one rank's would stand for all; pass rank_states=True to save, which keeps each rank's for a resume on as many "
-            "ranks under the same strategy and mesh."
+            f"the optimizer's states {_named(places)} are neither shaped like the rows of their rank nor equal on all ranks, and "
+            "only one rank's would be saved; pass rank_states=True to save, which keeps those of each rank for a resume on as "
+            "many ranks under the same strategy and mesh."
         )
     of_rows = list(dict.fromkeys([*places, *_of_local_rows(contents, optimizer)]))
     return team.agree(lambda: _split(contents, places, of_rows, team)) if of_rows else (contents, {})
 
 
 def same_kind_on_all(contents: Contents, team: Team) -> None:
-    """Raise `CheckpointError` on all ranks if they have optimizers of several kinds, or one has none; a collective."""
+    """Raise `CheckpointError` on all ranks if their optimizers are of different classes, or only some have one. Collective."""
     _refuse(_differing(team, {KIND: optimizer_name(contents.optimizer)}), "load")
 
 
 def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the `facts` that differ between ranks, each with its value on every rank ("" for none). A collective."""
+    """Return the `facts` that differ between ranks, each with its value on every rank ("" for none). Collective."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return {}
     of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
@@ -69,7 +69,7 @@ def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
     return {name: values for name, values in all_have.items() if len(set(values)) > 1}
 
 
-# Begin the names of what is no state of a parameter; those are JSON lists.
+# Prefixes of the names of facts; the name of a parameter's state is a JSON list instead.
 MODEL, KIND, GROUP, SHARED = "model/", "optimizer", "group/", "shared/"
 SAME_ON_ALL = {
     MODEL: "models",
@@ -80,7 +80,7 @@ SAME_ON_ALL = {
 
 
 def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
-    """Raise `CheckpointError` if ranks differ in more than states of parameters."""
+    """Raise `CheckpointError` if `unequal` has anything but states of parameters. `call`: "save" or "load", for the message."""
     for begins, what in SAME_ON_ALL.items():
         name = next((name for name in unequal if name.startswith(begins)), None)
         if name is not None:
@@ -94,7 +94,7 @@ def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return short descriptions of everything that must be the same on all ranks, and of all states."""
+    """Return short descriptions, by name, of all states and of everything that must be the same on all ranks."""
     facts = {name: _placement(tensor) for name, tensor in contents.of_model().items()}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
@@ -111,7 +111,7 @@ def _facts(contents: Contents) -> dict[str, str]:
 
 
 def _states(words: Json) -> Iterator[tuple[Place, Json]]:
-    """The states of an optimizer, each as JSON."""
+    """Iterate over the states in `words`, the optimizer as JSON."""
     for param, entry in words["state"].items():
         if any(key.startswith("$") for key in entry):
             yield (param, None), entry
@@ -124,7 +124,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
-    """Return a value in few letters; of a sharded tensor its placement, of any other its elements too."""
+    """Return a short description of `value`: for sharded tensors dtype, shape and placement, for others also the elements."""
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]
@@ -140,7 +140,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def _refers_to(value: Json) -> Iterator[str]:
-    """Names of the tensors in a value."""
+    """Iterate over the names of the tensors in `value`."""
     if isinstance(value, dict) and "$tensor" in value:
         yield value["$tensor"]
     elif isinstance(value, dict | list):
@@ -149,18 +149,18 @@ def _refers_to(value: Json) -> Iterator[str]:
 
 
 def _named(places: Sequence[Place]) -> str:
-    """The first of some states, for a message."""
+    """Return text that names the first of `places`, for a message."""
     names = [f"all of {param}" if key is None else f"{key!r} of {param}" for param, key in places[:NAMED]]
     return ", ".join(names) + (f" and {len(places) - NAMED} more" if len(places) > NAMED else "")
 
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
-    """Places that hold for the rows of this rank alone though ranks may not differ in them, as if there is one rank.
+    """Return the states that depend on the rows of this rank, although ranks may not differ in them, as on a single rank.
 
-    A step on local tensors makes of them what is not shaped like them. Counts of steps are no function of rows.
+    These are plain tensors, other than numbers, that a step on local tensors made for sharded parameters.
     """
-    given: object = optimizer
-    if not isinstance(given, LocalStep):
+    wrapped: object = optimizer
+    if not isinstance(wrapped, LocalStep):
         return []
     return [
         (param, key)
@@ -174,34 +174,34 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
 def _split(
     contents: Contents, places: list[Place], of_rows: list[Place], team: Team
 ) -> tuple[Contents, dict[str, Tensor]]:
-    """Take `places` out of what is saved once, and note of which rows `of_rows` are."""
+    """Move `places` from what is saved once to the tensors of this rank, with its rows for `of_rows`; return both."""
     prefix = rank_prefix(team.index)
-    own = dict(_states(contents.optimizer))
-    mine = {place: own[place] for place in places if place in own}
-    moved = {name for value in mine.values() for name in _refers_to(value)}
-    kept: dict[str, Any] = {param: dict(entry) for param, entry in contents.optimizer["state"].items()}
+    states = dict(_states(contents.optimizer))
+    values = {place: states[place] for place in places if place in states}
+    moved = {name for value in values.values() for name in _refers_to(value)}
+    entries: dict[str, Any] = {param: dict(entry) for param, entry in contents.optimizer["state"].items()}
     for param, key in places:
         if key is None:
-            kept[param] = {OWN: True}
-        elif OWN not in kept.setdefault(param, {}):
-            kept[param][key] = {OWN: True}
+            entries[param] = {OF_RANK: True}
+        elif OF_RANK not in entries.setdefault(param, {}):
+            entries[param][key] = {OF_RANK: True}
     tensors = {prefix + name: local_data(contents.tensors[name]) for name in moved}
     words = {
         "rows": {param: _rows_of(param, contents) for param, _ in of_rows},
-        "states": [[*place, _renamed(value, prefix)] for place, value in mine.items()],
+        "states": [[*place, _renamed(value, prefix)] for place, value in values.items()],
         "sharded": [prefix + name for name in moved if isinstance(contents.tensors[name], DTensor)],
         "empty": {name: [code_of(name, t.dtype), list(t.shape)] for name, t in tensors.items() if not t.numel()},
     }
     saved_once = replace(
         contents,
         tensors={name: tensor for name, tensor in contents.tensors.items() if name not in moved},
-        optimizer={**contents.optimizer, "state": kept, "of_rows": [list(place) for place in of_rows]},
+        optimizer={**contents.optimizer, "state": entries, "of_rows": [list(place) for place in of_rows]},
     )
     return saved_once, {f"{prefix}optimizer": as_bytes(words), **tensors}
 
 
 def _rows_of(param: str, contents: Contents) -> Json:
-    """The part of a parameter that this rank holds, and its layout in memory: offset, shape and strides."""
+    """Return [offset, shape, strides] of the part of a parameter that this rank holds."""
     tensor = contents.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
@@ -219,13 +219,13 @@ def _renamed(value: Json, prefix: str) -> Json:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnStates:
-    """The states that this rank kept for itself.
+class RankStates:
+    """The optimizer states in a checkpoint that were saved for this rank.
 
     Attributes:
-        prefix: begins the names of its tensors.
-        misfits: parameters whose states are left out, because on some rank they are those of other rows.
-        why: the reason in words; None if all fits.
+        sharded: names of tensors that are shards like their parameter; `empty`: (dtype, shape) of those without elements.
+        misfits: parameters whose states are left out, because on some rank they belong to other rows.
+        why: the reason for leaving them out; None if all states fit.
     """
 
     prefix: str
@@ -236,14 +236,14 @@ class OwnStates:
     why: str | None
 
     def put_into(self, param: str, entry: Json) -> Json:
-        """Return the state of a parameter as the manifest has it, with this rank's own values in it."""
-        if entry == {OWN: True}:
+        """Return `entry`, the state of `param` in the manifest, with the values that were saved for this rank."""
+        if entry == {OF_RANK: True}:
             return self.states.get((param, None), {})
         values = {key: self.states.get((param, key), value) for key, value in entry.items()}
-        return {key: value for key, value in values.items() if value != {OWN: True}}
+        return {key: value for key, value in values.items() if value != {OF_RANK: True}}
 
     def tensor(self, manifest: Manifest, name: str, param: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the state to fill with the tensor `name`, `present` if that fits, and this rank's elements of it."""
+        """Return (the state to fill with the tensor `name`, its local tensor); the state is `present` if that fits."""
         is_sharded = name in self.sharded
         if name in self.empty:
             code, shape = self.empty[name]
@@ -258,14 +258,14 @@ class OwnStates:
         return as_dtensor(local, param) if is_sharded and isinstance(param, DTensor) else local, local
 
 
-def own_states(files: Files, contents: Contents, team: Team) -> OwnStates | None:
-    """Return what this rank kept for itself, None if nothing was; a collective."""
+def load_rank_states(files: Files, contents: Contents, team: Team) -> RankStates | None:
+    """Read the optimizer states that were saved for this rank; None if the checkpoint has none. Collective."""
     manifest = files.manifest
     if contents.optimizer is None or not (manifest.optimizer or {}).get("of_rows"):
         return None
     saved = sum(name.startswith("rank/") and name.split("/")[2:] == ["optimizer"] for name in manifest.tensors)
-    mine = {param for group in contents.optimizer["groups"] for param in group["params"]}
-    places: list[Place] = [(param, key) for param, key in manifest.optimizer["of_rows"] if param in mine]
+    stepped = {param for group in contents.optimizer["groups"] for param in group["params"]}
+    places: list[Place] = [(param, key) for param, key in manifest.optimizer["of_rows"] if param in stepped]
     prefix = rank_prefix(team.index)
     params = dict.fromkeys(param for param, _ in places)
     words: Mapping[str, Any] = {"states": [], "sharded": [], "empty": {}}
@@ -279,21 +279,21 @@ def own_states(files: Files, contents: Contents, team: Team) -> OwnStates | None
         misfits = {param for text in team.shared(json.dumps(other), most=None) for param in json.loads(text)}
         why = "ranks that had other rows than this model's"
     lost = [place for place in places if place[0] in misfits]
-    return OwnStates(
+    return RankStates(
         prefix=prefix,
         states={(param, key): value for param, key, value in words["states"]},
         sharded=frozenset(words["sharded"]),
         empty=words["empty"],
         misfits=frozenset(misfits),
-        why=f"its optimizer states {_named(lost)} hold for the rows of {why} (they load on as many ranks under the same strategy "
-        "and mesh; strict=False leaves out what these parameters have)"
+        why=f"its optimizer states {_named(lost)} belong to the rows of {why} (they load on as many ranks under the same "
+        "strategy and mesh; strict=False leaves out the states of these parameters)"
         if lost
         else None,
     )
 
 
 def _words(files: Files, name: str) -> dict[str, Any]:
-    """Return a rank's words. Raises `CheckpointError` if they are damaged, or not what `save` writes."""
+    """Return the JSON in the tensor `name`. Raises `CheckpointError` if it is damaged, or not of the form that `save` writes."""
     files.check(name.__eq__)
     try:
         words = json.loads(bytes(files.whole(name).tolist()))
@@ -304,7 +304,7 @@ def _words(files: Files, name: str) -> dict[str, Any]:
 
 
 def _check_words(words: Json, manifest: Manifest, prefix: str) -> None:
-    """Raise an error unless all that the readers of `words` take for granted is so."""
+    """Raise an exception unless `words` have the structure that their readers rely on."""
     rows, states, sharded, empty = (words[key] for key in ("rows", "states", "sharded", "empty"))
     if not isinstance(rows, dict) or not all(isinstance(name, str) for name in sharded):
         raise ValueError("rows is no object or sharded no list of names")
@@ -315,7 +315,7 @@ def _check_words(words: Json, manifest: Manifest, prefix: str) -> None:
         sizes_are_good = len(shape) <= MOST_DIMS and all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if not sizes_are_good or 0 not in shape or code not in DTYPES or name in manifest.tensors:
             raise ValueError(f"{name} is not an empty tensor")
-    own = {name for name in manifest.tensors if name.startswith(prefix)} | set(empty)
-    lost = [name for name in _refers_to(states) if name not in own]
+    names = {name for name in manifest.tensors if name.startswith(prefix)} | set(empty)
+    lost = [name for name in _refers_to(states) if name not in names]
     if lost:
         raise ValueError(f"it refers to {lost[0]!r}, which is none of this rank's tensors")

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are good, which is the newest, and removing old ones."""
+"""Find the newest complete checkpoint of a folder, and remove old ones."""
 
 from __future__ import annotations
 
@@ -19,53 +19,51 @@ from accordion.checkpoint.storage.folders import Folder, Local, folder_at, reada
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
-BEST = "best"  # what `accordion train` keeps by name, however many of the others stay
-NO_CHECKPOINTS = ("lost+found",)  # what a file system has in its first folder, for its administrator alone
-NEVER = 2**63  # when something was written of which no time is known: it may be the newest
+BEST = "best"  # a checkpoint of `accordion train` that is never pruned
+NO_CHECKPOINTS = ("lost+found",)  # in the root of a file system, readable by its administrator only
+NEVER = 2**63  # time of a checkpoint whose time is not known: it may be the newest
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
-    """Path of the newest complete checkpoint in `folder`, None if there is no checkpoint at all.
+    """Return the path of the newest complete checkpoint in `folder`, None if there is no checkpoint at all.
 
-    Newest by the number at the end of its name, then by time. What decides is the manifests and the sizes of the files that
-    they list; no file points anywhere. `accordion checkpoint verify` reads every byte. Newer ones that are damaged are
-    passed over with a warning that names them. Raises `CheckpointError` where one that may be the newest cannot be read, or
-    where there are checkpoints and all are damaged.
+    The newest is the one with the largest number at the end of its name, then the latest. A checkpoint is complete if its
+    manifest is sound and the files that it lists have their sizes; `accordion checkpoint verify` reads every byte. Damaged
+    checkpoints that are newer are skipped with a warning that names them. Raises `CheckpointError` if one that may be the newest
+    cannot be read, or if there are checkpoints and all are damaged.
     """
-    found = newest(folder)
-    if found.path is None and found.passed_over:
-        raise CheckpointError(f"in {folder_at(folder)} {found.words()}")
-    if found.passed_over and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(found.words(), stacklevel=2)
-    return found.path
+    result = newest(folder)
+    if result.path is None and result.passed_over:
+        raise CheckpointError(f"in {folder_at(folder)} {result.words()}")
+    if result.passed_over and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(result.words(), stacklevel=2)
+    return result.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newest:
-    """`path`: the newest complete checkpoint of a folder, None if there is none.
+    """The `path` of the newest complete checkpoint in a folder, and the faults of newer ones, with their paths, newest first.
 
-    `passed_over`: what is wrong with each newer one, the newest first; each names its path. Where there are some and `path` is
-    None, all checkpoints are damaged, and to begin anew would be a mistake.
+    If `path` is None and `passed_over` is not empty, all checkpoints are damaged, and to begin anew would be a mistake.
     """
 
     path: str | None
     passed_over: tuple[str, ...]
 
     def words(self) -> str:
-        """What was passed over and how to go on, for a log or an error; "" where nothing was."""
+        """Return text for a log or an error: the checkpoints passed over and how to go on; "" if there are none."""
         wrong = "; ".join(text.rstrip(".") for text in self.passed_over)
         if not wrong:
             return ""
         if self.path is None:
-            return f"there are checkpoints, and none is complete: {wrong}. Mend them, or move them away to begin anew."
-        return f"{self.path} is the newest complete checkpoint, newer ones are damaged: {wrong}. Mend them, or move them away."
+            return f"there are checkpoints, and none is complete: {wrong}. Repair them or move them away to begin anew."
+        return f"{self.path} is the newest complete checkpoint, newer ones are damaged: {wrong}. Repair them or move them away."
 
 
 def newest(folder: str | os.PathLike[str]) -> Newest:
-    """What `latest` gives, with what it passed over and without a warning: for those who log in their own way.
+    """Return the newest complete checkpoint in `folder`, and the damaged ones that are newer, without a warning.
 
-    Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
-    absent.
+    Raises `CheckpointError` if a checkpoint that may be the newest cannot be read.
     """
     at, listed, wrong = folder_at(folder), None, list[str]()
     for _ in range(TURNS):
@@ -76,7 +74,7 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
             except OSError as error:
                 raise CheckpointError(
                     f"{one} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {at}; "
-                    "try again, or pass the path of the one to take."
+                    "try again, or pass the path of the checkpoint to load."
                 ) from error
             if why is None:
                 return Newest(path=str(one), passed_over=tuple(wrong))
@@ -84,12 +82,12 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
         names = list(map(str, candidates))
         if names == listed:
             break
-        listed = names  # else a job may have saved there, and removed what was the newest when it was listed
+        listed = names  # if they change, a job saves there, and may have removed the newest of the previous list
     return Newest(path=None, passed_over=tuple(wrong))
 
 
 def before(folder: Folder) -> str | None:
-    """The newest complete checkpoint beside `folder` that is older; None if there is none, or it cannot be found."""
+    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None if none can be found."""
     with suppress(CheckpointError, UsageError, OSError):
         older = _by_age(_split(folder)[0])
         names = list(map(str, older))
@@ -101,17 +99,17 @@ def before(folder: Folder) -> str | None:
 
 
 def _split(folder: Folder) -> tuple[Folder, str]:
-    """The folder that holds `folder`, and the name of `folder` in it."""
+    """Return (the parent of `folder`, the name of `folder` in it)."""
     parent, _, name = str(folder).rpartition("/")
     return folder_at(parent or "/"), name
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
-    """Return the folders in `folder`, those that hold an older checkpoint first; only their names and times were read."""
+    """Return the folders in `folder` with a `wanted` name, the oldest first; reads only names and times."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file, and no folder of checkpoints.") from None
+        raise CheckpointError(f"{folder} is a file, and not a folder of checkpoints.") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
@@ -125,20 +123,20 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """`fault_of` the checkpoint that has the name of `folder`, which may be another one with each look."""
+    """Return `fault_of` the checkpoint at `folder`, again if another checkpoint takes its name meanwhile."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 
 def fault_of(folder: Folder) -> str | None:
-    """None if it is a complete checkpoint: its manifest is sound, and its files are all there with their sizes.
+    """Return None for a complete checkpoint: its manifest is sound, and all of its files are there with their sizes.
 
-    Else what is wrong, "" where nothing of a checkpoint is there, or not any more. Raises `OSError` where it cannot be read.
+    Otherwise returns its fault, or "" if `folder` does not exist or is no checkpoint. Raises `OSError` if it cannot be read.
     """
     ours = False
     try:
-        held = folder.sizes()
-        ours = any(map(claims.RANK_FILE.fullmatch, held))
-        if MANIFEST not in held and not isinstance(folder, Local):
+        sizes = folder.sizes()
+        ours = any(map(claims.RANK_FILE.fullmatch, sizes))
+        if MANIFEST not in sizes and not isinstance(folder, Local):
             return ""  # a save is writing it, or was killed
         files = look_into(folder)
         ours = True
@@ -151,12 +149,12 @@ def fault_of(folder: Folder) -> str | None:
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> list[str]:
-    """Remove all but the `keep` newest good checkpoints in `folder`; returns which. With `dry` it only says which.
+    """Remove all but the `keep` newest good checkpoints in `folder`; return the paths of those removed.
 
-    What is not complete is neither counted nor removed: a save may be writing it; nor are links, nor what holds other files
-    too. What an earlier removal has left is removed. Before any is removed one of those that stay is read, every byte; where
-    none of them is as it was written, more of the older ones stay, up to one that is. Raises `UsageError` for `keep` below 1,
-    `CheckpointError` where one cannot be removed.
+    Not counted and not removed: incomplete checkpoints (a save may be writing them), links, and folders that hold other files
+    too. Leftovers of killed jobs are removed. One of the checkpoints to keep must be undamaged in every byte; if none is, older
+    ones are kept too, up to the newest that is. With `dry` nothing is removed. Raises `UsageError` for `keep` below 1,
+    `CheckpointError` if a checkpoint cannot be removed.
     """
     check_keep(keep)
     if not keep:
@@ -176,20 +174,20 @@ def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> li
 
 
 def check_keep(keep: int) -> None:
-    """Raise `UsageError` unless it is a number of checkpoints."""
+    """Raise `UsageError` unless `keep` is an integer of 0 or more."""
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise UsageError(f"keep is {keep!r}; it takes 1 or more, a number of checkpoints, and for a save 0 keeps all.")
+        raise UsageError(f"keep is {keep!r}; it takes 1 or more, a number of checkpoints; for a save 0 keeps all.")
 
 
 def prune_before(saved: Folder, keep: int) -> None:
-    """Remove old checkpoints beside `saved` whose names differ from its in the number at their end alone.
+    """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest of them stay, and so do `saved` and all that are newer. Raises `CheckpointError` where one that is to go
-    cannot be removed; a later call tries again, and says no more of it.
+    The `keep` newest stay, and so do `saved` and all newer ones. Raises `CheckpointError` if one cannot be removed; a later call
+    tries again without an error.
     """
     try:
-        at, own = _split(saved)
-        stem = NUMBER.sub("", own)
+        at, last = _split(saved)
+        stem = NUMBER.sub("", last)
         good = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
         names = [str(one) for one, _ in good]
         older = good[: names.index(str(saved)) if str(saved) in names else 0]
@@ -203,14 +201,14 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Complete checkpoints that may be removed, each with its mark: no links, which would count twice, and no other files."""
+    """Return (folder, its mark) of each complete checkpoint that is no link and holds no files of other programs."""
     good = []
     for one in candidates:
-        with suppress(OSError, CheckpointError):  # what cannot be read is not counted, so that more stay
+        with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count as one that is kept
             folder = readable(one)
             mark = folder.mark()
-            shared = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
-            if not shared and _fault(one) is None:
+            is_excluded = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
+            if not is_excluded and _fault(one) is None:
                 good.append((folder, mark))
     return good
 
@@ -221,4 +219,4 @@ def _remove(name: str, remove: Callable[[], None]) -> None:
     except FileNotFoundError:
         return  # another job was faster
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be removed, all of it: {error}") from error
+        raise CheckpointError(f"{name} cannot be removed completely: {error}") from error

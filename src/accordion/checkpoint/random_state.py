@@ -1,4 +1,4 @@
-"""The random state of a process, to be kept in a checkpoint beside the model."""
+"""Save and restore the random state of a process in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 
 class RandomState:
-    """Python's, numpy's and torch's generators of this process, and its accelerator's; pass it in `state` to save and load.
+    """The states of this process's Python, numpy, torch and accelerator generators, for `state=` of `save` and `load`.
 
-    Another rank's state is not taken: where the number of ranks changed, ranks that had none keep the one they have, so
-    that no two of them draw the same.
+    The state of another rank is ignored, so that no two ranks draw the same numbers: if the number of ranks has changed, ranks
+    without a saved state keep their current one.
     """
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, position, has_gauss, gauss = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-        found = {
+        state = {
             "rank": _rank(),
             "python": random.getstate(),
             "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
@@ -27,8 +27,8 @@ class RandomState:
         }
         device = torch.accelerator.current_accelerator(check_available=True)
         if device is not None:
-            found["device"] = torch.get_device_module(device).get_rng_state()
-        return found
+            state["device"] = torch.get_device_module(device).get_rng_state()
+        return state
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         if state["rank"] != _rank():

@@ -1,4 +1,4 @@
-"""Reading the bytes of a checkpoint: the manifest, and parts of chunks, each held against its checksums before it is used."""
+"""Read a checkpoint's manifest, and parts of its chunks, which are compared with their checksums before they are used."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from accordion.errors import CheckpointError
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
-TURNS = 5  # of reading what is replaced meanwhile
+TURNS = 5  # how often a checkpoint is read again because it was replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-LONGEST_NAME = 300  # letters of a tensor's that a message names
+LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names
-_CONVERT = "`accordion checkpoint convert` makes one"
+_CONVERT = "`accordion checkpoint convert` makes a checkpoint"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint. Raises `CheckpointError` where there is none, it cannot be read, or it is damaged."""
+    """Return the manifest of the checkpoint in `folder`. Raises `CheckpointError` if it is missing, unreadable or damaged."""
     return opened(folder).manifest
 
 
 def opened(folder: Folder) -> Files:
-    """The tensor files of a checkpoint, none of them opened yet. Raises `CheckpointError` as `read_manifest` does."""
+    """Return the files of a checkpoint, none of them opened yet. Raises `CheckpointError` as `read_manifest` does."""
     try:
         return look_into(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -49,7 +49,7 @@ def opened(folder: Folder) -> Files:
 
 
 def look_into(folder: Folder) -> Files:
-    """`opened`, which leaves an `OSError` as it is."""
+    """Return the files of a checkpoint as `opened` does, but raise an `OSError` as it is."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""
@@ -73,9 +73,7 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return what `act` gives of the folder that `find` gives; once more if it raises, or is bad, and another checkpoint has
-    taken the name meanwhile.
-    """
+    """Return `act(find())`; call both again if it fails or `is_bad`, and another checkpoint has taken the name meanwhile."""
     for _ in range(TURNS):
         before = place_of(find)
         try:
@@ -89,7 +87,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Another one too while the same checkpoint, which is being replaced, lies under another name."""
+    """Return a value that changes when another checkpoint is at `find()`, or the same one has another path for the moment."""
     try:
         folder = find()
         mark = folder.mark()
@@ -100,9 +98,9 @@ def place_of(find: Callable[[], Folder]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The part of a chunk that `box` of the tensor `name` names, and where it goes: a view of a local tensor.
+    """A read of the part `box` of the tensor `name`, from `chunk` to the view `into` of a local tensor.
 
-    `fresh`: nobody has seen that tensor yet, so that it may be filled before all is checked.
+    `fresh`: the local tensor is new, so it may be filled before all checksums are compared.
     """
 
     name: str
@@ -113,15 +111,15 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Where in the chunk's bytes the rows lie that hold the part: the dims but the first are read whole."""
-        rows, held = self.box.within(self.chunk.box), self.chunk.box.shape
+        """Return the range [start, end) of the chunk's bytes with all rows (along dim 0) that the part touches."""
+        rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
-        row_bytes = math.prod(held[1:]) * DTYPES[self.entry.dtype].itemsize
+        row_bytes = math.prod(shape[1:]) * DTYPES[self.entry.dtype].itemsize
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory to read a whole chunk into in order to check it, if nobody has seen that tensor yet."""
+        """Return the memory of `into` if the whole chunk can be read there while it is checked, else None."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -135,7 +133,7 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the elements `index` of a tensor of `shape`, whose bytes in the file begin at `at`."""
+    """Fill `into` with the elements `index` of a tensor of `shape` and `dtype`, whose bytes begin at `at` in the file."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -152,10 +150,10 @@ def fill_part(
 
 
 class Files:
-    """The tensor files of one checkpoint. Owns those that were opened, and which pieces of them were found sound."""
+    """The tensor files of one checkpoint, opened when they are first read: checks bytes and fills tensors."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object = None, digest: int = 0) -> None:
-        """`mark`: the folder's when this was begun; `digest`: 8 bytes of the manifest's sha256, as an int64."""
+        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}
@@ -166,14 +164,14 @@ class Files:
             self._open.popitem()[1].close()
 
     def check_sizes(self) -> None:
-        """Raise `CheckpointError` where a file is not there or not of its size. Nothing larger than a file is ever read."""
-        held = self.folder.sizes()
+        """Raise `CheckpointError` if a file is missing or has another size than in the manifest."""
+        sizes = self.folder.sizes()
         wrong = []
         for file, about in self.manifest.files.items():
-            size = held.get(file, 0)
-            if file not in held or size != about.num_bytes:
-                there = f" has {size} bytes and {about.num_bytes} in the manifest"
-                wrong.append(f"{file}{there if file in held else ': No such file'}")
+            size = sizes.get(file, 0)
+            if file not in sizes or size != about.num_bytes:
+                differs = f" has {size} bytes and {about.num_bytes} in the manifest"
+                wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
                 chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
                 lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
                 more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
@@ -182,25 +180,25 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Raises `CheckpointError` where it cannot be read, or its header is not what the manifest says."""
+        """Return an open file. Raises `CheckpointError` if it cannot be read, or its header does not match its checksum."""
         if file not in self._open:
-            said = self.manifest.files[file]
+            about = self.manifest.files[file]
             try:
                 self._open[file] = reader = self.folder.open(file)
-                if self._sum(reader, 0, said.header_bytes) != said.header_sum:
+                if self._sum(reader, 0, about.header_bytes) != about.header_sum:
                     raise CheckpointError(f"the header of {file} is damaged")
             except OSError as error:
                 raise CheckpointError(f"{file}: {error}") from error
         return self._open[file]
 
     def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Return what is wrong with the bytes of all tensors whose name is `wanted`, each naming file and tensor."""
+        """Return the faults in the bytes of all tensors whose name is `wanted`, each with file and tensor."""
         return self.faults(
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )
 
     def check(self, wanted: Callable[[str], bool], consequence: str = "") -> None:
-        """Raise `CheckpointError` unless files have their sizes and all bytes of the `wanted` tensors are as written."""
+        """Raise `CheckpointError`, with `consequence`, unless the files have their sizes and the `wanted` tensors no faults."""
         self.check_sizes()
         if faults := self.damage(wanted):
             raise CheckpointError(f"{self.folder} is damaged{consequence}: {'; '.join(faults)}.")
@@ -214,7 +212,7 @@ class Files:
         return into
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """What is wrong with the bytes that `reads` need, each naming file and tensor; nothing is filled but what is fresh."""
+        """Return the faults in the bytes that `reads` need, each with file and tensor; fills fresh tensors and no others."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:
@@ -222,22 +220,22 @@ class Files:
             length = read.entry.num_bytes(chunk.box)
             for i in range(start // size, -(-end // size)):
                 a, b = i * size, min((i + 1) * size, length)
-                where, step = (chunk.file, chunk.at + a), None if into is None else into[a:b]
-                if where not in wanted or step is not None:
-                    wanted[where] = read.name, chunk.sums[i], b - a, step
-        found: dict[str, None] = {}
+                key, step = (chunk.file, chunk.at + a), None if into is None else into[a:b]
+                if key not in wanted or step is not None:
+                    wanted[key] = read.name, chunk.sums[i], b - a, step
+        faults: dict[str, None] = {}
         for (file, at), (name, text, num_bytes, into) in sorted(wanted.items()):
             try:
                 if self._sum(self.opened(file), at, num_bytes, into) != text:
-                    found[f"{name[:LONGEST_NAME]} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
+                    faults[f"{name[:LONGEST_NAME]} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
             except CheckpointError as error:
-                found[str(error)] = None
+                faults[str(error)] = None
             except OSError as error:
-                found[f"{name[:LONGEST_NAME]} in {file}: {error}"] = None
-        return list(found)
+                faults[f"{name[:LONGEST_NAME]} in {file}: {error}"] = None
+        return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """The checksum of a piece, which is read into `into`, or into one buffer that every call uses again."""
+        """Return the checksum of `num_bytes` from `at` on, which are read into `into`, or into a buffer that all calls share."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()
@@ -248,7 +246,7 @@ class Files:
         return total.hexdigest()
 
     def fill_all(self, reads: Iterable[Read]) -> None:
-        """Fill what `faults` has not filled already."""
+        """Fill the tensors of `reads` that `faults` has not filled already."""
         for read in reads:
             if read.at_once() is None:
                 assert read.into is not None
@@ -257,7 +255,7 @@ class Files:
 
 
 def faults_in(folder: Folder) -> list[str]:
-    """Read every byte of a checkpoint; everything that is not as it was written, each naming file and tensor."""
+    """Read every byte of the checkpoint in `folder`; return its faults, each with file and tensor."""
     try:
         with closing(opened(folder)) as files:
             files.check_sizes()

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model and an optimizer, and the optimizer's state dict that it stands for."""
+"""Compare a checkpoint with a model and an optimizer, and build the optimizer's state dict from it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
-from accordion.checkpoint.optimizer_states import OwnStates
+from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
 
-LONGEST_NAME = 300  # letters of one that a message lists
+LONGEST_NAME = 300  # letters of a name in a message
 
 
-def differences(manifest: Manifest, found: Contents, own: OwnStates | None = None) -> list[str]:
-    """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
-    wanted = found.of_model()
+def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:
+    """Return the differences between the checkpoint and `contents`, each naming both sides; empty if the checkpoint fits."""
+    wanted = contents.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
     used = set(sources.values())
     missing = [name for name, source in sources.items() if source not in manifest.tensors]
     surplus = [name for name in manifest.tensors if name.startswith("model/") and name not in used] if wanted else []
-    # A tie that the model has and the checkpoint has not is worth a word.
-    ties = {name: f"{name} (the model ties it to {source})" for name, source in found.aliases.items()}
+    # A surplus tensor may be one that the model, other than the checkpoint, ties to another.
+    ties = {name: f"{name} (the model ties it to {source})" for name, source in contents.aliases.items()}
     shapes, kinds = [], []
     for name, source in sources.items():
         if (entry := manifest.tensors.get(source)) is None:
@@ -43,106 +43,104 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
         *_listed("of another shape", shapes),
         *_listed("of another kind", kinds),
     ]
-    if found.optimizer is not None:
-        unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
-    return unlike + ([own.why] if own is not None and own.why is not None else [])
+    if contents.optimizer is not None:
+        unlike += _optimizer_differences(manifest.optimizer, contents.optimizer)
+    return unlike + ([states.why] if states is not None and states.why is not None else [])
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
-    """One line for all `names`, none if there are none."""
+    """Return a list of one line for all `names`, empty if there are none."""
     names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 
-def _optimizer_differences(saved: Json, own: Json) -> list[str]:
+def _optimizer_differences(saved: Json, current: Json) -> list[str]:
     if saved is None:
         return ["it was saved without an optimizer; load it without one"]
-    if not _is_related(saved, own):
-        names = [optimizer_name(words) for words in (saved, own)]
-        return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states mean other things"]
-    theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, own))
+    if not _is_related(saved, current):
+        names = [optimizer_name(words) for words in (saved, current)]
+        return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states have other meanings"]
+    theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, current))
     unlike = []
     if len(theirs) != len(ours):
         unlike.append(f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}")
     all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
     for i, our in enumerate(ours):
-        where = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
-        unlike += _listed(where, (name for name in our if name not in all_theirs))
+        text = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
+        unlike += _listed(text, (name for name in our if name not in all_theirs))
     for i, their in enumerate(theirs):
         unlike += _listed(
             f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
         )
-    for i, their in enumerate(_sources(saved, own)):
+    for i, their in enumerate(_sources(saved, current)):
         if len(their) > 1:
-            told = ", ".join(map(str, their))
+            numbers = ", ".join(map(str, their))
             unlike.append(
-                f"parameter group {i} is of groups {told} of the checkpoint, so that its options stay its own"
+                f"parameter group {i} has parameters of the checkpoint's groups {numbers}, so it keeps its current options"
             )
         elif their and their != [i]:
             unlike.append(
-                f"parameter group {i} is group {their[0]} of the checkpoint (with strict=False it takes that one's options)"
+                f"parameter group {i} is the checkpoint's group {their[0]} (with strict=False it takes the options of that group)"
             )
     return unlike
 
 
-def _is_related(saved: Json, own: Json) -> bool:
-    """Whether one of the two kinds of optimizers is the other, or made of it; a converted checkpoint names none."""
-    theirs, ours = saved.get("kind") or [], own["kind"]
+def _is_related(saved: Json, current: Json) -> bool:
+    """Return True if the two optimizer classes are the same, or one inherits from the other, or the saved one is not known."""
+    theirs, ours = saved.get("kind") or [], current["kind"]
     return not theirs or theirs[0] in ours or ours[0] in theirs
 
 
-def _sources(saved: Json, own: Json) -> list[list[int]]:
-    """For each group of the optimizer, those of the checkpoint that have parameters of it."""
+def _sources(saved: Json, current: Json) -> list[list[int]]:
+    """Return, for each group of the optimizer, the indices of the checkpoint's groups that contain any of its parameters."""
     theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
-    return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in own["groups"]]
+    return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in current["groups"]]
 
 
 def restored(
-    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer, own: OwnStates | None = None
+    manifest: Manifest, contents: Contents, optimizer: torch.optim.Optimizer, states: RankStates | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled. `own`: of this rank.
+    """Return (the state dict to load into `optimizer`, its tensors by name, which are still to be filled).
 
-    What the checkpoint does not hold, or in another shape, stays as it is; `differences` says so.
+    States that the checkpoint does not have, or has in another shape, stay as they are; `differences` reports them.
     """
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
-        if own is not None and param is not None and name.startswith(own.prefix):
-            state, local = own.tensor(manifest, name, param, found.tensors.get(name.removeprefix(own.prefix)))
+        if states is not None and param is not None and name.startswith(states.prefix):
+            state, local = states.tensor(manifest, name, param, contents.tensors.get(name.removeprefix(states.prefix)))
             if local.numel():
-                made[name] = local
+                tensors[name] = local
             return state
         if name not in manifest.tensors:
             raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
-        made[name] = _fitting(name, manifest.tensors[name], param, found.tensors.get(name))
-        return made[name]
+        tensors[name] = _fitting(name, manifest.tensors[name], param, contents.tensors.get(name))
+        return tensors[name]
 
-    words, now = manifest.optimizer, optimizer.state_dict()
-    if words is None or not _is_related(words, found.optimizer):
-        return now, made
+    words, current = manifest.optimizer, optimizer.state_dict()
+    if words is None or not _is_related(words, contents.optimizer):
+        return current, tensors
     groups = []
-    for group, sources in zip(now["param_groups"], _sources(words, found.optimizer), strict=True):
+    for group, sources in zip(current["param_groups"], _sources(words, contents.optimizer), strict=True):
         options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
         groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
-    state = now["state"] | decode(words.get("shared", {}), partial(tensor_for, None))
-    for group, ours in zip(groups, found.optimizer["groups"], strict=True):
+    state = current["state"] | decode(words.get("shared", {}), partial(tensor_for, None))
+    for group, ours in zip(groups, contents.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
-            param, entry = found.params[name], manifest.tensors.get("model/" + name)
-            fits = (entry is None or entry.shape == tuple(param.shape)) and not (own and name in own.misfits)
+            param, entry = contents.params[name], manifest.tensors.get("model/" + name)
+            fits = (entry is None or entry.shape == tuple(param.shape)) and not (states and name in states.misfits)
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:
-                saved = words["state"][name] if own is None else own.put_into(name, words["state"][name])
+                saved = words["state"][name] if states is None else states.put_into(name, words["state"][name])
                 state[index] = decode(saved, partial(tensor_for, param))
                 if not isinstance(state[index], dict):
                     raise CheckpointError(f"the optimizer's state of {name} is no dict.")
-    return {"state": state, "param_groups": groups}, made
+    return {"state": state, "param_groups": groups}, tensors
 
 
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None) -> Tensor:
-    """A tensor of the optimizer to be filled: the one that is present if it fits, else one placed like its parameter.
-
-    A count of steps is never placed like a parameter, though a 0-d parameter has its shape: torch keeps it plain.
-    """
+    """Return the tensor of the optimizer to fill: `present` if it fits, else a new one placed like its parameter."""
+    # A count of steps is a plain tensor in torch, also if its parameter is 0-d, like the count itself.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
     placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own rows into its own file, and rank 0 the manifest that makes it one."""
+"""Save a checkpoint: each rank writes its rows into its own file, then rank 0 writes the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
-from accordion.checkpoint.collective import Team, told_as
+from accordion.checkpoint.collective import Team, encodable
 from accordion.checkpoint.contents import (
     Contents,
     Stateful,
@@ -56,33 +56,31 @@ def save(
     keep: int = 0,
     only: Only = None,
 ) -> Saving:
-    """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; called by all ranks together.
+    """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; return a handle with `wait()`.
 
-    `path`: folder that is made, on storage that all ranks see; an older checkpoint of that name is replaced. Or a URL such as
-    `s3://bucket/run/step-100`, through fsspec, where nothing is replaced. `extra`: numbers, strings, lists, tuples and dicts
-    to keep beside the tensors; rank 0's are taken. `state`: objects whose `state_dict()` is kept for each rank by itself: a
-    scheduler, a scaler, a data loader, `RandomState()`. `keep`: then remove all but so many of the newest good checkpoints
-    beside it whose names differ in the number at their end alone; 0 keeps all.
+    Collective. The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank if one of them failed, and,
+    before anything is written, if models, optimizers, options or states that must be equal differ between ranks.
 
-    `only`: which tensors of the model: "trained", the parameters that require a gradient, so that adapters are saved without
-    their base; a pattern of names; a function (name, tensor) -> bool, the same on all ranks. `load` is given it too. `()`: none
-    of them, the optimizer's states alone.
-
-    `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
-    where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.
-
-    `rank_states`: states of the optimizer that are neither shaped like their shard nor equal on all ranks (scales of blocks of
-    an 8-bit optimizer, a vector for each matrix) are kept for each rank, and load on as many ranks under the same cut alone.
-    Without it they are refused: no rank's is right for another.
-
-    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed, and, before
-    anything is written, where ranks hold other models, optimizers, options or such states.
+    Args:
+        path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
+            such as `s3://bucket/run/step-100`, where nothing is replaced.
+        extra: numbers, strings, lists, tuples and dicts to save with the tensors; those of rank 0 are saved.
+        state: objects whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader, `RandomState()`.
+        rank_states: save optimizer states that are neither shaped like their shard nor equal on all ranks (block scales of an
+            8-bit optimizer, a vector for each matrix) for each rank; they load on as many ranks with the same shards only.
+            Without it such states raise `CheckpointError`.
+        background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
+            if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
+        keep: afterwards remove all but so many of the newest good checkpoints next to it, of those whose names differ only in
+            the number at the end; 0 keeps all.
+        only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);
+            a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. `load` needs it too.
     """
     engine = engine_of(model)
     if engine is not None:
         if engine.suspended:
             raise UsageError(
-                "save does not work inside full_params, where the parameters are no shards; leave it first."
+                "save does not work inside full_params, because the parameters are not sharded there; leave it first."
             )
         settle(engine, "saves a checkpoint")
         compare_replicas(engine)
@@ -97,10 +95,14 @@ def save(
         return folder_at(path)
 
     target = team.agree(checked)
-    found, own = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
+    saved_once, rank_tensors = same_on_all(
+        team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states
+    )
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
-    own |= team.agree(lambda: _state_tensors(state or {}, team))
-    form, plan = team.agree(lambda: (_form(found, team, encode(extra, "extra")), _layout(found, own, team)))
+    rank_tensors |= team.agree(lambda: _state_tensors(state or {}, team))
+    form, plan = team.agree(
+        lambda: (_form(saved_once, team, encode(extra, "extra")), _layout(saved_once, rank_tensors, team))
+    )
     job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
         job.run(team.agree)
@@ -110,39 +112,36 @@ def save(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """All that a save will write on this rank, decided before it writes any of it.
-
-    `name`: of this save, the same on all ranks. `place`: rank 0's target, in words. `form`: the manifest without files.
-    """
+    """Everything that a save will write on this rank."""
 
     target: Folder
-    name: str
-    place: str
-    form: Manifest
+    name: str  # unique for each save, the same on all ranks
+    place: str  # the target of rank 0 as text
+    form: Manifest  # without files
     plan: FileLayout
     team: Team
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
+        """Write the checkpoint. `host`: the bytes of this rank's parts in host memory; None reads them from their devices."""
         leads = self.team.leads
-        made: list[Folder] = []
+        drafts: list[Folder] = []
         try:
-            agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
-            begun = made[0] if made else self.target.begun(self.name)
-            agree(lambda: self._write_own(begun, host) if self.plan.parts else None)  # no file where it has none
-            # From the rename on it is a checkpoint.
+            agree(lambda: drafts.append(self.target.begin(self.name)) if leads else None)
+            begun = drafts[0] if drafts else self.target.begun(self.name)
+            agree(lambda: self._write_file(begun, host) if self.plan.parts else None)
+            # The rename in `commit` makes the folder a checkpoint.
             agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
         except BaseException:
-            for one in made:
-                with suppress(Exception):  # the first failure is what counts
+            for one in drafts:
+                with suppress(Exception):  # the first error is the one to raise
                     one.discard()
             raise
         agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
-    def _write_own(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's parts of all tensors."""
-        if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
+    def _write_file(self, begun: Folder, host: memoryview | None) -> None:
+        """Write this rank's file."""
+        if isinstance(begun, Local) and not begun.path.is_dir() and encodable(str(self.target)) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
                 "that all of them share."
@@ -150,42 +149,42 @@ class SaveJob:
         write(begun, file_name(self.team.index), self.plan, host)
 
 
-def _layout(found: Contents, own: Mapping[str, Tensor], team: Team) -> FileLayout:
-    """Lay out this rank's file. `own`: tensors that this rank keeps for itself."""
+def _layout(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
+    """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`."""
     parts = []
-    for name, tensor in found.tensors.items():
+    for name, tensor in saved_once.tensors.items():
         box = own_box(name, tensor)
-        mine = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
-        if mine and box.numel:
+        is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
+        if is_writer and box.numel:
             parts.append(WritePart(name, box, local_data(tensor)))
-    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in own.items() if t.numel()]
+    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in rank_tensors.items() if t.numel()]
     return layout(parts, team.index)
 
 
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
-    """Return what this rank keeps of `state`: JSON as a tensor of bytes, and the tensors to which it refers."""
+    """Return the tensors that this rank saves for `state`, by name: JSON as bytes, and the tensors to which it refers."""
     if not state:
         return {}
-    where = state_name(team.index)
+    state_key = state_name(team.index)
     tensors: dict[str, Tensor] = {}
-    words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
+    words = encode({key: thing.state_dict() for key, thing in state.items()}, state_key, tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise CheckpointError(
                 f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
             )
-    return {where: as_bytes(words), **tensors}
+    return {state_key: as_bytes(words), **tensors}
 
 
-def _form(found: Contents, team: Team, extra: Json) -> Manifest:
-    """The manifest with every tensor and no chunk."""
+def _form(saved_once: Contents, team: Team, extra: Json) -> Manifest:
+    """Return the manifest with all tensors but without files and chunks."""
     tensors = {
         name: TensorEntry(
             dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()
         )
-        for name, tensor in found.tensors.items()
+        for name, tensor in saved_once.tensors.items()
     }
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in found.tensors.values() if isinstance(tensor, DTensor))
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in saved_once.tensors.values() if isinstance(tensor, DTensor))
     saved_by: dict[str, Any] = {
         "torch": torch.__version__,
         "num_ranks": len(team.ranks),
@@ -196,8 +195,8 @@ def _form(found: Contents, team: Team, extra: Json) -> Manifest:
         piece_bytes=PIECE_BYTES,
         files={},
         tensors=tensors,
-        aliases=found.aliases,
-        optimizer=found.optimizer,
+        aliases=saved_once.aliases,
+        optimizer=saved_once.optimizer,
         extra=extra,
         saved_by=saved_by,
     )

@@ -1,4 +1,4 @@
-"""Safetensors files for others, written one tensor at a time: host memory holds the tensor that is being written alone."""
+"""Write safetensors files for other programs one tensor at a time, with only that tensor in host memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import UsageError
 
-CAST_ELEMENTS = 2**20  # at once: a cast of the whole would be a second tensor in memory
-PLAIN = {"format": "pt"}  # what transformers asks of a file
+CAST_ELEMENTS = 2**20  # cast at once, because a cast of the whole tensor would be a second one in memory
+PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that is read when it is written. `dtype`: in which it is written; what `read` gives may be in another."""
+    """A tensor to write in `dtype`; `read` returns it when it is needed, possibly in another dtype."""
 
     name: str
     dtype: torch.dtype
@@ -38,14 +38,14 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> TensorSource:
-        """The same, written in `dtype` where it has floating-point numbers."""
+        """Return a source that writes this tensor in `dtype`; itself if `dtype` is None or the tensor has no floats."""
         return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
 
     def pieces(self) -> Iterator[memoryview]:
-        """Its bytes, in parts; it is let go of with the last one."""
+        """Iterate over the bytes of the tensor in blocks, and free it after the last one."""
         tensor = self.read().detach()
         assert tuple(tensor.shape) == self.shape, (
-            f"{self.name} is {tuple(tensor.shape)} and was said to be {self.shape}"
+            f"{self.name} has the shape {tuple(tensor.shape)} and was described with {self.shape}"
         )
         flat = tensor.contiguous().view(-1)
         del tensor
@@ -57,14 +57,14 @@ class TensorSource:
 
 
 def write_data(file: BinaryIO, source: TensorSource) -> None:
-    """Write the bytes of one tensor, of which nothing is left in memory then."""
+    """Write the bytes of one tensor and free it."""
     for piece in source.pieces():
         file.write(piece)
 
 
 def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
-    """One file. `about`: texts that go into its header."""
-    ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # each begins at a multiple of its element
+    """Write `sources` to a safetensors file at `path`, with the texts `about` as the metadata in its header."""
+    ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # aligns each tensor to its elements' size
     head = header([(s.name, code_of(s.name, s.dtype), s.shape) for s in ordered], about)
     with path.open("wb") as file:
         file.write(head)
@@ -73,7 +73,7 @@ def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mappin
 
 
 def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:
-    """A folder as transformers writes it: one file, or several of at most `shard_bytes` with an index. Their names."""
+    """Write `sources` to `folder` as one file, or several of at most `shard_bytes` with an index; return the files' names."""
     shards: list[list[TensorSource]] = [[]]
     for source in sources:
         if shards[-1] and sum(s.num_bytes for s in shards[-1]) + source.num_bytes > shard_bytes:
@@ -85,18 +85,18 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(folder / name, shard)
-    where = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
+    file_of = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
     total = sum(source.num_bytes for source in sources)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
     (folder / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return [*names, HF_INDEX]
 
 
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
-    """An empty folder beside `at`, which nobody takes for it; removed at the end, whatever came of it.
+    """Context manager for a new hidden folder next to `at`, which is removed at the end unless it was renamed.
 
-    Raises `UsageError` where `at` is taken, or nothing can be made beside it.
+    Raises `UsageError` if `at` exists, or nothing can be created next to it.
     """
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
@@ -104,7 +104,7 @@ def draft_of(at: Path) -> Iterator[Path]:
     try:
         begun.mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"{at} cannot be made: {error.strerror or error}.") from None
+        raise UsageError(f"{at} cannot be created: {error.strerror or error}.") from None
     try:
         yield begun
     finally:

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: only regular ones are opened, and what their words say is checked before it is used."""
+"""Read files of unknown origin: only regular files are opened, and their headers are checked before they are used."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
 SHOWN = 8  # tensors that a message names
-LENGTH_BYTES = 8  # before the header of a safetensors file
+LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file: its bytes [at, end) from the file's first on."""
+    """A tensor of a safetensors file, with the range [at, end) of its bytes in the file."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class StoredTensor:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A regular file. Raises `CheckpointError` for every other: a pipe would wait for its writer, a device has no end."""
+    """Open a regular file for reading. Raises `CheckpointError` if it is a pipe or a device, or cannot be opened."""
     try:
         return open_regular(path)
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def opened(path: Path) -> BinaryIO:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Context manager that raises a `CheckpointError` which begins with `what` for what broken words make of their reader."""
+    """Context manager that turns errors from damaged or forged values into a `CheckpointError` that begins with `what`."""
     try:
         yield
     except CheckpointError as error:
@@ -61,12 +61,12 @@ def named(what: str) -> Iterator[None]:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file."""
+    """Return the number of bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 
 def mapped(path: Path, stored: StoredTensor) -> Tensor:
-    """Return a tensor that has elements; its memory is the file's, and writes to it never reach the file."""
+    """Return the tensor `stored`, which must not be empty, mapped from the file; writes to it never change the file."""
     with opened(path) as file:
         size = stored.end - stored.at
         data = torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8, offset=stored.at, shape=(size,)))
@@ -74,21 +74,21 @@ def mapped(path: Path, stored: StoredTensor) -> Tensor:
     return (data if stored.at % dtype.itemsize == 0 else data.clone()).view(dtype).view(stored.shape)
 
 
-def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
-    """Raise `UsageError` for weights that mean nothing without their scales, by config.json or by names of tensors."""
-    said = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
+def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
+    """Raise `UsageError` if weights are quantised, by their config.json or the names of tensors. `source`: for the message."""
+    settings = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
     scale = next((name for name in names if QUANTISED.search(name)), None)
-    if said is None and scale is None:
+    if settings is None and scale is None:
         return
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
     raise UsageError(
-        f"{where} is quantised ({method or scale or 'as its config.json says'}), and its weights are read without their scales; "
-        "load it with transformers, call dequantize() on the model, save_pretrained() it, and take that folder."
+        f"{source} is quantised ({method or scale or 'according to its config.json'}), and Accordion does not read the scales of "
+        "weights; load it with transformers, call dequantize() on the model, save_pretrained() it, and use that folder."
     )
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Return tensors' names without the prefixes of torch.compile, of checkpointing and, if all have it, of DDP."""
+    """Return a dict from each name to the name without prefixes of torch.compile, checkpointing and, if all have it, DDP."""
     plain_of = {name: without_wrappers(name) for name in names}
     while plain_of and all(plain.startswith("module.") for plain in plain_of.values()):
         plain_of = {name: plain.removeprefix("module.") for name, plain in plain_of.items()}
@@ -99,9 +99,9 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file in the order of their bytes, which they fill without gaps and overlaps.
+    """Return the tensors of a safetensors file, in the order of their bytes.
 
-    Raises `CheckpointError` where the header says anything else, a key twice, or what no file of its size can hold.
+    Raises `CheckpointError` if they do not fill the file without gaps and overlaps, or if the header has a key twice.
     """
     with opened(path) as file, named(f"{path} is no safetensors file"):
         try:
@@ -129,10 +129,10 @@ def stored_in(head: bytes, start: int) -> list[StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return each tensor of a folder of safetensors and the file that holds it, without reading any data.
+    """Return (file, tensor) by name for each tensor of a folder of safetensors, from the headers alone.
 
-    Raises `CheckpointError` unless there is a single file or an index, each tensor that the index promises is in its file, and
-    no tensor is in two files.
+    Raises `CheckpointError` unless there is a single file or an index, each tensor in the index is in its file, and no tensor
+    is in two files.
     """
     if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
         return read_files(folder, [HF_SINGLE])
@@ -152,22 +152,20 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
 def read_files(
     folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return each tensor of the files `names` and its file. `promised`: the file of each tensor by the index, which decides."""
+    """Return (file, tensor) by name for tensors in the files `names`, without those that `promised` says are in another file."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
         for stored in read_header(folder / name):
-            if promised.get(stored.name, name) != name:  # a copy beside the one that the index names
+            if promised.get(stored.name, name) != name:  # a copy of the one that the index names
                 continue
             if stored.name in tensors:
-                raise CheckpointError(
-                    f"{stored.name} lies in {tensors[stored.name][0].name} and in {name} of {folder}."
-                )
+                raise CheckpointError(f"{stored.name} is in {tensors[stored.name][0].name} and in {name} of {folder}.")
             tensors[stored.name] = folder / name, stored
     return tensors
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor as the index of a folder of safetensors says: the plain names of files in it."""
+    """Return the file name of each tensor from the index in `folder`. Raises `CheckpointError` for anything but plain names."""
     path = folder / HF_INDEX
     with opened(path) as file, named(f"{path} is no index of safetensors"):
         places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
@@ -179,9 +177,9 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `CheckpointError` for a name that is no Unicode text, as half of a pair of surrogates is not."""
+    """Raise `CheckpointError` if a name is not valid Unicode, such as half of a surrogate pair."""
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise CheckpointError(f"the name {ascii(name)[:100]} is no Unicode text.") from None
+            raise CheckpointError(f"the name {ascii(name)[:100]} is not valid Unicode.") from None

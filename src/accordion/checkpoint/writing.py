@@ -1,4 +1,4 @@
-"""The files of a checkpoint: the layout of one rank's file, a copy of it in host memory, writing it, and the manifest of all."""
+"""Write the files of a checkpoint: lay out and write one rank's file, and describe the files of all ranks in the manifest."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ from accordion.offload.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """The box of a tensor that this rank writes; `data`: its elements, on any device.
+    """A box of the tensor `name` that this rank writes.
 
-    `read`: returns the elements when they are written, if `data` is on meta.
+    Args:
+        data: its elements on any device; a meta tensor if `read` returns them when they are written.
     """
 
     name: str
@@ -58,7 +59,7 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """What a file holds, in this order, from its first byte on: `head`, the bytes of each part, and `sums_bytes` of sums."""
+    """The layout of one rank's file: `head`, the bytes of each part, and `sums_bytes` of checksums of the kind `kind`."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -67,15 +68,16 @@ class FileLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parts alone."""
+        """Number of bytes of the parts alone."""
         return sum(part.num_bytes for part in self.parts)
 
 
 def layout(parts: Iterable[WritePart], rank: int) -> FileLayout:
-    """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size.
+    """Return the layout of a file of `rank` with `parts`.
 
     The last tensor holds the checksums of the parts as JSON: {entry name: [sum of each piece, ...]}.
     """
+    # Large elements come first, so that each part begins at a multiple of its element's size.
     parts = tuple(sorted(parts, key=lambda part: -part.data.element_size()))
     kind = kind_here()
     zero = "0" * DIGITS[kind]
@@ -98,9 +100,9 @@ def _as_json(sums: dict[str, list[str]]) -> bytes:
 def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None = None) -> None:
     """Write the file that `plan` lays out, and wait until it is on the disk.
 
-    `host`: the bytes of its parts, where they were copied. Without it they are copied from their devices one at a time:
-    safetensors' own writer wants all tensors in host memory at once and refuses views of one storage, which shards are.
+    `host`: the bytes of its parts in host memory; if None, they are copied from their devices one at a time.
     """
+    # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
     with folder.create(name, len(plan.head) + plan.num_bytes + plan.sums_bytes) as file:
@@ -112,42 +114,39 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
             else:
                 data = host[at : at + part.num_bytes]
                 at += part.num_bytes
-            sums[_entry_name(part)] = own = []
+            sums[_entry_name(part)] = part_sums = []
             for start, end in pieces(0, len(data), PIECE_BYTES):
                 total = begin()
-                # In the processor's cache still when it is written: that sums it in a quarter of the time.
+                # Summed and written in small blocks, which stay in the processor's cache: a quarter of the time of whole pieces.
                 for a, b in pieces(start, end, SUMMED_BYTES):
                     total.update(data[a:b])
                     file.write(data[a:b])
-                own.append(total.hexdigest())
+                part_sums.append(total.hexdigest())
         text = _as_json(sums)
-        assert len(text) == plan.sums_bytes, "layout() knows how long checksums are"
+        assert len(text) == plan.sums_bytes, "layout() computed the length of all checksums"
         file.write(memoryview(text))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
+    """Return the memory of a contiguous tensor on the host."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
 
 
 class HostBuffer:
-    """Owns host memory into which parts are copied: pinned where there is an accelerator, used again by the next copy.
-
-    An arena, since torch's pinned allocator would take up to twice as much.
-    """
+    """Host memory for copies of a rank's parts, pinned if there is an accelerator, and reused by the next copy."""
 
     def __init__(self) -> None:
-        self._held: Arena | None = None
+        self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
 
     def copy(self, plan: FileLayout) -> memoryview:
-        """A copy of the bytes of all parts; it stands when this returns."""
+        """Copy all parts to the buffer and return their bytes; waits until the copies are complete."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
-        if self._held is None or self._held.num_bytes < plan.num_bytes:
-            self._held = None  # the old one goes first
-            self._held = Arena(
+        if self._arena is None or self._arena.num_bytes < plan.num_bytes:
+            self._arena = None  # frees the old arena before the new one is allocated
+            self._arena = Arena(
                 plan.num_bytes, device or torch.device("cpu"), "a save in the background", "save with background=False"
             )
-        memory, at = self._held.memory, 0
+        memory, at = self._arena.memory, 0
         for part in plan.parts:
             into = memory[at : at + part.num_bytes].view(part.data.dtype).view(part.data.shape)
             into.copy_(part.data, non_blocking=device is not None)
@@ -161,7 +160,7 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return `form` with the chunks in the files of `folder`. Raises `CheckpointError` if these do not make it complete."""
+    """Return `form` with the files and chunks in `folder`. Raises `CheckpointError` if these are not all of its tensors."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}
@@ -175,9 +174,7 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} went away while it was written; no other job may save under this name."
-        ) from None
+        raise CheckpointError(f"{folder} was removed during the save; no other job may save under this name.") from None
     for file_name in names:
         with closing(folder.open(file_name)) as reader:
             head = _read(reader, 0, LENGTH_BYTES)
@@ -185,13 +182,13 @@ def described(form: Manifest, folder: Folder) -> Manifest:
             *stored, last = stored_in(head[LENGTH_BYTES:], len(head))  # `layout` puts the sums last
             text = _read(reader, last.at, last.end)
         files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
-        own_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]
-        sums = {**json.loads(text), last.name: own_sums}
-        for held in (*stored, last):
-            name, offset = split_entry_name(held.name)
-            chunk = TensorChunk(file_name, Box(offset, held.shape), held.at, tuple(sums[held.name]))
+        last_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]
+        sums = {**json.loads(text), last.name: last_sums}
+        for part in (*stored, last):
+            name, offset = split_entry_name(part.name)
+            chunk = TensorChunk(file_name, Box(offset, part.shape), part.at, tuple(sums[part.name]))
             if name.startswith(OF_RANKS):
-                of_ranks[name] = TensorEntry(dtype=held.dtype, shape=held.shape, placements=None, chunks=(chunk,))
+                of_ranks[name] = TensorEntry(dtype=part.dtype, shape=part.shape, placements=None, chunks=(chunk,))
             else:
                 chunks[name].append(chunk)
     tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}
@@ -200,8 +197,8 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         return parse(dump(manifest))
     except CheckpointError as error:
         raise CheckpointError(
-            f"the files in {folder}, {', '.join(files) or 'none'}, do not make a checkpoint ({error}); it needs storage that all "
-            "ranks share, and nobody else writing there."
+            f"the files in {folder}, {', '.join(files) or 'none'}, do not make a checkpoint ({error}); all ranks must share the "
+            "storage, and no other job may write there."
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept: local disks and remote storage."""
+"""Folders that hold checkpoints, on local file systems and on remote storage."""

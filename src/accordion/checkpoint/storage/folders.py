@@ -16,10 +16,10 @@ from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.storage.direct import LocalReader, created
 from accordion.errors import CheckpointError, UsageError
 
-NUM_TRIES = 3  # to find the folder of a name, which none has between the two renames of a save
-SAVING = "saving.json"  # in a folder of remote storage while a job saves there: which job, and which save
-BLOCK_BYTES = 4 * 2**20  # that are fetched at once
-STALE_S = 900.0  # without which a job of another machine is taken for dead
+NUM_TRIES = 3  # to find a folder, since between the two renames of a save none has its name
+SAVING = "saving.json"  # in a folder of remote storage while a job saves there: names the job and the save
+BLOCK_BYTES = 4 * 2**20  # fetched at once
+STALE_S = 900.0  # age of `SAVING` at which a job on another machine is considered dead
 
 
 Folder: TypeAlias = "Local | Remote"
@@ -27,12 +27,12 @@ Reader: TypeAlias = "LocalReader | RemoteReader"
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """The folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec.
+    """Return the folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec.
 
-    Raises `UsageError` for what is no path; the current folder is called ".".
+    Raises `UsageError` for anything else, also for an empty string.
     """
     if path is None:
-        raise UsageError("the path is None; where `latest` gave it, there is no checkpoint yet.")
+        raise UsageError("the path is None; if `latest` returned it, there is no checkpoint yet.")
     try:
         text = os.fspath(path)
     except TypeError:
@@ -46,12 +46,12 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder to read a checkpoint from."""
+    """Return the folder from which to read the checkpoint at `path`; see `readable`."""
     return readable(folder_at(path))
 
 
 def readable(folder: Folder) -> Folder:
-    """Return `folder`, or, during or after a killed replacement of its checkpoint, the folder that has the older one."""
+    """Return `folder`, or the hidden folder with the older checkpoint if a save is replacing it, or was killed while it did."""
     if isinstance(folder, Local):
         for _ in range(NUM_TRIES):
             if os.path.lexists(folder.path):
@@ -62,9 +62,9 @@ def readable(folder: Folder) -> Folder:
 
 
 class Local:
-    """A folder of a file system that holds the files of one checkpoint, or checkpoints.
+    """A folder of a file system that holds the files of one checkpoint, or several checkpoints.
 
-    The one that `begin` returned owns the lock of its checkpoint's name.
+    The folder that `begin` returned holds the lock of its checkpoint's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,20 +75,20 @@ class Local:
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
-        """Return the files and their bytes. Raises `FileNotFoundError` or `NotADirectoryError` if it is no folder."""
-        found = {}
+        """Return the size of each file. Raises `FileNotFoundError` or `NotADirectoryError` if this is no folder."""
+        sizes = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # it goes while we look
+                with suppress(FileNotFoundError):  # another job may remove it meanwhile
                     if entry.is_file():
-                        found[entry.name] = entry.stat().st_size
-        return found
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in it but hidden ones, and of checkpoints that are being replaced."""
+        """Return the names of the folders in this one that are not hidden, and of checkpoints that are being replaced."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
-            for _ in range(2):  # because a folder that is renamed meanwhile may be missing in one listing
+            for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
                 with os.scandir(self.path) as entries:
                     for entry in entries:
                         name = claims.replaced(entry.name) or entry.name
@@ -106,30 +106,30 @@ class Local:
         return (self.path / name).read_bytes()
 
     def written_at(self, name: str) -> int:
-        """Return when a file was last written, in ns."""
+        """Return the time in ns at which a file was last written."""
         return (self.path / name).stat().st_mtime_ns
 
     def mark(self) -> tuple[int, ...] | None:
-        """Return a value that changes when another checkpoint takes this name; None if there is none at the moment."""
+        """Return a value that changes when another checkpoint takes this name; None if there is no checkpoint."""
         try:
-            found = os.stat(self.path / MANIFEST)
+            stat = os.stat(self.path / MANIFEST)
         except OSError:
             return None
-        return found.st_dev, found.st_ino, found.st_mtime_ns
+        return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """Return the checkpoint that a save of this name was replacing when it was killed, or is replacing now, if any."""
+        """Return the checkpoint that a save of this name is replacing, or was replacing when it was killed; None without one."""
         old = Local(claims.hidden(self.path, "old"))
         return old if old.mark() else None
 
     def begin(self, save: str) -> Local:
-        """Return an empty folder for a new checkpoint of this name, after removing what a killed save left there.
+        """Lock this name, remove leftovers of killed saves, and return an empty hidden folder for a new checkpoint.
 
-        Raises `CheckpointError` if this name belongs to something else or another job is saving under it, `UsageError` if
-        nothing can have it.
+        Raises `CheckpointError` if the name is taken by something else or another job is saving under it, `UsageError` if no
+        checkpoint can have it.
 
         Args:
-            save: 8 hexadecimal digits that no other save has, so that no two of them ever write into one folder.
+            save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
         """
         path = self.path
         claims.check_name(path)
@@ -151,28 +151,29 @@ class Local:
         return begun
 
     def begun(self, save: str) -> Local:
-        """Return what `begin` returned on the rank that called it."""
+        """Return the folder that `begin` returned on the rank that called it, without the lock."""
         return Local(claims.hidden(self.path, f"{save}.tmp"))
 
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[Any]:
-        """Context manager for a file of `num_bytes` with `write(memoryview)`; at its end the file is on the disk."""
+        """Context manager for a new file of `num_bytes` with `write(memoryview)`; at its end the file is on the disk."""
         if not self.path.is_dir():
             raise CheckpointError(
-                f"{self.path}, made by rank 0, is not seen here; checkpoints need storage that all ranks share, and no other "
-                "job that saves under this name."
+                f"{self.path}, which rank 0 created, does not exist on this rank; all ranks must share the storage, and no other "
+                "job may save under this name."
             )
         with _with_path(self.path / name), created(self.path / name, num_bytes) as file:
             yield file
 
     def commit(self, begun: Folder, manifest: bytes) -> None:
-        """Write the manifest into what `begin` returned on this rank, and make that the checkpoint of this name."""
+        """Write the manifest into `begun`, the folder that `begin` returned on this rank, and give it this folder's name."""
         assert isinstance(begun, Local)
         with begun.create(MANIFEST, len(manifest)) as file:
             file.write(memoryview(manifest))
-        now = time.time_ns()
-        with suppress(OSError):  # a time of its own: file systems write the last tick's, which two saves may share
-            os.utime(begun.path / MANIFEST, ns=(now, now))
+        time_ns = time.time_ns()
+        # The precise time, because the file system's clock is so coarse that two saves may have the same one.
+        with suppress(OSError):
+            os.utime(begun.path / MANIFEST, ns=(time_ns, time_ns))
         _sync(begun.path)
         claims.check_free(self.path)
         old = claims.hidden(self.path, "old")
@@ -181,11 +182,11 @@ class Local:
                 self.path.rename(old)
             begun.path.rename(self.path)
         except OSError as error:
-            with suppress(OSError):  # it was not replaced
+            with suppress(OSError):  # the older checkpoint gets its name back
                 old.rename(self.path)
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-            raise CheckpointError(  # on a file system without locks
+            raise CheckpointError(  # possible on a file system without locks
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
         _sync(self.path.parent)
@@ -194,7 +195,7 @@ class Local:
             begun._lock.release()
 
     def discard(self) -> None:
-        """Remove what `begin` returned. Raises `OSError`."""
+        """Remove this folder, which `begin` returned, and unlock its name. Raises `OSError`."""
         try:
             if self.path.exists():
                 claims.remove(self.path)
@@ -203,12 +204,12 @@ class Local:
                 self._lock.release()
 
     def remove(self, mark: object) -> None:
-        """Remove this checkpoint, unless a job saves under its name or has done so since `mark`. Raises `OSError`."""
+        """Remove this checkpoint, unless a job is saving under its name or `mark()` has changed. Raises `OSError`."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:
             return
-        except OSError:  # a full disk, on which this makes room
+        except OSError:  # on a full disk, where no lock file can be written, the removal makes space
             lock = None
         try:
             if self.mark() == mark:
@@ -219,15 +220,15 @@ class Local:
 
 
 class Remote:
-    """A folder of a storage that fsspec knows; a file appears there whole, a checkpoint with its manifest."""
+    """A folder of remote storage, through fsspec. Files appear there complete; the manifest makes them a checkpoint."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
-        self._save = ""  # that `begin` began
+        self._save = ""  # given to `begin`
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Raises `UsageError` where fsspec, or its package for this storage, is not installed."""
+        """Return the folder of `url`. Raises `UsageError` if fsspec, or its package for this storage, is not installed."""
         try:
             from fsspec.core import url_to_fs
         except ImportError:
@@ -271,18 +272,18 @@ class Remote:
         return int(self._storage.modified(self._at(name)).timestamp() * 1e9)
 
     def mark(self) -> object:
-        return 0  # nothing is replaced there
+        return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
         try:
-            held = self.sizes()
+            sizes = self.sizes()
         except FileNotFoundError:
-            held = {}
-        if MANIFEST in held:
-            raise CheckpointError(f"{self} is a checkpoint, and remote storage replaces none; pass another path.")
-        if any(not name.endswith(".safetensors") for name in held if name != SAVING):
+            sizes = {}
+        if MANIFEST in sizes:
+            raise CheckpointError(f"{self} is a checkpoint, and on remote storage none is replaced; pass another path.")
+        if any(not name.endswith(".safetensors") for name in sizes if name != SAVING):
             raise CheckpointError(f"{self} exists and is no checkpoint; pass another path or remove it.")
-        if SAVING in held and time.time() - self.written_at(SAVING) / 1e9 <= STALE_S:
+        if SAVING in sizes and time.time() - self.written_at(SAVING) / 1e9 <= STALE_S:
             host, pid = (self._owner().get(key) for key in ("host", "pid"))
             if type(pid) is int and (host != os.uname().nodename or (pid != os.getpid() and _is_alive(pid))):
                 raise CheckpointError(
@@ -292,13 +293,13 @@ class Remote:
         self._storage.makedirs(self._path, exist_ok=True)
         owner = {"save": save, "host": os.uname().nodename, "pid": os.getpid()}
         self._storage.pipe_file(self._at(SAVING), json.dumps(owner).encode())
-        for name in held.keys() - {SAVING}:
-            self._storage.rm_file(self._at(name))  # of a save that was killed
+        for name in sizes.keys() - {SAVING}:
+            self._storage.rm_file(self._at(name))  # left by a save that was killed
         self._save = save
         return self
 
     def _owner(self) -> dict[str, Any]:
-        """The words of the job that saves here, empty if there is none."""
+        """Return the content of `SAVING`: "save", "host" and "pid" of the job that saves here; empty if there is none."""
         try:
             owner = json.loads(self.read(SAVING))
         except (FileNotFoundError, ValueError):
@@ -309,14 +310,14 @@ class Remote:
         return self
 
     def fetch(self, into: Path) -> Path:
-        """Copy it into a folder and return where it is there. Raises `UsageError` if it is neither a file nor a folder."""
+        """Copy this file or folder into the folder `into`; return the copy's path. Raises `UsageError` if it does not exist."""
         if not self._storage.exists(self._path):
             raise UsageError(f"{self} is neither a file nor a folder.")
         self._storage.get(self._path, str(into / _last(self._path)), recursive=True)
         return into / _last(self._path)
 
     def put(self, source: Path) -> list[str]:
-        """Make it a copy of a file or a folder of files, and return the URLs. Raises `UsageError` if it exists."""
+        """Copy the file or folder `source` to this URL and return the URLs of the files. Raises `UsageError` if it exists."""
         if self._storage.exists(self._path):
             raise UsageError(f"{self} exists; pass another path or remove it.")
         self._storage.put(str(source), self._path, recursive=True)
@@ -340,7 +341,7 @@ class Remote:
         if self._owner().get("save") == self._save:
             self.remove(0)
 
-    def remove(self, mark: object) -> None:  # all have one mark: nothing is replaced there
+    def remove(self, mark: object) -> None:  # `mark()` never changes here
         with suppress(FileNotFoundError):
             self._storage.rm_file(self._at(MANIFEST))
         with suppress(FileNotFoundError):
@@ -348,7 +349,7 @@ class Remote:
 
 
 class RemoteReader:
-    """A file of remote storage. Each of its blocks is fetched once, and kept from its check to its use."""
+    """An open file of remote storage. Each block is fetched once and cached, since it is read to be checked and to be used."""
 
     def __init__(self, storage: Any, path: str) -> None:
         self.num_bytes = int(storage.size(path))
@@ -373,7 +374,7 @@ def _last(path: str) -> str:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one, or cannot be looked at: then whoever reads it says so."""
+    """Return True for a folder, and for an entry that cannot be examined, since reading it will raise the error."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -385,13 +386,13 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's
+    except (OSError, OverflowError):  # a process of another user
         return True
     return True
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it, and wait until their names are on the disk."""
+    """Create a folder and its parents, and wait until their names are on the disk."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
@@ -400,7 +401,7 @@ def _make(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk."""
+    """Wait until the names of the files in `folder` are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with _with_path(folder):
@@ -411,7 +412,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Context manager that puts `path` into an `OSError` without a name: a full disk does not tell which one it is."""
+    """Context manager that adds `path` to an `OSError` without a file name, as for a full disk."""
     try:
         yield
     except OSError as error:
