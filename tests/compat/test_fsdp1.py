@@ -224,9 +224,9 @@ def nested(mesh: DeviceMesh) -> None:
         "_fsdp_wrapped_module.first", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1",
     ]  # fmt: skip
     assert_same_state(without_counters(model), without_counters(expected), 1e-5)
-    with pytest.raises(UsageError, match="is for the outermost"):
+    with pytest.raises(UsageError, match="call it on the outermost"):
         model.first.clip_grad_norm_(1.0)
-    with pytest.raises(UsageError, match="is for the outermost"), model.first.no_sync():
+    with pytest.raises(UsageError, match="call it on the outermost"), model.first.no_sync():
         pass
 
 

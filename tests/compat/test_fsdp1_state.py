@@ -84,7 +84,7 @@ def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any])
         FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
     ):
         assert_same_tensors(by_older_name, found)
-    with pytest.raises(acc.UsageError, match="pass optim="):
+    with pytest.raises(acc.UsageError, match="as optim="):
         FSDP.shard_full_optim_state_dict(whole, model)
     if mesh.size() == 4:
         with pytest.raises(RuntimeError, match="Missing key"):

@@ -188,12 +188,12 @@ def test_meshes_that_do_not_lie_inside_are_refused(mesh: Any) -> None:
     model = experts.seeded()
     ours.fully_shard(model.blocks[0], mesh=mesh["edp", "ep"]._flatten("dp"))
     ours.fully_shard(model, mesh=mesh["edp"])
-    with pytest.raises(ValueError, match="shard the outermost module on all of them"):
+    with pytest.raises(ValueError, match="Shard the outermost module on the ranks of all meshes"):
         model(experts.tokens(0, 0))
     if not PLACES:
         return
     info = placed(mesh["edp"])
     info.mesh_info.shard_mesh_dim = None
     assert _torch.is_shard_placement_result(info)
-    with pytest.raises(ValueError, match="pass FSDPMeshInfo of one axis"):
+    with pytest.raises(ValueError, match="return an FSDPMeshInfo of one axis"):
         ours.fully_shard(experts.seeded(), mesh=mesh["edp"], shard_placement_fn=lambda p: info)

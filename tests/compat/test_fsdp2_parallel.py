@@ -160,7 +160,7 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
     if "shard" not in dims:
         return
     for match, dims_, build in (
-        ("make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
+        ("Make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
         ("each once", {"shard": "other"}, nn.Linear(8, 8)),
         ("must be Replicate", dims, spread(mesh, {"0.weight": [Shard(0)] * mesh.ndim})),
     ):

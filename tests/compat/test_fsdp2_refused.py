@@ -43,7 +43,7 @@ def test_what_is_refused_says_why(mesh) -> None:
     refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
-    refuses("no nn.Parameter", model, ignored_params={"head.weight"})
+    refuses("not an nn.Parameter", model, ignored_params={"head.weight"})
     refuses("divides the 4 ranks", model, reshard_after_forward=3)
     refuses("divides the 4 ranks", model, reshard_after_forward="yes")
     refuses(
@@ -55,8 +55,8 @@ def test_what_is_refused_says_why(mesh) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
     wrong = models.plain()
     ours.fully_shard(wrong, mesh=mesh)
-    refuses("a call on a module around this one; shard the inner", wrong.blocks[0])
-    refuses("was applied to this FSDPTiny before", wrong)
+    refuses("a call on an outer module. Shard inner modules", wrong.blocks[0])
+    refuses("has been applied to this FSDPTiny already", wrong)
     refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
     parallel = models.plain()
     other = init_device_mesh("cpu", (4,))
@@ -83,7 +83,7 @@ def test_what_is_refused_says_why(mesh) -> None:
     Quantised.fsdp_post_all_gather = Quantised.fsdp_pre_all_gather  # type: ignore[attr-defined]
     refuses("such tensors are not offloaded", subclass, offload_policy=ours.CPUOffloadPolicy())
     del Quantised.fsdp_pre_all_gather, Quantised.fsdp_post_all_gather  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="is no FSDPModule"):
+    with pytest.raises(ValueError, match="is not an FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
 
 
