@@ -267,7 +267,7 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
             trainer(pl, True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
-        for bad, words in (("own", "parameter 'scale' lies in Gan itself"), ("tied", "lies in another module too")):
+        for bad, words in (("own", "parameter 'scale' belongs to Gan itself"), ("tied", "belongs to another module too")):
             with pytest.raises(acc.UsageError, match=words):
                 trainer(pl, True, tmp_path, **manual).fit(gan(pl, bad), data())
 
@@ -329,7 +329,7 @@ def test_a_torn_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
         one, lit = trainer(pl, True, tmp_path, options, max_epochs=1), module(pl)
         one.fit(lit, data())
         one.save_checkpoint(tmp_path / "whole.ckpt")
-        for lost, words in (("meta.pt", "its save was cut short"), ("sharded_0/manifest.json", "cannot be loaded")):
+        for lost, words in (("meta.pt", "its save was interrupted"), ("sharded_0/manifest.json", "cannot be loaded")):
             one.save_checkpoint(tmp_path / "torn.ckpt")
             dist.barrier()
             if dist.get_rank() == 0:
@@ -474,13 +474,13 @@ def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
 
     pl = lightning()
     for kind in (AccordionStrategy, FabricStrategy):
-        with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not taken: nothing is wrapped"):
+        with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not supported: nothing is wrapped"):
             kind(find_unused_parameters=True)
-        with pytest.raises(acc.UsageError, match="state_dict_type='ful' is none of 'full', 'sharded'"):
+        with pytest.raises(acc.UsageError, match="state_dict_type is 'ful'; valid: 'full', 'sharded'"):
             kind(state_dict_type="ful")
         with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
             kind(sharding={"unit": 1})
-    with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not taken"):
+    with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not supported"):
         AccordionStrategy(model_averaging_period=3)
 
     class Half(type(module(pl))):  # type: ignore[misc]
@@ -489,7 +489,7 @@ def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
                 acc.shard(self.net)
                 self.more = nn.Linear(2, 2)
 
-    with torchrun_job(), pytest.raises(acc.UsageError, match=r"and not its parameter .more\.weight"):
+    with torchrun_job(), pytest.raises(acc.UsageError, match=r"but not its parameter .more\.weight"):
         trainer(pl, True, tmp_path).fit(Half(), data())
 
 
