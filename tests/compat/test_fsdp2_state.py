@@ -175,8 +175,8 @@ def test_what_has_no_effect_is_said_once(mesh) -> None:
             module.set_unshard_in_backward(False)
             module.set_allocate_memory_from_process_group_for_comm(True)
     assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
-        "set_unshard_in_backward(False)",
-        "set_allocate_memory_from_process_group_for_comm",
+        "set_unshard_in_backward(False) has no effect",
+        "set_allocate_memory_from_process_group_for_comm has no effect",
     ]
 
 
