@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: what they become, and every mistake as one sentence."""
+"""`deepspeed.read`: what each key of a DeepSpeed configuration becomes, and errors of one sentence for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accordion train --deepspeed`: the run takes what the file says, and a conflict of the two is one sentence."""
+"""`accordion train --deepspeed`: the run uses the settings in the file; a flag that contradicts the file is an error."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Stands for what ranks start from."""
+    """Stub for the work that ranks start with."""
 
     config: Any
     expected: Any = None

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel of compat.fsdp1: each name of torch is there and documented, and what is refused."""
+"""compat.fsdp1 has and documents every name of torch's FullyShardedDataParallel, and refuses what is not supported."""
 
 from __future__ import annotations
 

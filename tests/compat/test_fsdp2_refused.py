@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: what is refused, and in which words."""
+"""`accordion.compat.fsdp2`: what is refused, and the words of the errors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_refused_says_why(mesh) -> None:
 
 @on_world(4)
 def test_modules_without_parameters_run(mesh) -> None:
-    """Modules without parameters are sharded as torch does it: nothing lies in them, and they run."""
+    """Modules without parameters can be sharded, as in torch, and run."""
     model = nn.Sequential(ours.fully_shard(nn.ReLU(), mesh=mesh), nn.Linear(4, 4))
     ours.fully_shard(model, mesh=mesh)
     alone = ours.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
@@ -128,7 +128,7 @@ def test_what_is_misused_says_why(mesh) -> None:
 
 @on_world(2)
 def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
-    """The classes of torch's errors, and its words beside ours."""
+    """Errors have the classes of torch's errors and contain their words."""
     for api in SIDES:
         model = sharded(api, mesh)
         with pytest.raises(
@@ -146,7 +146,7 @@ def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
 
 @on_world(2)
 def test_averages_of_clones_are_those_of_averaged_model(mesh) -> None:
-    """What the refusal of AveragedModel says to do: averages of clones, as of an unsharded model."""
+    """The advice in the refusal of AveragedModel gives the averages of an unsharded model."""
     model, plain = sharded(ours, mesh), models.plain()
     update = get_ema_multi_avg_fn(0.9)
     averages = [p.detach().clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: full parameters on demand, state dicts, conversions, ties, lists of modules, bad input."""
+"""`accordion.compat.fsdp2`: explicit `unshard`, setters, state dicts, meta devices and conversions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.sample import sampled
 
 
 def shown(model: nn.Module) -> dict[str, bool]:
-    """Whether each parameter of the registry is a plain leaf."""
+    """Return, for each parameter of the model, if it is a plain leaf."""
     return {n: type(p) is nn.Parameter and p.is_leaf for n, p in model.named_parameters()}
 
 
@@ -79,7 +79,7 @@ def test_unshard_shows_plain_parameters(mesh) -> None:
 
 @on_world(2)
 def test_gradients_of_full_parameters_that_are_read_outside_of_a_forward(mesh) -> None:
-    """A loss that reads a full parameter outside of any forward: its gradient is reduced by the end of the backward."""
+    """The end of the backward reduces the gradient of a full parameter that a loss reads outside any forward."""
     plain, model = models.plain(), sharded(ours, mesh)
     for alone in (True, False):
         model.unshard()
@@ -253,7 +253,7 @@ def test_state_dicts_of_every_kind(mesh) -> None:
 )
 @on_world(2)
 def test_full_tensors_that_differ_are_refused_before_anything_changes(mesh, assign: bool, used: bool) -> None:
-    """Full tensors that are not the same on all ranks, of the whole model or of a block, before its first use or after it."""
+    """Full tensors that differ between ranks, of the model or a block, before or after its first use."""
     rank, right = dist.get_rank(), models.seeded(9).state_dict()
     model = sharded(ours, mesh)
     if used:
@@ -311,7 +311,7 @@ def test_models_on_the_meta_device(mesh) -> None:
 
 @on_world(2)
 def test_a_sharded_model_is_converted(mesh) -> None:
-    """To another dtype after the first step, which torch's own refuses: as the model without sharding."""
+    """Converting to another dtype after the first step works as without sharding; torch's own refuses it."""
     plain, model = models.plain(), sharded(ours, mesh)
     one_loss(model).backward()
     for m in (plain, model):
@@ -336,7 +336,7 @@ def test_a_sharded_model_is_converted(mesh) -> None:
 
 
 def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str, Any]:
-    """What one side wrote on `of_ranks` ranks, the other reads on those of `mesh`; and what the reader has then, in full."""
+    """One side writes on `of_ranks` ranks, the other reads on the ranks of `mesh`; return what was read, in full."""
     group, reads = mesh.get_group(), mesh.size() != of_ranks
     model = sharded(SIDES[writer != reads], mesh)
     optimizer = stepped(model, 5 if reads else 0)
@@ -365,7 +365,7 @@ def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer
 
 @on_world(4)
 def test_full_state_dicts_go_both_ways(mesh) -> None:
-    """Full state dicts of one side go into the other: from the first rank alone, or from all; optimizers too."""
+    """Full state dicts load into the other side, from the first rank or from all, also of optimizers."""
     pair = both(mesh)
     optimizers = [stepped(m, i) for i, m in enumerate(pair)]
     for source, target in ((0, 1), (1, 0)):

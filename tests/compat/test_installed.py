@@ -1,4 +1,4 @@
-"""`compat.fsdp2.install`: programs of torch's `fully_shard`, unedited, run on this engine until the handle is removed."""
+"""`compat.fsdp2.install`: unedited programs that use torch's `fully_shard` run on this engine until `remove()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/compat.md speaks of every name that the running torch exports for `fully_shard`, and each one is there."""
+"""docs/compat.md lists every name that the installed torch exports for `fully_shard`, and each one exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each feature that `docs/integrations.md` lists names a test, which exists."""
+"""Each feature in `docs/integrations.md` names a test that exists."""
 
 from __future__ import annotations
 

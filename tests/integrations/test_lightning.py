@@ -1,4 +1,4 @@
-"""`integrations.lightning`: a Trainer of Lightning that shards trains, evaluates, saves and resumes as under its own DDP."""
+"""`integrations.lightning`: a sharded Lightning Trainer trains, evaluates, saves and resumes as under Lightning's DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(depth: int = 3) -> nn.Sequential:
 
 
 def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> Any:
-    """Batches of this rank: together ranks have the same in each step, however many they are."""
+    """Return batches of this rank; all ranks together have the same samples in each step, with any number of ranks."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(GLOBAL_BATCH * steps * accumulated, WIDTH, generator=g)
     return torch.utils.data.DataLoader(
@@ -36,7 +36,7 @@ def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> An
 
 
 def module(pl: Any, **options: Any) -> Any:
-    """A LightningModule that writes down its losses, and the norm of the gradients of each step before they are clipped."""
+    """A LightningModule that records its losses, and the gradient norm of each step before clipping."""
 
     class Lit(pl.LightningModule):
         def __init__(self) -> None:
@@ -93,7 +93,7 @@ def trainer(pl: Any, ours: bool, folder: Path, strategy: Any = None, **changes: 
 
 
 def mean(values: list[float]) -> list[float]:
-    """Of all ranks."""
+    """Return the mean over all ranks."""
     given = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(given)
     return (given / dist.get_world_size()).tolist()
@@ -267,7 +267,10 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
             trainer(pl, True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
-        for bad, words in (("own", "parameter 'scale' belongs to Gan itself"), ("tied", "belongs to another module too")):
+        for bad, words in (
+            ("own", "parameter 'scale' belongs to Gan itself"),
+            ("tied", "belongs to another module too"),
+        ):
             with pytest.raises(acc.UsageError, match=words):
                 trainer(pl, True, tmp_path, **manual).fit(gan(pl, bad), data())
 
@@ -388,12 +391,12 @@ def full_of(tensor: Any) -> Tensor:
 
 @on_job(2)
 def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_path: Path) -> None:
-    """A callback adds a parameter group in the second epoch, another keeps an average, and hooks change a checkpoint."""
+    """One callback adds a parameter group in the second epoch, one keeps an average, and hooks change a checkpoint."""
     pl = lightning()
 
     class Unfreezes(pl.callbacks.BaseFinetuning):  # type: ignore[misc]
         def freeze_before_training(self, module: Any) -> None:
-            """Nothing: DistributedDataParallel would not sum the gradients of what was frozen when it was wrapped."""
+            """Do nothing: DDP would not reduce gradients of parameters that were frozen when it wrapped the model."""
 
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             if epoch == 1:

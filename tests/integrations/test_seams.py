@@ -1,4 +1,4 @@
-"""What the integrations need of the libraries is there, and each module is imported when it is asked for alone."""
+"""The names that integrations use of the libraries exist, and each module is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sharding_takes_all_that_shard_takes():
 
 
 def named(path: Path, own: set[str]) -> set[str]:
-    """The names with one underscore that a file reads or asks for, without those of its own."""
+    """Return the names with one underscore that a file uses, without those that it defines."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
     asked = [n.args[1] for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "getattr"]

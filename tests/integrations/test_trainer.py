@@ -1,4 +1,4 @@
-"""`integrations.transformers`: a Trainer that shards trains, evaluates, saves and resumes as the library's own under DDP."""
+"""`integrations.transformers`: a sharded Trainer trains, evaluates, saves and resumes as the library's own under DDP."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trainer(
 
 
 def train(one: Any, resume: Any = None) -> Any:
-    """The trainer itself, done. Both begin with the same random numbers."""
+    """Train and return the trainer, with the same random numbers at the start for both kinds."""
     import transformers
 
     transformers.set_seed(0)
@@ -230,7 +230,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_step
 
 
 def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
-    """Whatever the number of ranks, a step sees the same sentences."""
+    """Return a trainer whose steps see the same sentences with any number of ranks."""
     per_rank = global_batch // torch.distributed.get_world_size()
     more = {"train_dataset": sentences(96), **(extra or {})}
     return trainer(True, folder, extra=more, per_device_train_batch_size=per_rank, **{**SAVING, **changes})
@@ -306,7 +306,7 @@ class CutError(Exception):
 
 @on_job(2)
 def test_a_torn_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
-    """A save that ends at any point leaves the checkpoint before it to be resumed, and none of its own."""
+    """A save that is interrupted anywhere leaves the previous checkpoint as the one to resume."""
     from accordion.integrations import transformers as integration
 
     places = ["_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "store_flos"]
@@ -391,7 +391,7 @@ def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) ->
 
 
 class Hub:
-    """In place of the hub: writes down what each upload would send."""
+    """Replacement of the hub that records what each upload would send."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, set[str], Any]] = []
