@@ -15,7 +15,7 @@ from tests.support.ranked import on_world
 
 
 @on_world(4)
-def test_what_initialize_is_given(mesh: DeviceMesh) -> None:
+def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
     """`initialize` takes the caller's optimizer, scheduler and parameter groups, and refuses unsupported arguments."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     deepspeed.init_distributed("gloo")  # there is a process group

@@ -72,7 +72,7 @@ ANSWERS = {
 }
 
 
-def test_the_table_of_the_documentation() -> None:
+def test_the_documentation_has_the_table() -> None:
     assert DOCUMENT.read_text() == render(), (
         "write it anew: python -m accordion.compat.deepspeed > docs/compat_deepspeed.md"
     )
@@ -100,7 +100,7 @@ def test_a_file_of_the_trainer_with_its_autos() -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_auto_that_nobody_answers_is_named(name: str) -> None:
+def test_an_auto_without_a_value_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=f"'{name}' is 'auto'"):
         read(TRAINER, auto={key: value for key, value in ANSWERS.items() if key != name})
 
@@ -341,7 +341,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.REFUSED])
-def test_what_is_not_supported_is_refused_by_name_and_may_be_off(name: str) -> None:
+def test_unsupported_keys_are_refused_by_name_unless_off(name: str) -> None:
     with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
         read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
     assert KEYS[name].why in str(error.value)
@@ -350,7 +350,7 @@ def test_what_is_not_supported_is_refused_by_name_and_may_be_off(name: str) -> N
 
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.NOT_NEEDED])
-def test_what_is_not_needed_is_accepted_and_told(name: str) -> None:
+def test_unneeded_keys_are_accepted_and_listed(name: str) -> None:
     value = {"anything": 1} if name in SECTIONS else "auto"
     ignored = read(nested(name, value)).ignored
     assert [key for key in ignored if key == name or key.startswith(f"{name}.")]
@@ -387,7 +387,7 @@ OFFLOADED = [
 
 
 @pytest.mark.parametrize(("zero", "expected"), OFFLOADED)
-def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -> None:
+def test_offload_devices(zero: dict[str, Any], expected: Offload) -> None:
     assert read({"zero_optimization": zero}).sharding.offload == expected
 
 
@@ -406,7 +406,7 @@ NOT_OFFLOADED = [
 
 
 @pytest.mark.parametrize(("zero", "expected"), NOT_OFFLOADED)
-def test_what_cannot_be_offloaded_is_named(zero: dict[str, Any], expected: str) -> None:
+def test_impossible_offload_is_named(zero: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         read({"zero_optimization": zero})
 

@@ -291,7 +291,7 @@ def test_resharding_after_the_forward(world):
 
 
 @on_world(4)
-def test_an_int_has_the_backward_gather_over_that_many(mesh) -> None:
+def test_an_int_reshards_over_that_many_ranks_until_the_backward(mesh) -> None:
     """With an int, the backward gathers over that many neighbours, as torch's does, until another setting."""
     for m in both(mesh, "wide", reshard_after_forward=2):
         for step in range(3):
@@ -337,7 +337,7 @@ def test_resharding_is_set_between_steps(mesh) -> None:
 
 
 @on_world(2)
-def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(mesh) -> None:
+def test_the_end_of_a_backward_steps_units_and_ends_unshard(mesh) -> None:
     """The end of a backward steps its units, and hides the parameters that `unshard` shows."""
     wanted = None
     for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
@@ -360,7 +360,7 @@ def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(mesh) -> None
 
 
 @on_world(2)
-def test_what_is_gathered_ahead_is_what_was_asked(mesh) -> None:
+def test_prefetch_follows_the_lists_that_were_set(mesh) -> None:
     reference, model = both(mesh)
     for m in (reference, model):
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
@@ -419,7 +419,7 @@ def test_full_parameters_are_resharded_by_hand(world):
 
 
 @on_world(2)
-def test_what_is_gathered_ahead_and_not_used_is_freed(mesh) -> None:
+def test_a_prefetched_block_that_is_not_used_is_freed(mesh) -> None:
     """A prefetched block that the forward skips is freed at the end, and the next forward is right."""
     reference, model = both(mesh, reshard_after_forward=True)
     for m in (reference, model):

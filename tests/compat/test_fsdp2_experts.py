@@ -113,7 +113,7 @@ def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
 
 
 @on_mesh((2, 2), ("edp", "ep"))
-def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
+def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
     """Experts are gathered and reduced over their own ranks only, and messages name these."""
     model = sharded(ours, mesh, "a module")
     for step in range(2):
@@ -152,7 +152,7 @@ def read(mesh: Any, folder: str) -> dict[str, Tensor]:
     return acc.full_state_dict(model)
 
 
-def test_a_checkpoint_of_experts_says_the_whole(world: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_experts_has_full_tensors(world: Any, tmp_path: Path) -> None:
     """A checkpoint of experts loads without expert parallelism, on another number of ranks."""
     wanted = world.run_mesh((2, 2), ("edp", "ep"), written, str(tmp_path / "c"))[0]
     found = world.run(3, read, str(tmp_path / "c"))[0]
@@ -184,7 +184,7 @@ def test_the_norm_is_over_all_meshes(mesh: Any) -> None:
 
 
 @on_mesh((2, 2), ("edp", "ep"))
-def test_meshes_that_do_not_lie_inside_are_refused(mesh: Any) -> None:
+def test_meshes_outside_the_models_ranks_are_refused(mesh: Any) -> None:
     model = experts.seeded()
     ours.fully_shard(model.blocks[0], mesh=mesh["edp", "ep"]._flatten("dp"))
     ours.fully_shard(model, mesh=mesh["edp"])

@@ -184,7 +184,7 @@ def test_stages_share_communicators(mesh) -> None:
 
 
 @on_world(2)
-def test_the_memory_of_a_model_goes_with_its_last_reference(mesh) -> None:
+def test_memory_is_freed_with_the_last_reference_to_the_model(mesh) -> None:
     """The model's memory is freed with its last reference."""
     model = sharded(ours, mesh)
     one_loss(model).backward()  # the first of a process imports, and imports keep frames
@@ -207,7 +207,7 @@ def test_the_memory_of_a_model_goes_with_its_last_reference(mesh) -> None:
 
 
 @on_world(2)
-def test_the_rest_of_the_library_takes_the_model(mesh, tmp_path: Path) -> None:
+def test_other_functions_of_the_library_take_the_model(mesh, tmp_path: Path) -> None:
     """The library's other functions work on such a model."""
     model = sharded(ours, mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

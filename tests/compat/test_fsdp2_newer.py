@@ -29,7 +29,7 @@ since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
 
 
 @on_world(2)
-def test_backwards_that_add_up_are_reduced_when_they_are_finalized(mesh: Any) -> None:
+def test_finalize_backward_reduces_accumulated_gradients(mesh: Any) -> None:
     """`finalize_backward` reduces accumulated gradients once."""
     sides = SIDES if NEW else (ours,)
     plain, *pair = [sharded(ours, mesh), *[sharded(api, mesh) for api in sides]]
@@ -98,13 +98,13 @@ def ends(mesh: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", sampled(WAYS, {"two axes", "secondary shards"}.__contains__))
-def test_the_end_of_a_step_is_that_of_torchs(world: Any, way: str) -> None:
+def test_a_finalized_step_has_torchs_gradients(world: Any, way: str) -> None:
     shape = WAYS[way][0]
     world.run_mesh(shape, ("shard",) if len(shape) == 1 else ("replicate", "shard"), ends, way)
 
 
 @on_world(2)
-def test_a_handle_of_what_was_reset_says_so(mesh: Any) -> None:
+def test_a_handle_raises_after_reset_iter_state(mesh: Any) -> None:
     model = sharded(ours, mesh)
     assert model.finalize_backward() is None, "before the first forward"
     model.finalize_backward(async_op=True).wait()
@@ -212,7 +212,7 @@ def test_stages_of_a_pipeline(mesh: Any, kind: type) -> None:
     dist.barrier()
 
 
-def test_no_method_of_torchs_class_shines_through() -> None:
+def test_every_method_of_torchs_class_is_overridden() -> None:
     """If our class derives from torch's, it defines all of its methods."""
     public = [n for n, f in vars(theirs.FSDPModule).items() if inspect.isfunction(f)]
     assert public

@@ -26,7 +26,7 @@ class Quantised(Tensor):
 
 
 @on_world(4)  # all ranks of the job: meshes are made in it
-def test_what_is_refused_says_why(mesh) -> None:
+def test_refusals_name_the_reason(mesh) -> None:
     def refuses(match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=match):
             ours.fully_shard(*args, **{"mesh": mesh, **options})
@@ -102,7 +102,7 @@ def test_modules_without_parameters_run(mesh) -> None:
 
 
 @on_world(4)
-def test_what_is_misused_says_why(mesh) -> None:
+def test_misuse_is_reported(mesh) -> None:
     model = sharded(ours, mesh)
     one_loss(model)
     model.head.weight = nn.Parameter(torch.zeros(48, 32, device=device()))
@@ -127,7 +127,7 @@ def test_what_is_misused_says_why(mesh) -> None:
 
 
 @on_world(2)
-def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
+def test_errors_have_torchs_classes_and_words(mesh) -> None:
     """Errors have the classes of torch's errors and contain their words."""
     for api in SIDES:
         model = sharded(api, mesh)
@@ -145,7 +145,7 @@ def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
 
 
 @on_world(2)
-def test_averages_of_clones_are_those_of_averaged_model(mesh) -> None:
+def test_averages_of_clones_equal_those_of_averaged_model(mesh) -> None:
     """The advice in the refusal of AveragedModel gives the averages of an unsharded model."""
     model, plain = sharded(ours, mesh), models.plain()
     update = get_ema_multi_avg_fn(0.9)

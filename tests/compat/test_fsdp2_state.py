@@ -106,7 +106,7 @@ class Writer(models.Tiny):
 
 
 @on_world(2)
-def test_other_methods_enter_as_forward_does(mesh) -> None:
+def test_registered_methods_gather_as_forward_does(mesh) -> None:
     plain, model = models.plain(), models.plain()
     plain.__class__ = model.__class__ = Writer
     for block in model.blocks:
@@ -167,7 +167,7 @@ def test_setters(mesh) -> None:
 
 
 @on_world(4)
-def test_what_has_no_effect_is_said_once(mesh) -> None:
+def test_setters_without_effect_log_once(mesh) -> None:
     say_once.cache_clear()
     with logged() as messages:
         model = sharded(ours, mesh)

@@ -266,7 +266,7 @@ def torn(mesh: Any, folder: Path) -> None:
         assert counter.value == 4
 
 
-def test_a_state_is_saved_whole_and_goes_on_on_any_number_of_ranks(ranks, tmp_path):
+def test_a_state_resumes_on_another_number_of_ranks(ranks, tmp_path):
     losses, expected = ranks(2).run(2, saves, tmp_path)[0]
     assert losses[-1] < 0.9 * losses[0]
     for count, rel in ((2, 0.0), (1, 1e-5), (3, 1e-5)):
@@ -316,7 +316,7 @@ def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(mesh: Any, 
 
 
 @on_job(2)
-def test_what_cannot_be_meant_is_refused(mesh: Any) -> None:
+def test_unsupported_options_are_refused(mesh: Any) -> None:
     from transformers import Adafactor
 
     with library_job():

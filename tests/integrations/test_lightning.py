@@ -325,7 +325,7 @@ def test_it_resumes_in_the_middle_on_one_two_and_three_ranks(ranks, tmp_path):
 
 
 @on_job(2)
-def test_a_torn_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     pl = lightning()
     with torchrun_job():
         options = {"state_dict_type": "sharded"}
@@ -457,7 +457,7 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
 
 
 @on_job(4)
-def test_a_hybrids_replicas_are_nodes(mesh: Any, tmp_path: Path) -> None:
+def test_a_hybrid_has_one_replica_per_node(mesh: Any, tmp_path: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job(nodes=2):
@@ -472,7 +472,7 @@ def test_a_hybrids_replicas_are_nodes(mesh: Any, tmp_path: Path) -> None:
 
 
 @on_job(2)
-def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(mesh: Any, tmp_path: Path) -> None:
     from accordion.integrations.lightning import AccordionStrategy, FabricStrategy
 
     pl = lightning()
@@ -497,7 +497,7 @@ def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
 
 
 @on_job(2)
-def test_what_configure_model_shards_is_left_as_it_is(mesh: Any, tmp_path: Path) -> None:
+def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp_path: Path) -> None:
     """With our strategy, and with Lightning's own for meshes."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 

@@ -145,7 +145,7 @@ def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(ranks, tmp_path
 
 
 @on_job(2)
-def test_what_is_trained_is_saved_and_gathered_alone(mesh: Any, tmp_path: Path) -> None:
+def test_trained_parameters_are_saved_and_gathered_alone(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         model = acc.shard(tuned("LoRA"), mesh)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -94,7 +94,7 @@ def alike(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 @on_job(2)
-def test_a_loop_of_ones_own_learns_as_unsharded(mesh: Any, name: str) -> None:
+def test_a_plain_loop_learns_as_unsharded(mesh: Any, name: str) -> None:
     rank = mesh.get_local_rank()
     alike(LOOPS[name](lambda model: acc.shard(model, mesh), [rank]), LOOPS[name](lambda model: model, [0, 1]))
 

@@ -56,7 +56,7 @@ def test_every_underscore_name_is_in_the_table():
     assert (overridden - {"_load_weights"}) | {"_save"} == of_trainer
 
 
-def test_a_lost_seam_is_a_sentence(monkeypatch):
+def test_a_missing_seam_is_reported_in_one_sentence(monkeypatch):
     pytest.importorskip("accelerate")
     import transformers
 

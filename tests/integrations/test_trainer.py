@@ -305,7 +305,7 @@ class CutError(Exception):
 
 
 @on_job(2)
-def test_a_torn_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     """A save that is interrupted anywhere leaves the previous checkpoint as the one to resume."""
     from accordion.integrations import transformers as integration
 
@@ -361,7 +361,7 @@ def meta_start(mesh: Any, folder: Path) -> None:
             from_pretrained(AutoModelForCausalLM, folder / "nowhere")
 
 
-def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path):
+def test_a_meta_model_is_loaded_when_it_is_sharded(ranks, tmp_path):
     ranks(2).run(2, meta_start, tmp_path)
 
 
@@ -369,7 +369,7 @@ def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path
 
 
 @on_job(2)
-def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) -> None:
+def test_unsupported_arguments_are_refused(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         for key, value, words in [
             ("bf16_full_eval", True, "bf16_full_eval=True of TrainingArguments is not supported"),
@@ -409,7 +409,7 @@ class Hub:
 
 
 @on_job(2)
-def test_what_is_pushed_to_the_hub_loads(mesh: Any, tmp_path: Path) -> None:
+def test_a_pushed_model_loads(mesh: Any, tmp_path: Path) -> None:
     import transformers.trainer
 
     before, hub = transformers.trainer.hf_api, Hub()
