@@ -150,10 +150,10 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
     """Return a full tensor as a DTensor that is sharded like `param` if it has its shape, and replicated otherwise."""
-    alike = one.shape == param.shape
-    placements = param.placements if alike else [Replicate()] * param.device_mesh.ndim
+    same_shape = one.shape == param.shape
+    placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)
-    assert not alike or _torch.local_of(cut).shape == _torch.local_of(param).shape, (
+    assert not same_shape or _torch.local_of(cut).shape == _torch.local_of(param).shape, (
         "distribute_tensor shards other rows"
     )
     return cut

@@ -218,8 +218,8 @@ def _check_key(name: str, value: Any) -> None:
         section, _, leaf = name.rpartition(".")
         elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
         prefix = f"{section}." if section else ""
-        beside = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
-        hint, _, names = nearest(leaf, sorted(beside)).partition("valid: ")
+        siblings = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
+        hint, _, names = nearest(leaf, sorted(siblings)).partition("valid: ")
         hint = f"did you mean {elsewhere[0]!r}?" if elsewhere else hint.strip() or f"valid: {names}"
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]

@@ -84,9 +84,9 @@ def _master(root: nn.Module) -> torch.dtype:
     if not dtypes:
         return torch.float32
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    alike = [dtype for dtype in dtypes if dtype.itemsize == narrowest.itemsize]
-    if len(alike) > 1:
-        raise UsageError(f"parameters have the dtypes {' and '.join(map(str, alike))}; use one before wrapping.")
+    narrow = [dtype for dtype in dtypes if dtype.itemsize == narrowest.itemsize]
+    if len(narrow) > 1:
+        raise UsageError(f"parameters have the dtypes {' and '.join(map(str, narrow))}; use one before wrapping.")
     return narrowest
 
 

@@ -440,12 +440,12 @@ def _planned(
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
     """Group the parameters of one unit by dtype and by mesh. Collective if `reshard_after_forward` is an int."""
-    alike: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
+    by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
     for o, layout in parameters:
         if not is_extended(o.original):
-            alike.setdefault((contexts.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
+            by_context.setdefault((contexts.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
-    for (over, keeps_dtype), pairs in alike.items():
+    for (over, keeps_dtype), pairs in by_context.items():
         precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
         groups = with_secondary(groups, context, part.asked.sharding)
