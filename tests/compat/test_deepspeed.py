@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration and `initialize` give trains; every stage as the same model: tests/compat/test_migrate.py."""
+"""`deepspeed.initialize` trains; tests/compat/test_migrate.py compares every ZeRO stage with DeepSpeed's program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.ranked import on_world
 
 
 @on_world(4)
-def test_what_initialize_is_given(mesh: DeviceMesh) -> None:
-    """The caller's own optimizer, scheduler and parameter groups, made before; what is not supported."""
+def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
+    """`initialize` takes the caller's optimizer, scheduler and parameter groups, and refuses unsupported arguments."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
     deepspeed.init_distributed("gloo")  # there is a process group
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))

@@ -1,4 +1,4 @@
-"""`accordion train --deepspeed`: the run takes what the file says, and a conflict of the two is one sentence."""
+"""`accordion train --deepspeed`: the run uses the settings in the file; a flag that contradicts the file is an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int 
     return translated(config, frozenset(command._values(all_words)), num_ranks)
 
 
-def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
+def test_a_run_uses_the_settings_of_the_file(tmp_path: Path) -> None:
     content = {
         "train_batch_size": 16,
         "gradient_accumulation_steps": 2,
@@ -56,7 +56,7 @@ def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
     assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload == Offload(optimizer="host")
 
 
-def test_what_the_file_leaves_out_is_as_deepspeed_has_it_or_as_a_flag_says(tmp_path: Path) -> None:
+def test_missing_keys_have_deepspeeds_default_or_a_flags_value(tmp_path: Path) -> None:
     config = run_of(tmp_path, {})
     assert config.shard == ShardConfig(strategy="no_shard", precision="fp32")
     assert config.train.clip == 0
@@ -128,13 +128,13 @@ def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Stands for what ranks start from."""
+    """Stub for the work that ranks start with."""
 
     config: Any
     expected: Any = None
 
 
-def test_the_command_starts_ranks_with_what_the_file_says(
+def test_the_command_starts_ranks_with_the_settings_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []

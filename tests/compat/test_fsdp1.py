@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel of compat.fsdp1: what torch's users write, against the unsharded model."""
+"""FullyShardedDataParallel of compat.fsdp1 trains as the unsharded model, with the options that torch's users write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers; a buffer that training moves."""
+    """Blocks between two layers, and a buffer that training changes."""
 
     def __init__(self, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def unsharded_steps(num_ranks: int, steps: int = 3, make: Any = Net, clip: float | None = None, **kind: Any) -> Any:
-    """The model trained on all ranks' batches, its losses of each rank and step, and its gradients of the last step."""
+    """Train on the batches of all ranks; return the model, losses of each rank and step, and the last step's gradients."""
     model = seeded(make)
     optimizer = kind.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.05)
     losses = []
@@ -143,7 +143,7 @@ def without_counters(model: nn.Module) -> dict[str, Any]:
 
 @on_world(2)
 def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
-    """Shards rest on the host: not a bit differs. torch's own cannot without an accelerator."""
+    """With shards on the host results are equal bit for bit. torch's own needs an accelerator for this."""
     found = []
     for offload in (False, True):
         shared: dict[str, Any] = {"device_mesh": mesh, "cpu_offload": CPUOffload(offload_params=offload)}
@@ -224,9 +224,9 @@ def nested(mesh: DeviceMesh) -> None:
         "_fsdp_wrapped_module.first", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1",
     ]  # fmt: skip
     assert_same_state(without_counters(model), without_counters(expected), 1e-5)
-    with pytest.raises(UsageError, match="is for the outermost"):
+    with pytest.raises(UsageError, match="call it on the outermost"):
         model.first.clip_grad_norm_(1.0)
-    with pytest.raises(UsageError, match="is for the outermost"), model.first.no_sync():
+    with pytest.raises(UsageError, match="call it on the outermost"), model.first.no_sync():
         pass
 
 
@@ -237,7 +237,7 @@ def test_wrappers_in_wrappers(world):
 
 @on_world(2)
 def test_the_first_use_is_on_all_ranks_or_says_so(mesh: DeviceMesh) -> None:
-    """One rank asks a hand-wrapped model for its parameters while the others do something else."""
+    """One rank reads parameters of a model that was wrapped by hand, while the others do something else."""
     model, rank = FSDP(seeded(), device_mesh=mesh), dist.get_rank()
     nesting.PATIENCE_S, nesting.LIMIT_S, before = 0.05, 0.3, (nesting.PATIENCE_S, nesting.LIMIT_S)
     try:

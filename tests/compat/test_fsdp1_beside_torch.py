@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel of compat.fsdp1 beside torch's own class: the same losses, states, units and dtypes."""
+"""FullyShardedDataParallel of compat.fsdp1 has the losses, states, units and dtypes of torch's own class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranked import on_world
 
 
 def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: Any) -> nn.Module:
-    """torch's own; on CPU it gathers a full state dict only for optimizers, and dies for models (2.13.0)."""
+    """Options for torch's class. On CPU it gathers full state dicts of optimizers, but crashes for models (2.13.0)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch_fsdp.FullyShardedDataParallel(
@@ -63,7 +63,7 @@ def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
 
 
 def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> None:
-    """A checkpoint of torch's class goes on in this one, and the other way round: the same losses."""
+    """Training resumes from a checkpoint of the other class with equal losses, in both directions."""
     torch_cls: Any = torch_fsdp.FullyShardedDataParallel
     rank = dist.get_rank()
     fresh = [

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel of compat.fsdp1: each name of torch is there and documented, and what is refused."""
+"""compat.fsdp1 has and documents every name of torch's FullyShardedDataParallel, and refuses what is not supported."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 
 SAID = [
-    "not str", "nobody calls", "it takes ShardingStrategy", "it takes CPUOffload", "keep_low_precision_grads", "pass one of them",
-    "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters",
+    "not str", "has no forward", "it takes ShardingStrategy", "it takes CPUOffload", "keep_low_precision_grads",
+    "pass one of them", "contains a str", "pass everything in ignored_states", "auto_wrap_policy is 3", "has no parameters",
     "one of 'cuda' devices", "has 1 axes", "takes two",
-    "give the policy, or wrap by hand", "used already", "give all the same",
-    "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "has none", "writeback=False", "no flat one",
-    "by qualified name", "empty on this rank", "that the model has not",
+    "pass a policy, or wrap by hand", "has an engine already", "pass the same to all",
+    "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "contains none", "writeback=False", "no flat gradient",
+    "qualified names", "empty on this rank", "that is not in the model",
 ]  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def full_state_dicts(mesh: DeviceMesh) -> Any:
 
 
 def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any]) -> None:
-    """Weights on every rank, the optimizer's state on the first one only; another number of ranks than wrote them."""
+    """Load weights on every rank, and the optimizer's state from the first one, on another number of ranks than saved."""
     rank = dist.get_rank()
     model = FSDP(seeded(seed=7), auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -84,7 +84,7 @@ def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any])
         FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
     ):
         assert_same_tensors(by_older_name, found)
-    with pytest.raises(acc.UsageError, match="pass optim="):
+    with pytest.raises(acc.UsageError, match="as optim="):
         FSDP.shard_full_optim_state_dict(whole, model)
     if mesh.size() == 4:
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -98,7 +98,7 @@ def test_full_state_dicts_on_the_first_rank(world):
 
 
 def loads_apart(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any]) -> None:
-    """Rank 1 is given other values than rank 0, of weights or of the optimizer's state."""
+    """Rank 1 loads other values than rank 0, of weights or of the optimizer's state."""
     model = FSDP(seeded(seed=7), auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rank, name = dist.get_rank(), "last.bias"
@@ -161,7 +161,7 @@ def test_sharded_state_dicts_and_checkpoints_of_this_package(mesh: DeviceMesh, t
 
 
 class Two(nn.Module):
-    """Not wrapped itself; two wrapped modules, one engine each."""
+    """A plain module with two wrapped modules, which have an engine each."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2` beside torch's own FSDP2 in one process: the same numbers, names, shapes and placements."""
+"""`accordion.compat.fsdp2` and torch's own FSDP2 in one process: equal numbers, names, shapes and placements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIDES = (theirs, ours)
 
 
 def sharded(api: Any, mesh: Any, build: str = "plain", **options: Any) -> models.Tiny:
-    """A model of `models`, sharded block by block and then as a whole."""
+    """Return a model of `models`, sharded block by block and then as a whole."""
     model = getattr(models, build)()
     for block in model.blocks:
         api.fully_shard(block, mesh=mesh, **options)
@@ -52,7 +52,7 @@ def params_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same_gradients(reference: nn.Module, model: nn.Module, tolerance: float = 1e-6) -> None:
-    """Rows as they lie, each parameter's error against its largest gradient on any rank: one collective for each mesh."""
+    """Compare sharded gradients, with errors relative to the largest gradient of each parameter on any rank. Collective."""
     wanted, found = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, model)]
     assert found.keys() == wanted.keys()
     by_mesh: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
@@ -291,8 +291,8 @@ def test_resharding_after_the_forward(world):
 
 
 @on_world(4)
-def test_an_int_has_the_backward_gather_over_that_many(mesh) -> None:
-    """An int: the backward gathers over so many neighbours, as torch's does, until it is set otherwise."""
+def test_an_int_reshards_over_that_many_ranks_until_the_backward(mesh) -> None:
+    """With an int, the backward gathers over that many neighbours, as torch's does, until another setting."""
     for m in both(mesh, "wide", reshard_after_forward=2):
         for step in range(3):
             loss = one_loss(m, step)
@@ -337,8 +337,8 @@ def test_resharding_is_set_between_steps(mesh) -> None:
 
 
 @on_world(2)
-def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(mesh) -> None:
-    """At the end of a backward its units are stepped, and what `unshard` shows goes."""
+def test_the_end_of_a_backward_steps_units_and_ends_unshard(mesh) -> None:
+    """The end of a backward steps its units, and hides the parameters that `unshard` shows."""
     wanted = None
     for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
         model = sharded(ours, mesh)
@@ -360,7 +360,7 @@ def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(mesh) -> None
 
 
 @on_world(2)
-def test_what_is_gathered_ahead_is_what_was_asked(mesh) -> None:
+def test_prefetch_follows_the_lists_that_were_set(mesh) -> None:
     reference, model = both(mesh)
     for m in (reference, model):
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
@@ -379,7 +379,7 @@ def test_what_is_gathered_ahead_is_what_was_asked(mesh) -> None:
 
 
 def full_memory(model: nn.Module) -> list[bool]:
-    """For the root and each block: whether its full parameters have memory."""
+    """Return, for the root and each block, if its full parameters have memory."""
     parts = [model, *model.blocks]
     if isinstance(model, ours.FSDPModule):
         return [unit.is_launched for unit in units_of(model)]
@@ -388,7 +388,7 @@ def full_memory(model: nn.Module) -> list[bool]:
 
 
 def resharded_by_hand(mesh) -> None:
-    """`reshard` between a forward that keeps full parameters and its backward, and `unshard` around it."""
+    """Call `reshard` between a forward that keeps full parameters and its backward, and `unshard` before and after."""
     reference, model = both(mesh, reshard_after_forward=False)
     seen: list[list[Any]] = [[], []]
     for m, states in zip((reference, model), seen, strict=True):
@@ -419,8 +419,8 @@ def test_full_parameters_are_resharded_by_hand(world):
 
 
 @on_world(2)
-def test_what_is_gathered_ahead_and_not_used_is_freed(mesh) -> None:
-    """A list names a block that this forward leaves out: it is freed with the pass, and the next forward is right."""
+def test_a_prefetched_block_that_is_not_used_is_freed(mesh) -> None:
+    """A prefetched block that the forward skips is freed at the end, and the next forward is right."""
     reference, model = both(mesh, reshard_after_forward=True)
     for m in (reference, model):
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])

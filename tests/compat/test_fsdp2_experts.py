@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2` with meshes of their own: experts over some ranks under data parallelism over all."""
+"""`accordion.compat.fsdp2` with several meshes: experts on some ranks, inside data parallelism over all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS = (
 
 
 def sharded(api: Any, mesh: Any, way: str, dtype: torch.dtype = torch.float32, **options: Any) -> experts.Model:
-    """Experts over two ranks and sharded over the other two, everything else sharded over all four."""
+    """Place experts over one axis of two ranks and shard them over the other; shard everything else over all four."""
     everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
     model = experts.spread(mesh, dtype)
     for block in model.blocks:
@@ -59,7 +59,7 @@ def placed(mesh: Any) -> Any:
 
 
 def unsharded(step: int, model: experts.Model) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of all ranks' batches, and gradients of their mean."""
+    """Return losses of all ranks' batches, and gradients of their mean."""
     losses = [model.loss(experts.tokens(step, rank)) for rank in range(RANKS)]
     (sum(losses) / RANKS).backward()
     return [loss.item() for loss in losses], {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -70,7 +70,7 @@ def is_expert(name: str) -> bool:
 
 
 def trains_alike(mesh: Any, way: str, **options: Any) -> None:
-    """In float64: in float32 gradients are up to 2e-6 of their largest element off, by the order of sums alone."""
+    """Compare in float64, since in float32 the order of sums alone changes gradients by 2e-6 of their largest element."""
     pair = [sharded(api, mesh, way, torch.float64, **options) for api in SIDES]
     plain = experts.seeded().double()
     assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
@@ -108,13 +108,13 @@ def test_experts_train_as_unsharded_and_as_torchs(world: Any, way: str) -> None:
 
 
 def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
-    """An int that is no part of the experts' ranks lets theirs go."""
+    """An int that does not divide the experts' ranks frees their full parameters."""
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)
 
 
 @on_mesh((2, 2), ("edp", "ep"))
-def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
-    """Experts are gathered and reduced over their own ranks alone, and messages say which."""
+def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks only, and messages name these."""
     model = sharded(ours, mesh, "a module")
     for step in range(2):
         with Wire() as wire:
@@ -152,8 +152,8 @@ def read(mesh: Any, folder: str) -> dict[str, Tensor]:
     return acc.full_state_dict(model)
 
 
-def test_a_checkpoint_of_experts_says_the_whole(world: Any, tmp_path: Path) -> None:
-    """It is read where no expert is anywhere special, on another number of ranks."""
+def test_a_checkpoint_of_experts_has_full_tensors(world: Any, tmp_path: Path) -> None:
+    """A checkpoint of experts loads without expert parallelism, on another number of ranks."""
     wanted = world.run_mesh((2, 2), ("edp", "ep"), written, str(tmp_path / "c"))[0]
     found = world.run(3, read, str(tmp_path / "c"))[0]
     assert found.keys() == wanted.keys()
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_experts_says_the_whole(world: Any, tmp_path: Path) -> N
 
 @on_mesh((2, 2), ("edp", "ep"))
 def test_the_norm_is_over_all_meshes(mesh: Any) -> None:
-    """Experts that are ordinary tensors, other ones on other ranks: the norm is over all of them."""
+    """The norm covers experts that are ordinary tensors and differ between ranks."""
     everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
     torch.manual_seed(mesh["ep"].get_local_rank())
     own = nn.Linear(6, 5).to(device())
@@ -184,16 +184,16 @@ def test_the_norm_is_over_all_meshes(mesh: Any) -> None:
 
 
 @on_mesh((2, 2), ("edp", "ep"))
-def test_meshes_that_do_not_lie_inside_are_refused(mesh: Any) -> None:
+def test_meshes_outside_the_models_ranks_are_refused(mesh: Any) -> None:
     model = experts.seeded()
     ours.fully_shard(model.blocks[0], mesh=mesh["edp", "ep"]._flatten("dp"))
     ours.fully_shard(model, mesh=mesh["edp"])
-    with pytest.raises(ValueError, match="shard the outermost module on all of them"):
+    with pytest.raises(ValueError, match="Shard the outermost module on the ranks of all meshes"):
         model(experts.tokens(0, 0))
     if not PLACES:
         return
     info = placed(mesh["edp"])
     info.mesh_info.shard_mesh_dim = None
     assert _torch.is_shard_placement_result(info)
-    with pytest.raises(ValueError, match="pass FSDPMeshInfo of one axis"):
+    with pytest.raises(ValueError, match="return an FSDPMeshInfo of one axis"):
         ours.fully_shard(experts.seeded(), mesh=mesh["edp"], shard_placement_fn=lambda p: info)

@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: what is sharded together, in which order it is asked for, and with what it composes."""
+"""`accordion.compat.fsdp2`: lists of modules, the order of calls, tied parameters, and arguments of other types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ranked import on_world
 
 
 def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
-    """The sharded model's gradients and steps are the plain one's, over all ranks."""
+    """Check that gradients and steps equal those of the plain model over the batches of all ranks."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     for step in range(steps):
         for m in (plain, model):
@@ -61,7 +61,7 @@ def test_a_list_of_modules_is_gathered_together(mesh) -> None:
 
 @on_world(2)
 def test_lists_without_a_root(mesh) -> None:
-    """No module around them: the parts are their own roots."""
+    """Without a module around them, each part is a root."""
     plain, model = models.plain(), models.plain()
     ours.fully_shard([model.embed, *model.blocks], mesh=mesh)
     ours.fully_shard([model.norm, model.head], mesh=mesh)
@@ -95,7 +95,7 @@ def test_calls_in_another_order(mesh) -> None:
 
 
 class Crossed(nn.Module):
-    """Two branches that share a weight, and a root that holds both."""
+    """Two branches that share a weight, inside one root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_tied_parameters_are_one(mesh) -> None:
 
 @on_world(2)
 def test_a_parameter_is_tied_between_the_calls(mesh) -> None:
-    """After the inner module was sharded."""
+    """A parameter is tied after the inner module was sharded."""
     plain, model = models.tied(), models.tied()
     ours.fully_shard(model.embed, mesh=mesh)
     model.head.weight = model.embed.weight
@@ -169,7 +169,7 @@ def test_other_dims_and_ignored_parameters(mesh) -> None:
 
 @on_world(2)
 def test_stages_share_communicators(mesh) -> None:
-    """Several roots that share streams and communicators."""
+    """Several roots share streams and communicators."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
     for stage in stages:
@@ -184,8 +184,8 @@ def test_stages_share_communicators(mesh) -> None:
 
 
 @on_world(2)
-def test_the_memory_of_a_model_goes_with_its_last_reference(mesh) -> None:
-    """The model's memory goes with its last reference."""
+def test_memory_is_freed_with_the_last_reference_to_the_model(mesh) -> None:
+    """The model's memory is freed with its last reference."""
     model = sharded(ours, mesh)
     one_loss(model).backward()  # the first of a process imports, and imports keep frames
     del model
@@ -207,8 +207,8 @@ def test_the_memory_of_a_model_goes_with_its_last_reference(mesh) -> None:
 
 
 @on_world(2)
-def test_the_rest_of_the_library_takes_the_model(mesh, tmp_path: Path) -> None:
-    """The library's own functions work on such a model too."""
+def test_other_functions_of_the_library_take_the_model(mesh, tmp_path: Path) -> None:
+    """The library's other functions work on such a model."""
     model = sharded(ours, mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     plain = models.plain()
@@ -243,7 +243,7 @@ class Named:
 
 
 class Renaming(nn.Module):
-    """A dataclass with a named tuple in it, both ways; beside it what needs no gradient, from a module that has parameters."""
+    """Takes and returns a dataclass with a named tuple in it, and also returns a tensor without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_a_dataclass_in_arguments_and_results(mesh) -> None:
 
 
 class Doubling(nn.Module):
-    """Tuples, dicts and an output that needs no gradient."""
+    """Takes and returns tuples and dicts, and one output needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

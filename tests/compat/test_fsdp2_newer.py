@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: names that torch's FSDP2 has from 2.15 on, here on every version; beside torch's if it has them."""
+"""Names that torch's FSDP2 has since 2.15, with every version of torch; compared with torch's own if it has them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
 
 
 @on_world(2)
-def test_backwards_that_add_up_are_reduced_when_they_are_finalized(mesh: Any) -> None:
-    """Backwards that add up are reduced when the caller says that they have ended, once."""
+def test_finalize_backward_reduces_accumulated_gradients(mesh: Any) -> None:
+    """`finalize_backward` reduces accumulated gradients once."""
     sides = SIDES if NEW else (ours,)
     plain, *pair = [sharded(ours, mesh), *[sharded(api, mesh) for api in sides]]
     for micro in range(2):
@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def ends(mesh: Any, way: str) -> None:
-    """Whichever backwards of a step communicate, `finalize_backward` leaves the gradients that torch's leaves."""
+    """After `finalize_backward` gradients equal torch's, whichever backwards of a step have communicated."""
     pair = [sharded(api, mesh, **WAYS[way][1]) for api in (SIDES if NEW else (ours,))]
     plain = models.plain()
     tolerance = 2e-2 if way == "bf16" else 1e-5
@@ -98,13 +98,13 @@ def ends(mesh: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", sampled(WAYS, {"two axes", "secondary shards"}.__contains__))
-def test_the_end_of_a_step_is_that_of_torchs(world: Any, way: str) -> None:
+def test_a_finalized_step_has_torchs_gradients(world: Any, way: str) -> None:
     shape = WAYS[way][0]
     world.run_mesh(shape, ("shard",) if len(shape) == 1 else ("replicate", "shard"), ends, way)
 
 
 @on_world(2)
-def test_a_handle_of_what_was_reset_says_so(mesh: Any) -> None:
+def test_a_handle_raises_after_reset_iter_state(mesh: Any) -> None:
     model = sharded(ours, mesh)
     assert model.finalize_backward() is None, "before the first forward"
     model.finalize_backward(async_op=True).wait()
@@ -121,7 +121,7 @@ def test_a_handle_of_what_was_reset_says_so(mesh: Any) -> None:
 @pytest.mark.parametrize("api", [pytest.param(0, marks=since_2_15), 1])
 @on_world(2)
 def test_full_parameters_may_keep_their_memory(mesh: Any, api: int) -> None:
-    """The memory of full parameters is at one address until it is let go for good."""
+    """Full parameters stay at one address until their memory is freed for good."""
     model = sharded(SIDES[api], mesh)
     model.set_keep_unsharded_storage(True)
     addresses: list[set[int]] = []
@@ -142,7 +142,7 @@ def test_full_parameters_may_keep_their_memory(mesh: Any, api: int) -> None:
 
 @on_world(2)
 def test_the_dtype_of_sums_is_that_of_the_installed_torch(mesh: Any) -> None:
-    """Without a `reduce_dtype` gradients are summed in the dtype that the installed torch takes."""
+    """Without a `reduce_dtype`, gradients are summed in the dtype that the installed torch uses."""
     pair = both(mesh, mp_policy=theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for m in pair:
         one_loss(m).backward()
@@ -180,7 +180,7 @@ def test_a_parameter_may_compute_in_its_own_dtype(mesh: Any) -> None:
 @pytest.mark.parametrize("kind", [ScheduleGPipe, pytest.param(ScheduleInterleaved1F1B, marks=since_2_15)])
 @on_mesh((2, 2), ("pp", "dp"))
 def test_stages_of_a_pipeline(mesh: Any, kind: type) -> None:
-    """Stages of torch's pipelines have the gradients of the unsharded model; from 2.15 on they are reduced once a step."""
+    """Stages of torch's pipelines have the unsharded model's gradients, and since 2.15 are reduced once a step."""
     at, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     plain, target = layers(), torch.zeros(8, 8, device=device())
     xs = [torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)).to(device()) for rank in range(2)]
@@ -212,8 +212,8 @@ def test_stages_of_a_pipeline(mesh: Any, kind: type) -> None:
     dist.barrier()
 
 
-def test_no_method_of_torchs_class_shines_through() -> None:
-    """Where ours is a subclass of torch's, whatever that has is defined here."""
+def test_every_method_of_torchs_class_is_overridden() -> None:
+    """If our class derives from torch's, it defines all of its methods."""
     public = [n for n, f in vars(theirs.FSDPModule).items() if inspect.isfunction(f)]
     assert public
     assert not [n for n in public if n not in vars(ours.FSDPModule) and not n.startswith("_set_unshard")]

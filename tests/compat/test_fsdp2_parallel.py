@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2` with other parallelism: tensor parallel, all axes on one mesh, stages, replicas, tensor subclasses."""
+"""`accordion.compat.fsdp2` with tensor parallelism, all axes on one mesh, replicas, and tensor subclasses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.sample import sampled
 
 
 def parallel(mesh) -> None:
-    """Tensor parallelism inside, sharding over the other axes: DTensors on all of them, the numbers of torch's."""
+    """With tensor parallelism inside, parameters are DTensors on all axes, and the numbers equal torch's."""
     dp = mesh.mesh_dim_names[:-1]
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     pair = []
@@ -61,7 +61,7 @@ def parallel(mesh) -> None:
 
 
 def whole_and_clipped(pair) -> None:
-    """The library's own functions see the model without any parallelism."""
+    """The library's own functions use the tensors of the model without any parallelism."""
     reference, model = pair
     whole = {n: p.full_tensor() for n, p in reference.state_dict().items()}
     assert_close(acc.full_state_dict(model, rank0_only=False), whole, 1e-5)
@@ -107,7 +107,7 @@ def layers() -> list[nn.Module]:
 
 
 def spread(mesh, placements: dict[str, list[Any]]) -> nn.Module:
-    """Two layers whose weights are DTensors on all axes of `mesh`, and so what goes through them."""
+    """Return two layers whose weights, and the batch, are DTensors on all axes of `mesh`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
 
@@ -140,7 +140,7 @@ def stepped_alike(pair, given: Any) -> None:
 
 
 def on_all_axes(mesh, dims: dict[str, Any]) -> None:
-    """`dp_mesh_dims`: a batch that is a DTensor too, cut over the data-parallel axes."""
+    """With `dp_mesh_dims`, the batch is a DTensor that is sharded over the data-parallel axes too."""
     names = [name for part in dims.values() for name in ([part] if isinstance(part, str) else part)]
     placements = {
         "0.weight": [Replicate() if n in names else Shard(0) for n in mesh.mesh_dim_names],
@@ -160,7 +160,7 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
     if "shard" not in dims:
         return
     for match, dims_, build in (
-        ("make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
+        ("Make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
         ("each once", {"shard": "other"}, nn.Linear(8, 8)),
         ("must be Replicate", dims, spread(mesh, {"0.weight": [Shard(0)] * mesh.ndim})),
     ):
@@ -206,7 +206,7 @@ def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
 
 
 class Wrapped(Tensor):
-    """In operators it is the tensor inside."""
+    """A tensor subclass that unwraps to its inner tensor in operators."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
@@ -241,7 +241,7 @@ class Wrapped(Tensor):
 
 
 class Packed(Wrapped):
-    """Rows in float32 that travel as bfloat16."""
+    """Rows in float32 that are sent as bfloat16."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
         assert isinstance(mp_policy, theirs.MixedPrecisionPolicy)
@@ -259,7 +259,7 @@ class Packed(Wrapped):
 
 
 class Levels(Packed):
-    """Rows that stay int8 until a product needs them, with one scale for all: what a frozen base of an adapter is."""
+    """Rows that stay int8 until a product needs them, with one scale for all, like the frozen base of an adapter."""
 
     def fsdp_pre_all_gather(self, mesh) -> Any:
         return ((self.inner * 64).round().to(torch.int8),), None
@@ -340,7 +340,7 @@ HOOKS = {"casts": (sends_bfloat16, shows_float32), "shows what was gathered": (s
 
 
 def extended_later(mesh, hooks: str, on_meta: bool, width: int, **options: Any) -> None:
-    """Methods of the local tensors, plain ones and those of a subclass without any, that are set after `fully_shard`."""
+    """Set the methods on local tensors, plain or of a subclass without them, after `fully_shard`."""
     pair = []
     for api in SIDES:
         torch.manual_seed(0)
@@ -381,7 +381,7 @@ def test_methods_of_local_tensors_may_be_set_after_fully_shard(world, hooks):
 
 
 class Positions(nn.Module):
-    """Its forward gives rows of its weight, a view."""
+    """Its forward returns rows of its weight, a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Positions(nn.Module):
 
 @on_world(2)
 def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(mesh) -> None:
-    """A view of what a subclass made of its rows outlives the memory that was gathered."""
+    """A view of the tensor that a subclass made of gathered rows stays valid after these are freed."""
     model = nn.Sequential(Positions(), nn.Linear(8, 8))
     for module in (*model, model):
         policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -410,7 +410,7 @@ def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(mesh) -> None:
 
 @on_world(4)
 def test_replicas_inside_and_around(mesh) -> None:
-    """A module under torch's `replicate` inside, and `replicate` around modules that are sharded."""
+    """torch's `replicate` works on a module inside, and around sharded modules."""
     for around in (False, True):
         plain, model = models.plain(), models.plain()
         for block in model.blocks:

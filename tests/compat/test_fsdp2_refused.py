@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: what is refused, and in which words."""
+"""`accordion.compat.fsdp2`: what is refused, and the words of the errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Quantised(Tensor):
 
 
 @on_world(4)  # all ranks of the job: meshes are made in it
-def test_what_is_refused_says_why(mesh) -> None:
+def test_refusals_name_the_reason(mesh) -> None:
     def refuses(match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=match):
             ours.fully_shard(*args, **{"mesh": mesh, **options})
@@ -43,7 +43,7 @@ def test_what_is_refused_says_why(mesh) -> None:
     refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
-    refuses("no nn.Parameter", model, ignored_params={"head.weight"})
+    refuses("not an nn.Parameter", model, ignored_params={"head.weight"})
     refuses("divides the 4 ranks", model, reshard_after_forward=3)
     refuses("divides the 4 ranks", model, reshard_after_forward="yes")
     refuses(
@@ -55,8 +55,8 @@ def test_what_is_refused_says_why(mesh) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
     wrong = models.plain()
     ours.fully_shard(wrong, mesh=mesh)
-    refuses("a call on a module around this one; shard the inner", wrong.blocks[0])
-    refuses("was applied to this FSDPTiny before", wrong)
+    refuses("a call on an outer module. Shard inner modules", wrong.blocks[0])
+    refuses("has been applied to this FSDPTiny already", wrong)
     refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
     parallel = models.plain()
     other = init_device_mesh("cpu", (4,))
@@ -83,13 +83,13 @@ def test_what_is_refused_says_why(mesh) -> None:
     Quantised.fsdp_post_all_gather = Quantised.fsdp_pre_all_gather  # type: ignore[attr-defined]
     refuses("such tensors are not offloaded", subclass, offload_policy=ours.CPUOffloadPolicy())
     del Quantised.fsdp_pre_all_gather, Quantised.fsdp_post_all_gather  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="is no FSDPModule"):
+    with pytest.raises(ValueError, match="is not an FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
 
 
 @on_world(4)
 def test_modules_without_parameters_run(mesh) -> None:
-    """Modules without parameters are sharded as torch does it: nothing lies in them, and they run."""
+    """Modules without parameters can be sharded, as in torch, and run."""
     model = nn.Sequential(ours.fully_shard(nn.ReLU(), mesh=mesh), nn.Linear(4, 4))
     ours.fully_shard(model, mesh=mesh)
     alone = ours.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
@@ -102,7 +102,7 @@ def test_modules_without_parameters_run(mesh) -> None:
 
 
 @on_world(4)
-def test_what_is_misused_says_why(mesh) -> None:
+def test_misuse_is_reported(mesh) -> None:
     model = sharded(ours, mesh)
     one_loss(model)
     model.head.weight = nn.Parameter(torch.zeros(48, 32, device=device()))
@@ -127,8 +127,8 @@ def test_what_is_misused_says_why(mesh) -> None:
 
 
 @on_world(2)
-def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
-    """The classes of torch's errors, and its words beside ours."""
+def test_errors_have_torchs_classes_and_words(mesh) -> None:
+    """Errors have the classes of torch's errors and contain their words."""
     for api in SIDES:
         model = sharded(api, mesh)
         with pytest.raises(
@@ -145,8 +145,8 @@ def test_errors_are_of_the_classes_of_torchs(mesh) -> None:
 
 
 @on_world(2)
-def test_averages_of_clones_are_those_of_averaged_model(mesh) -> None:
-    """What the refusal of AveragedModel says to do: averages of clones, as of an unsharded model."""
+def test_averages_of_clones_equal_those_of_averaged_model(mesh) -> None:
+    """The advice in the refusal of AveragedModel gives the averages of an unsharded model."""
     model, plain = sharded(ours, mesh), models.plain()
     update = get_ema_multi_avg_fn(0.9)
     averages = [p.detach().clone() for p in model.parameters()]

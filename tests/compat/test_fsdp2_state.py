@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: full parameters on demand, state dicts, conversions, ties, lists of modules, bad input."""
+"""`accordion.compat.fsdp2`: explicit `unshard`, setters, state dicts, meta devices and conversions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.sample import sampled
 
 
 def shown(model: nn.Module) -> dict[str, bool]:
-    """Whether each parameter of the registry is a plain leaf."""
+    """Return, for each parameter of the model, if it is a plain leaf."""
     return {n: type(p) is nn.Parameter and p.is_leaf for n, p in model.named_parameters()}
 
 
@@ -79,7 +79,7 @@ def test_unshard_shows_plain_parameters(mesh) -> None:
 
 @on_world(2)
 def test_gradients_of_full_parameters_that_are_read_outside_of_a_forward(mesh) -> None:
-    """A loss that reads a full parameter outside of any forward: its gradient is reduced by the end of the backward."""
+    """The end of the backward reduces the gradient of a full parameter that a loss reads outside any forward."""
     plain, model = models.plain(), sharded(ours, mesh)
     for alone in (True, False):
         model.unshard()
@@ -106,7 +106,7 @@ class Writer(models.Tiny):
 
 
 @on_world(2)
-def test_other_methods_enter_as_forward_does(mesh) -> None:
+def test_registered_methods_gather_as_forward_does(mesh) -> None:
     plain, model = models.plain(), models.plain()
     plain.__class__ = model.__class__ = Writer
     for block in model.blocks:
@@ -151,9 +151,9 @@ def test_setters(mesh) -> None:
         model.set_reduce_scatter_max_input_buffers(0)
     with pytest.raises(TypeError, match="pass an int"):
         model.set_reduce_scatter_max_input_buffers(True)
-    with pytest.raises(ValueError, match="straight into place"):
+    with pytest.raises(ValueError, match="directly into their memory"):
         model.set_custom_all_gather(None)
-    with pytest.raises(ValueError, match="exchange"):
+    with pytest.raises(ValueError, match="all-to-all"):
         model.set_custom_reduce_scatter(None)
     model.zero_grad()
     model.set_gradient_divide_factor(2.0)
@@ -167,7 +167,7 @@ def test_setters(mesh) -> None:
 
 
 @on_world(4)
-def test_what_has_no_effect_is_said_once(mesh) -> None:
+def test_setters_without_effect_log_once(mesh) -> None:
     say_once.cache_clear()
     with logged() as messages:
         model = sharded(ours, mesh)
@@ -175,8 +175,8 @@ def test_what_has_no_effect_is_said_once(mesh) -> None:
             module.set_unshard_in_backward(False)
             module.set_allocate_memory_from_process_group_for_comm(True)
     assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
-        "set_unshard_in_backward(False)",
-        "set_allocate_memory_from_process_group_for_comm",
+        "set_unshard_in_backward(False) has no effect",
+        "set_allocate_memory_from_process_group_for_comm has no effect",
     ]
 
 
@@ -253,7 +253,7 @@ def test_state_dicts_of_every_kind(mesh) -> None:
 )
 @on_world(2)
 def test_full_tensors_that_differ_are_refused_before_anything_changes(mesh, assign: bool, used: bool) -> None:
-    """Full tensors that are not the same on all ranks, of the whole model or of a block, before its first use or after it."""
+    """Full tensors that differ between ranks, of the model or a block, before or after its first use."""
     rank, right = dist.get_rank(), models.seeded(9).state_dict()
     model = sharded(ours, mesh)
     if used:
@@ -295,7 +295,7 @@ def test_models_on_the_meta_device(mesh) -> None:
     assert_same_gradients(*models_)
     with torch.device("meta"):
         model = sharded(ours, mesh)
-    with pytest.raises(ValueError, match="on the meta device still"):
+    with pytest.raises(ValueError, match="still on the meta device"):
         one_loss(model)
     state = {n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -311,7 +311,7 @@ def test_models_on_the_meta_device(mesh) -> None:
 
 @on_world(2)
 def test_a_sharded_model_is_converted(mesh) -> None:
-    """To another dtype after the first step, which torch's own refuses: as the model without sharding."""
+    """Converting to another dtype after the first step works as without sharding; torch's own refuses it."""
     plain, model = models.plain(), sharded(ours, mesh)
     one_loss(model).backward()
     for m in (plain, model):
@@ -331,12 +331,12 @@ def test_a_sharded_model_is_converted(mesh) -> None:
     assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
     model.set_requires_gradient_sync(False)
     model(batch(model)[0]).sum().backward()
-    with pytest.raises(ValueError, match="added up without communication"):
+    with pytest.raises(ValueError, match="accumulated without communication"):
         model.to(torch.float32)
 
 
 def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str, Any]:
-    """What one side wrote on `of_ranks` ranks, the other reads on those of `mesh`; and what the reader has then, in full."""
+    """One side writes on `of_ranks` ranks, the other reads on the ranks of `mesh`; return what was read, in full."""
     group, reads = mesh.get_group(), mesh.size() != of_ranks
     model = sharded(SIDES[writer != reads], mesh)
     optimizer = stepped(model, 5 if reads else 0)
@@ -365,7 +365,7 @@ def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer
 
 @on_world(4)
 def test_full_state_dicts_go_both_ways(mesh) -> None:
-    """Full state dicts of one side go into the other: from the first rank alone, or from all; optimizers too."""
+    """Full state dicts load into the other side, from the first rank or from all, also of optimizers."""
     pair = both(mesh)
     optimizers = [stepped(m, i) for i, m in enumerate(pair)]
     for source, target in ((0, 1), (1, 0)):

@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2` where threads stand for ranks, as in torch's own tests (`MultiThreadedTestCase`)."""
+"""`accordion.compat.fsdp2` with threads as ranks, as in torch's own tests (`MultiThreadedTestCase`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOIN_S = 60.0
 
 
 def run_threads(num_ranks: int, program: Callable[[], None]) -> None:
-    """What `MultiThreadedTestCase` does around a test, which needs a package that is not here."""
+    """Do what `MultiThreadedTestCase` does around a test; it needs a package that is not installed."""
     failed: list[str] = []
     hook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -66,7 +66,7 @@ def run_threads(num_ranks: int, program: Callable[[], None]) -> None:
 
 
 def trains(made: nn.Module) -> None:
-    """`made`: made before, since threads share the random numbers that others would draw."""
+    """`made`: modules created before, because threads share one random number generator."""
     mesh = init_device_mesh("cpu", (2,))
     plain, model = copy.deepcopy(made), copy.deepcopy(made)
     for block in model.blocks:

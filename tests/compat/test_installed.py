@@ -1,4 +1,4 @@
-"""`compat.fsdp2.install`: programs of torch's `fully_shard`, unedited, run on this engine until the handle is removed."""
+"""`compat.fsdp2.install`: unedited programs that use torch's `fully_shard` run on this engine until `remove()`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_options_are_torchruns_and_the_rest_is_the_programs():
     assert read("--nproc", "2", "p.py", "--nproc", "9") == ("2", "1:1", False, ["p.py", "--nproc", "9"])
     assert read("--standalone", "--nproc=2", "p.py", "-x") == ("2", "1:1", True, ["p.py", "-x"])
     assert read("--nnodes", "2", "-m", "a.b", "-m") == ("1", "2", False, ["-m", "a.b", "-m"])
-    with pytest.raises(acc.UsageError, match="names no program"):
+    with pytest.raises(acc.UsageError, match="no program is named"):
         read("--nproc", "2")
     with pytest.raises(acc.UsageError, match="--nproces"):
         read("--nproces", "2", "p.py")

@@ -1,4 +1,4 @@
-"""`examples/migrate`: each program before and after its imports were changed, both run in one process, and learn the same."""
+"""`examples/migrate`: each program learns the same before and after its imports were changed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_programs_differ_in_their_imports_alone(name):
 
 
 def where() -> str:
-    """The device of this rank, as the programs take it."""
+    """Return the device of this rank for the programs."""
     return str(device())
 
 
@@ -96,7 +96,7 @@ def test_each_stage_of_deepspeed_learns_the_same(mesh: DeviceMesh, tmp_path: Pat
 
 @on_world(4)
 def test_an_engine_goes_on_from_its_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """A checkpoint of the engine, its counts and the caller's own words in it."""
+    """A checkpoint of the engine contains its counts and the caller's state."""
     module = program("deepspeed_after")
     config = json.loads(Path(module.CONFIG).read_text())
 
@@ -125,7 +125,7 @@ def test_an_engine_goes_on_from_its_checkpoint(mesh: DeviceMesh, tmp_path: Path)
 
 
 def over(mesh: DeviceMesh, name: str) -> Any:
-    """The program on the ranks of `mesh`, which are not all of this test's."""
+    """Run the program on the ranks of `mesh`, which are only some of this test's ranks."""
     module = program(name)
     module.FSDP = functools.partial(module.FSDP, process_group=mesh.get_group())
     return module

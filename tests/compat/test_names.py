@@ -1,4 +1,4 @@
-"""docs/compat.md speaks of every name that the running torch exports for `fully_shard`, and each one is there."""
+"""docs/compat.md lists every name that the installed torch exports for `fully_shard`, and each one exists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_fully_shard_takes_the_same() -> None:
         assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name))
 
 
-def test_the_table_tells_each_name_in_one_of_four_ways() -> None:
+def test_each_row_of_the_table_has_one_of_four_states() -> None:
     rows = re.findall(r"^\| `(?:fully_shard|FSDPModule)[^|]*\| ([^|]*) \|", TABLE, re.MULTILINE)
     assert len(rows) > 25
     assert set(rows) <= {"same", "better", "no effect", "refused"}

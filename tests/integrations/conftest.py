@@ -1,4 +1,4 @@
-"""Rank processes of their own for the libraries, which take every rank of a job."""
+"""Rank processes for the libraries, which use every rank of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import pool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], pool.Pool]]:
-    """`ranks(n).run(n, fn, *args)` calls `fn(mesh, *args)` on each rank of a job of `n`; they stay for further tests."""
+    """Fixture: `ranks(n).run(n, fn, *args)` calls `fn(mesh, *args)` on each rank of a job of `n`, kept for later tests."""
     made: dict[int, pool.Pool] = {}
 
     def of(num_ranks: int) -> pool.Pool:

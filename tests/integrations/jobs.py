@@ -1,4 +1,4 @@
-"""What tests of integrations share: a rank that libraries take for one of torchrun's, a small Llama, its data."""
+"""Shared by tests of integrations: jobs that look like torchrun's to libraries, a small Llama, and its data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VOCABULARY, LENGTH = 64, 12
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
-    """Skips tests where one of them is not installed; imports none, which takes seconds."""
+    """Mark that skips tests if a library is not installed; does not import it, which takes seconds."""
     missing = [name for name in libraries if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 @contextmanager
 def torchrun_job(nodes: int = 1) -> Iterator[None]:
-    """Inside, this rank is one of a job as torchrun starts it, on so many nodes with as many ranks each."""
+    """Context manager: this rank looks like one that torchrun started, on `nodes` nodes with equally many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     node, local = divmod(rank, size // nodes)
     said = {
@@ -54,7 +54,7 @@ def torchrun_job(nodes: int = 1) -> Iterator[None]:
 
 @contextmanager
 def library_job() -> Iterator[None]:
-    """Inside, this rank is one of a job as torchrun starts it, and the libraries' process-wide state is new."""
+    """Context manager: this rank looks like one that torchrun started, and process-wide state of the libraries is reset."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -69,7 +69,7 @@ def library_job() -> Iterator[None]:
 
 @contextmanager
 def fsdp_job() -> Iterator[None]:
-    """A `library_job` in which accelerate takes CPU ranks for accelerators: on a CPU it does without FSDP."""
+    """A `library_job` in which accelerate treats CPU ranks as accelerators; on CPUs it would not use FSDP."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -94,7 +94,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Of lengths that differ: labels of -100 at the end of some."""
+    """Return sentences of different lengths, with labels of -100 at the end of some."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for i in range(count):
@@ -106,7 +106,7 @@ def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all full tensors, on every rank."""
+    """Return copies of all full tensors, on every rank."""
     import accordion as acc
     from accordion.engine.hooks import engine_of
 
@@ -116,7 +116,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Elements on this rank, in floating point: an optimizer's counts of steps are left out."""
+    """Return the number of elements on this rank in floating-point tensors, without an optimizer's step counts."""
     from torch.distributed.tensor import DTensor
 
     locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
@@ -125,7 +125,7 @@ def held(tensors: Iterable[Tensor]) -> int:
 
 @contextmanager
 def sizes_of_steps() -> Iterator[dict[str, int]]:
-    """The elements that this rank holds of parameters, gradients and states in the last step of a torch optimizer."""
+    """Context manager that records this rank's elements of parameters, gradients and states in the last optimizer step."""
     sizes: dict[str, int] = {}
 
     def params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -147,7 +147,7 @@ def sizes_of_steps() -> Iterator[dict[str, int]]:
 
 
 def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
-    """All ranks together hold what one of DDP's does, and this one about half of it; a collective of two ranks."""
+    """Check that all ranks together have what one DDP rank has, and this one about half of it; a collective of two ranks."""
     together = torch.tensor([ours[key] for key in theirs])
     torch.distributed.all_reduce(together)
     assert together.tolist() == list(theirs.values()), "all ranks together hold each element once"
@@ -157,7 +157,7 @@ def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
 
 
 def bytes_held(model: nn.Module) -> int:
-    """Of this rank's parameters."""
+    """Return the bytes of this rank's parameters."""
     from torch.distributed.tensor import DTensor
 
     return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""`examples/integrations`: each program before and after differs in at most three lines, and learns the same."""
+"""`examples/integrations`: programs before and after differ in at most three lines, and learn the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of accelerate, transformers and TRL that ask for FSDP2 train, save and resume on this engine as on torch's."""
+"""Programs of accelerate, transformers and TRL that configure FSDP2 train, save and resume on this engine as on torch's."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PLUGINS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def engine(ours: bool) -> Iterator[None]:
-    """Inside, torch's name `fully_shard` is torch's own, or ours."""
+    """Context manager in which torch's `fully_shard` is torch's own or ours."""
     with fsdp_job(), fsdp2.install() if ours else nullcontext():
         yield
 
 
 def accelerated(kind: str, ours: bool, folder: Path, resume: bool = False) -> dict[str, Any]:
-    """Twelve steps of accumulation and clipping, a state saved after six; or six from that state on."""
+    """Run twelve steps with accumulation and clipping, with a state saved after six; or six steps from that state."""
     import accelerate
 
     with engine(ours):
@@ -170,7 +170,7 @@ def test_trls_sft_trainer(ranks, tmp_path, kind):
 
 
 def sharded_at_load(ours: bool, source: Path, folder: Path) -> dict[str, Any]:
-    """transformers shards by itself while it loads, on CPU ranks too. Its Trainer saves such a model, and resumes none."""
+    """transformers shards while it loads, also on CPU ranks. Its Trainer saves such a model but cannot resume it."""
     import transformers
     from transformers.distributed import DistributedConfig
 

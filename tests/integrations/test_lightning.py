@@ -1,4 +1,4 @@
-"""`integrations.lightning`: a Trainer of Lightning that shards trains, evaluates, saves and resumes as under its own DDP."""
+"""`integrations.lightning`: a sharded Lightning Trainer trains, evaluates, saves and resumes as under Lightning's DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(depth: int = 3) -> nn.Sequential:
 
 
 def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> Any:
-    """Batches of this rank: together ranks have the same in each step, however many they are."""
+    """Return batches of this rank; all ranks together have the same samples in each step, with any number of ranks."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(GLOBAL_BATCH * steps * accumulated, WIDTH, generator=g)
     return torch.utils.data.DataLoader(
@@ -36,7 +36,7 @@ def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> An
 
 
 def module(pl: Any, **options: Any) -> Any:
-    """A LightningModule that writes down its losses, and the norm of the gradients of each step before they are clipped."""
+    """A LightningModule that records its losses, and the gradient norm of each step before clipping."""
 
     class Lit(pl.LightningModule):
         def __init__(self) -> None:
@@ -93,7 +93,7 @@ def trainer(pl: Any, ours: bool, folder: Path, strategy: Any = None, **changes: 
 
 
 def mean(values: list[float]) -> list[float]:
-    """Of all ranks."""
+    """Return the mean over all ranks."""
     given = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(given)
     return (given / dist.get_world_size()).tolist()
@@ -267,7 +267,10 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
             trainer(pl, True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
-        for bad, words in (("own", "parameter 'scale' lies in Gan itself"), ("tied", "lies in another module too")):
+        for bad, words in (
+            ("own", "parameter 'scale' belongs to Gan itself"),
+            ("tied", "belongs to another module too"),
+        ):
             with pytest.raises(acc.UsageError, match=words):
                 trainer(pl, True, tmp_path, **manual).fit(gan(pl, bad), data())
 
@@ -322,14 +325,14 @@ def test_it_resumes_in_the_middle_on_one_two_and_three_ranks(ranks, tmp_path):
 
 
 @on_job(2)
-def test_a_torn_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     pl = lightning()
     with torchrun_job():
         options = {"state_dict_type": "sharded"}
         one, lit = trainer(pl, True, tmp_path, options, max_epochs=1), module(pl)
         one.fit(lit, data())
         one.save_checkpoint(tmp_path / "whole.ckpt")
-        for lost, words in (("meta.pt", "its save was cut short"), ("sharded_0/manifest.json", "cannot be loaded")):
+        for lost, words in (("meta.pt", "its save was interrupted"), ("sharded_0/manifest.json", "cannot be loaded")):
             one.save_checkpoint(tmp_path / "torn.ckpt")
             dist.barrier()
             if dist.get_rank() == 0:
@@ -388,12 +391,12 @@ def full_of(tensor: Any) -> Tensor:
 
 @on_job(2)
 def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_path: Path) -> None:
-    """A callback adds a parameter group in the second epoch, another keeps an average, and hooks change a checkpoint."""
+    """One callback adds a parameter group in the second epoch, one keeps an average, and hooks change a checkpoint."""
     pl = lightning()
 
     class Unfreezes(pl.callbacks.BaseFinetuning):  # type: ignore[misc]
         def freeze_before_training(self, module: Any) -> None:
-            """Nothing: DistributedDataParallel would not sum the gradients of what was frozen when it was wrapped."""
+            """Do nothing: DDP would not reduce gradients of parameters that were frozen when it wrapped the model."""
 
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             if epoch == 1:
@@ -454,7 +457,7 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
 
 
 @on_job(4)
-def test_a_hybrids_replicas_are_nodes(mesh: Any, tmp_path: Path) -> None:
+def test_a_hybrid_has_one_replica_per_node(mesh: Any, tmp_path: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job(nodes=2):
@@ -469,18 +472,18 @@ def test_a_hybrids_replicas_are_nodes(mesh: Any, tmp_path: Path) -> None:
 
 
 @on_job(2)
-def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(mesh: Any, tmp_path: Path) -> None:
     from accordion.integrations.lightning import AccordionStrategy, FabricStrategy
 
     pl = lightning()
     for kind in (AccordionStrategy, FabricStrategy):
-        with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not taken: nothing is wrapped"):
+        with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not supported: nothing is wrapped"):
             kind(find_unused_parameters=True)
-        with pytest.raises(acc.UsageError, match="state_dict_type='ful' is none of 'full', 'sharded'"):
+        with pytest.raises(acc.UsageError, match="state_dict_type is 'ful'; valid: 'full', 'sharded'"):
             kind(state_dict_type="ful")
         with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
             kind(sharding={"unit": 1})
-    with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not taken"):
+    with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not supported"):
         AccordionStrategy(model_averaging_period=3)
 
     class Half(type(module(pl))):  # type: ignore[misc]
@@ -489,12 +492,12 @@ def test_what_cannot_be_meant_is_refused(mesh: Any, tmp_path: Path) -> None:
                 acc.shard(self.net)
                 self.more = nn.Linear(2, 2)
 
-    with torchrun_job(), pytest.raises(acc.UsageError, match=r"and not its parameter .more\.weight"):
+    with torchrun_job(), pytest.raises(acc.UsageError, match=r"but not its parameter .more\.weight"):
         trainer(pl, True, tmp_path).fit(Half(), data())
 
 
 @on_job(2)
-def test_what_configure_model_shards_is_left_as_it_is(mesh: Any, tmp_path: Path) -> None:
+def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp_path: Path) -> None:
     """With our strategy, and with Lightning's own for meshes."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 

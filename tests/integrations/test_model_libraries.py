@@ -1,4 +1,4 @@
-"""Models of diffusers, timm and PyTorch Geometric in a plain loop: sharded, they learn as under DDP."""
+"""Models of diffusers, timm and PyTorch Geometric in a plain training loop learn as under DDP."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GraphNet(nn.Module):
 
 
 def graphs(rank: int, step: int) -> Batch:
-    """Four of them, of other sizes on other ranks."""
+    """Return four graphs, with different sizes on each rank."""
     from torch_geometric.data import Batch as Graphs
     from torch_geometric.data import Data
 
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch], Cal
 
 
 def learns(mesh: Any, case: str, ours: bool, steps: int = 6) -> tuple[nn.Module, list[float], list[Tensor]]:
-    """The model, losses and norms of gradients, and the full tensors of diffusers' averages of a model of theirs."""
+    """Return the model, losses and gradient norms, and the full tensors of diffusers' averages of the model."""
     make, draw, loss_of = CASES[case]
     torch.manual_seed(0)
     whole = make().train()

@@ -1,4 +1,4 @@
-"""PEFT's models, sharded: each method trains as unsharded, begins around a pretrained base, and is saved without it."""
+"""Sharded PEFT models train as unsharded ones, start from a pretrained base, and are saved without it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def most(params: Iterable[Tensor]) -> int:
-    """Elements of half of the rows of each, rounded up: a parameter of one row lies on one of two ranks."""
+    """Return the elements of half of the rows of each tensor, rounded up, since one row is on one of two ranks."""
     return sum(-(-p.shape[0] // 2) * p[0].numel() for p in params)
 
 
 def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
-    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them."""
+    """Return the mean loss of each step over `ranks`, whose batches this process sees in full or in part."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
@@ -145,7 +145,7 @@ def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(ranks, tmp_path
 
 
 @on_job(2)
-def test_what_is_trained_is_saved_and_gathered_alone(mesh: Any, tmp_path: Path) -> None:
+def test_trained_parameters_are_saved_and_gathered_alone(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         model = acc.shard(tuned("LoRA"), mesh)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -270,7 +270,7 @@ def test_several_adapters(mesh: Any, tmp_path: Path) -> None:
 
 
 class Bytes(torch.nn.Module):
-    """A frozen linear layer of bytes, as quantised ones keep theirs, with its scale, and LoRA beside it."""
+    """A frozen linear layer of bytes with a scale, like those of quantised models, with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

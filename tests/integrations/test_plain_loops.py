@@ -1,4 +1,4 @@
-"""Loops that no integration of ours is in: `shard` alone, and they learn as the unsharded run over the batches of all ranks."""
+"""Training loops with `shard` alone learn as the unsharded run over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(rank: int, step: int) -> Tensor:
 
 
 def descend(optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> float:
-    """A step down the mean of the losses of the batches that this process has; returns the mean."""
+    """Make a step down the mean loss of this process's batches, and return the mean."""
     loss = torch.stack(losses).mean()
     loss.backward()
     optimizer.step()
@@ -44,7 +44,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def gan(prepare: Prepare, ranks: list[int]) -> list[float]:
-    """Both play against each other; the discriminator takes gradients of the generator's loss that nobody uses."""
+    """Train a generator and a discriminator; gradients of the generator's loss for the discriminator are not used."""
     generator, critic = prepare(net(0, WIDTH)), prepare(net(1, 1))
     first, second = optimizer_of(generator), optimizer_of(critic)
     found = []
@@ -58,7 +58,7 @@ def gan(prepare: Prepare, ranks: list[int]) -> list[float]:
 
 
 def rl(prepare: Prepare, ranks: list[int]) -> list[float]:
-    """Actions are sampled without gradients; two passes over them with PPO's clipped ratios, and a model of values."""
+    """Sample actions without gradients, then make two passes with PPO's clipped ratios and a value model."""
     policy, value = prepare(net(0, ACTIONS)), prepare(net(1, 1))
     first, second = optimizer_of(policy), optimizer_of(value)
     found = []
@@ -85,7 +85,7 @@ LOOPS = {"GAN": gan, "RL": rl}
 
 
 def alike(found: list[float], expected: list[float]) -> None:
-    """Losses of this rank's batches, of which the mean over ranks is that of the unsharded run."""
+    """Compare the mean over ranks of the losses with those of the unsharded run."""
     mean = torch.tensor(found)
     dist.all_reduce(mean)
     assert (mean / dist.get_world_size()).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -94,7 +94,7 @@ def alike(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 @on_job(2)
-def test_a_loop_of_ones_own_learns_as_unsharded(mesh: Any, name: str) -> None:
+def test_a_plain_loop_learns_as_unsharded(mesh: Any, name: str) -> None:
     rank = mesh.get_local_rank()
     alike(LOOPS[name](lambda model: acc.shard(model, mesh), [rank]), LOOPS[name](lambda model: model, [0, 1]))
 

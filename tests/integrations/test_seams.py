@@ -1,4 +1,4 @@
-"""What the integrations need of the libraries is there, and each module is imported when it is asked for alone."""
+"""The names that integrations use of the libraries exist, and each module is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sharding_takes_all_that_shard_takes():
 
 
 def named(path: Path, own: set[str]) -> set[str]:
-    """The names with one underscore that a file reads or asks for, without those of its own."""
+    """Return the names with one underscore that a file uses, without those that it defines."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
     asked = [n.args[1] for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "getattr"]
@@ -56,7 +56,7 @@ def test_every_underscore_name_is_in_the_table():
     assert (overridden - {"_load_weights"}) | {"_save"} == of_trainer
 
 
-def test_a_lost_seam_is_a_sentence(monkeypatch):
+def test_a_missing_seam_is_reported_in_one_sentence(monkeypatch):
     pytest.importorskip("accelerate")
     import transformers
 

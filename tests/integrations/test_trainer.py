@@ -1,4 +1,4 @@
-"""`integrations.transformers`: a Trainer that shards trains, evaluates, saves and resumes as the library's own under DDP."""
+"""`integrations.transformers`: a sharded Trainer trains, evaluates, saves and resumes as the library's own under DDP."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trainer(
 
 
 def train(one: Any, resume: Any = None) -> Any:
-    """The trainer itself, done. Both begin with the same random numbers."""
+    """Train and return the trainer, with the same random numbers at the start for both kinds."""
     import transformers
 
     transformers.set_seed(0)
@@ -230,7 +230,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_step
 
 
 def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
-    """Whatever the number of ranks, a step sees the same sentences."""
+    """Return a trainer whose steps see the same sentences with any number of ranks."""
     per_rank = global_batch // torch.distributed.get_world_size()
     more = {"train_dataset": sentences(96), **(extra or {})}
     return trainer(True, folder, extra=more, per_device_train_batch_size=per_rank, **{**SAVING, **changes})
@@ -305,8 +305,8 @@ class CutError(Exception):
 
 
 @on_job(2)
-def test_a_torn_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
-    """A save that ends at any point leaves the checkpoint before it to be resumed, and none of its own."""
+def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
+    """A save that is interrupted anywhere leaves the previous checkpoint as the one to resume."""
     from accordion.integrations import transformers as integration
 
     places = ["_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "store_flos"]
@@ -331,7 +331,7 @@ def test_a_torn_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
                     (here / "checkpoint-4" / "trainer_state.json").write_text('{"global')
                 torch.distributed.barrier()
             assert (here / "checkpoint-4").is_dir()
-            with pytest.raises(acc.CheckpointError, match=r"checkpoint-4 cannot be resumed.*cut short"):
+            with pytest.raises(acc.CheckpointError, match=r"checkpoint-4 cannot be resumed.*interrupted"):
                 train(resumable(here, max_steps=4, save_steps=2), str(here / "checkpoint-4"))
             assert integration._newest(str(here)) == str(here / "checkpoint-2")
         again = train(resumable(here, max_steps=4, save_steps=2), True)
@@ -361,7 +361,7 @@ def meta_start(mesh: Any, folder: Path) -> None:
             from_pretrained(AutoModelForCausalLM, folder / "nowhere")
 
 
-def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path):
+def test_a_meta_model_is_loaded_when_it_is_sharded(ranks, tmp_path):
     ranks(2).run(2, meta_start, tmp_path)
 
 
@@ -369,10 +369,10 @@ def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path
 
 
 @on_job(2)
-def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) -> None:
+def test_unsupported_arguments_are_refused(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         for key, value, words in [
-            ("bf16_full_eval", True, "bf16_full_eval=True of TrainingArguments is not taken"),
+            ("bf16_full_eval", True, "bf16_full_eval=True of TrainingArguments is not supported"),
             ("torch_compile", True, "compile blocks"),
             ("fsdp", "full_shard", "leave --fsdp out"),
             ("deepspeed", "ds.json", "leave --deepspeed out"),
@@ -384,14 +384,14 @@ def test_what_cannot_be_meant_beside_it_is_refused(mesh: Any, tmp_path: Path) ->
                 trainer(True, tmp_path, extra={"args": args})
         with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
             trainer(True, tmp_path, sharding={"unit": None})
-        with pytest.raises(acc.UsageError, match="hyperparameter_search is not taken"):
+        with pytest.raises(acc.UsageError, match="hyperparameter_search is not supported"):
             trainer(True, tmp_path).hyperparameter_search()
         with pytest.raises(acc.CheckpointError, match="has no complete checkpoint"):
             train(trainer(True, tmp_path), True)
 
 
 class Hub:
-    """In place of the hub: writes down what each upload would send."""
+    """Replacement of the hub that records what each upload would send."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, set[str], Any]] = []
@@ -409,7 +409,7 @@ class Hub:
 
 
 @on_job(2)
-def test_what_is_pushed_to_the_hub_loads(mesh: Any, tmp_path: Path) -> None:
+def test_a_pushed_model_loads(mesh: Any, tmp_path: Path) -> None:
     import transformers.trainer
 
     before, hub = transformers.trainer.hf_api, Hub()

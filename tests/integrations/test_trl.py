@@ -1,4 +1,4 @@
-"""TRL's trainers with `ShardedTrainer` before them train as TRL's own under DDP, whole models and adapters."""
+"""TRL's trainers with the mixin `ShardedTrainer` train as TRL's own under DDP, with full models and adapters."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_adapters_are_saved_alone_and_resume_exactly(mesh: Any, tmp_path: Path) 
 
 
 def spread(completions: list[str], **_: Any) -> list[float]:
-    """A reward: how many different words."""
+    """A reward: the number of different words."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 

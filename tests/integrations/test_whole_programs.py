@@ -1,4 +1,4 @@
-"""What people do to a sharded model of a library: it works, or the error's note has the ways out."""
+"""What people do to a sharded model of a library works, or the error has a note with alternatives."""
 
 from __future__ import annotations
 

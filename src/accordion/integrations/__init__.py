@@ -1,1 +1,1 @@
-"""Training libraries on this engine: one module each, which imports its library when it is imported itself, and not before."""
+"""Training libraries on this engine, one module for each. Importing a module imports its library."""

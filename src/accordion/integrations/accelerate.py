@@ -1,4 +1,4 @@
-"""`Accelerator` of accelerate, whose `prepare` shards models on this engine in place of wrapping them for data parallelism."""
+"""`Accelerator` of accelerate, whose `prepare` shards models on this engine instead of wrapping them in DDP."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PLUGINS = {
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """accelerate's own, with `sharding` besides: a `Sharding`, or a dict of the arguments of `accordion.shard`.
+    """accelerate's `Accelerator` with one more argument, `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`.
 
-    `prepare` and `prepare_model` shard a model in place and return it; optimizers made before follow, of its old parameters, in
-    the same call or a later one, and step on shards. A model that is sharded already is left as it is. All ranks call together
-    what is collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full, on the first rank, and empty on the others),
-    `save_model`, `save_state` and `load_state`, which takes any number of ranks.
-    Raises `UsageError` beside accelerate's own FSDP, DeepSpeed, Megatron-LM and parallelism.
+    `prepare` and `prepare_model` shard a model in place and return it, unless it is sharded already. Optimizers that were
+    created from its old parameters step on the shards after `prepare`, in the same call or a later one. These methods are
+    collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full on the first rank, empty on the others), `save_model`,
+    `save_state`, and `load_state`, which may run on another number of ranks.
+    Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM or parallelism is configured.
     """
 
     _models: list[Any]
@@ -53,9 +53,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """`accelerator` itself, which has prepared nothing yet, made one of this class."""
+        """Change the class of `accelerator`, which must not have prepared anything yet, to this one, and return it."""
         if type(accelerator) is not accelerate.Accelerator:
-            raise UsageError(f"sharding needs accelerate's own Accelerator, not a {type(accelerator).__name__}.")
+            raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
         accelerator._take(arguments)
         return accelerator  # type: ignore[no-any-return]
@@ -65,18 +65,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for key, words in PLUGINS.items():
             if getattr(self.state, key, None) is not None:
                 raise UsageError(
-                    f"Accordion shards the model itself and takes no {key} beside it ({words}); leave that out."
+                    f"Accordion shards the model itself, so {key} ({words}) cannot be used with it; leave it out."
                 )
         if self.state.mixed_precision == "fp8":
             raise UsageError(
-                "mixed_precision='fp8' is not taken with sharding; use 'bf16', or convert the model before."
+                "mixed_precision='fp8' is not supported with sharding; use 'bf16', or convert the model before."
             )
         if self.state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:
             raise UsageError(
-                "a dynamo backend compiles the model as a whole, through its units; leave it out and compile blocks: "
+                "a dynamo backend would compile the model across its units. Leave it out and compile the blocks: "
                 "`for block in model.blocks: block.compile()`."
             )
-        if self.state.mixed_precision == "fp16" and self.device.type == "cpu":  # where accelerate computes in float32
+        if self.state.mixed_precision == "fp16" and self.device.type == "cpu":  # accelerate would compute in float32
             self.native_amp = True
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self.scaler = torch.amp.GradScaler("cpu", **options)
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """`model`, sharded as this accelerator was told, unless it is already or has no parameters."""
+        """Shard `model` with this accelerator's arguments and return it; skip it if it is sharded, or has no parameters."""
         if engine_of(model) is None and next(model.parameters(), None) is not None:
             self.shard_arguments.applied(model, self.mixed_precision if self.native_amp else "no")
         return model
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         self.shard(model)
-        # In evaluation mode nothing is put around it.
+        # With evaluation_mode=True accelerate does not wrap the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -126,8 +126,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         if engine_of(model) is not None:
             raise UsageError(
-                "trigger_sync_in_backward is not taken with sharding: a forward inside no_sync is not reduced by its backward; "
-                "leave no_sync before the last forward."
+                "trigger_sync_in_backward is not supported with sharding: gradients of a forward inside no_sync are not reduced "
+                "by its backward. Leave no_sync before the last forward."
             )
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -136,23 +136,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         joinables = list(joinables)
         if any(isinstance(one, nn.Module) and engine_of(one) is not None for one in joinables):
             raise UsageError(
-                "join_uneven_inputs is not taken with sharding: ranks make each step together; keep even_batches, or drop_last."
+                "join_uneven_inputs is not supported with sharding: all ranks take part in each step. Keep even_batches, or use "
+                "drop_last."
             )
         return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """As accelerate's; of parameters of one or more sharded models, all or some, the norm over all ranks' rows."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(param) for param in given}
+        """Clip gradients as accelerate does; for parameters of sharded models the norm is over the rows of all ranks."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]
         engines = engines_of(models)
         if not engines:
-            return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
         holders = [
             o for o in self._optimizers if any(id(p) in ids for group in o.param_groups for p in group["params"])
         ]
         self.unscale_gradients(holders)
-        return clip_norm_of(engines, given, max_norm, norm_type)
+        return clip_norm_of(engines, params, max_norm, norm_type)
 
     # -- states
 
@@ -162,11 +163,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return full_state_dict(model)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's; each sharded model and its optimizer are a checkpoint of `accordion.save` in that folder.
+        """Save as accelerate does; each sharded model, with its optimizer, is a checkpoint of `accordion.save` in the folder.
 
-        A folder whose save was cut short has not all of them, and `load_state` refuses it. Hooks of
-        `register_save_state_pre_hook` get all models and their full weights, on the first rank; of a model whose weights they
-        take out, the optimizer alone is saved. Sharded tensors of registered objects are saved too.
+        `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all models, and on
+        the first rank their full weights; if a hook removes a model's weights, only its optimizer is saved. Sharded tensors in
+        registered objects are saved as full tensors.
         """
         pairs = self._pairs()
         with self._without(pairs, self._save_model_state_pre_hook) as taken:
@@ -176,7 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """As accelerate's, of a folder of any number of ranks. Raises `CheckpointError` where it is not complete."""
+        """Load as accelerate does, from a folder that any number of ranks saved. Raises `CheckpointError` if it is incomplete."""
         pairs = self._pairs()
         names = [name for name, _, _ in parts(pairs)]
         folder = Team.of(()).agree(lambda: self._complete(input_dir, names))
@@ -186,22 +187,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load(folder / name, model, optimizer, only=() if model in taken else None)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
-        """The folder from which to load: without one the newest that was named by accelerate and is complete."""
+        """Return the folder to load: `input_dir`, or the newest complete one that accelerate has named."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]
             if lost:
                 raise CheckpointError(
-                    f"{folder} has no {' and no '.join(lost)}: it was not saved by this Accelerator, or its save was cut short; "
-                    "load another one."
+                    f"{folder} has no {' and no '.join(lost)}: it was not saved by this Accelerator, or its save was "
+                    "interrupted. Load another folder."
                 )
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
-            raise UsageError("load_state needs a folder, as automatic_checkpoint_naming is off.")
-        found = sorted(
+            raise UsageError("load_state needs a folder, because automatic_checkpoint_naming is off.")
+        folders = sorted(
             Path(self.project_dir, "checkpoints").glob("checkpoint_*"), key=lambda p: int(p.name.rpartition("_")[2])
         )
-        for folder in reversed(found):
+        for folder in reversed(folders):
             if not any(why_incomplete(folder / name) for name in names):
                 return folder
         raise CheckpointError(f"{self.project_dir}/checkpoints has no complete checkpoint of {', '.join(names)}.")
@@ -211,10 +212,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Hide `pairs` from accelerate's own save or load inside, and let `hooks` see all models all the same.
+        """Context manager that hides `pairs` from accelerate's own save or load, but shows all models to `hooks`.
 
-        Yields a list that is filled with the models of `pairs` that hooks took out of what is saved or loaded, on all ranks as
-        on the first.
+        Yields a list. The hooks' run adds to it the models of `pairs` that hooks have removed, on all ranks as on the first.
         """
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
@@ -222,10 +222,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         def run_hooks(shown: list[Any], *rest: Any) -> None:
             """Call each hook as accelerate does: with (models, weights, folder) in a save, with (models, folder) in a load."""
             *weights, folder = rest
-            listed = weights[0] if weights else shown  # out of which hooks take what they save or load themselves
-            own = iter(list(listed))
+            listed = weights[0] if weights else shown  # hooks remove from it what they save or load themselves
+            listed_items = iter(list(listed))
             every = [
-                (self.get_state_dict(model) if weights else model) if model in sharded else next(own)
+                (self.get_state_dict(model) if weights else model) if model in sharded else next(listed_items)
                 for model in models
             ]
             left = list(every)
@@ -238,7 +238,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             is_left = json.loads(Team.of(()).shared(json.dumps(is_left))[0])
             taken.extend(m for m, stays in zip(models, is_left, strict=True) if not stays and m in sharded)
 
-        own_optimizers = [optimizer for _, own in pairs for optimizer in own]
+        own_optimizers = [optimizer for _, steppers in pairs for optimizer in steppers]
         self._models = [m for m in models if m not in sharded]
         self._optimizers = [o for o in optimizers if all(o is not one for one in own_optimizers)]
         if sharded:

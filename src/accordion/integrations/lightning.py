@@ -1,4 +1,4 @@
-"""Strategies for the `Trainer` and the `Fabric` of Lightning that shard modules in place of wrapping them in DDP."""
+"""Strategies for the `Trainer` and the `Fabric` of Lightning that shard modules instead of wrapping them in DDP."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from accordion.state import no_sync, settle
 from accordion.weights.initialise import initialise
 from accordion.weights.meta_start import source_of
 
-MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names, in those of `ShardArguments.applied`
-META = "meta.pt"  # what is neither model nor optimizer; written last, so that it says that all of it is there
+MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those of `ShardArguments.applied`
+META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-NAMES = "accordion_names"  # in a sharded checkpoint: the model's own name of each tensor that a hook has renamed
+NAMES = "accordion_names"  # in a sharded checkpoint: name that a hook has given a tensor -> its name in the model
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys that are loaded into what is sharded
+OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys with states of models and optimizers
 
 
 class ShardedStrategy:
-    """Base class of both strategies: how to shard, the mesh of the job, and folders of sharded checkpoints."""
+    """Base class of both strategies: shards modules over the mesh of the job, and writes and reads sharded checkpoints."""
 
     accelerator: Any
     checkpoint_io: Any
@@ -74,19 +74,19 @@ class ShardedStrategy:
     ) -> None:
         self.shard_arguments = ShardArguments.of(sharding)
         if state_dict_type not in KINDS:
-            raise UsageError(f"state_dict_type={state_dict_type!r} is none of {', '.join(map(repr, KINDS))}.")
+            raise UsageError(f"state_dict_type is {state_dict_type!r}; valid: {', '.join(map(repr, KINDS))}.")
         self.state_dict_type = state_dict_type
         known = inspect.signature(super().__init__).parameters
-        for name, given in kwargs.items():
+        for name, value in kwargs.items():
             if name not in known or name in NOT_WRAPPED:
                 raise UsageError(
-                    f"{name}={given!r} is not taken: nothing is wrapped in DistributedDataParallel; what `accordion.shard` takes "
-                    "goes into sharding=dict(...)."
+                    f"{name}={value!r} is not supported: nothing is wrapped in DistributedDataParallel. Pass arguments of "
+                    "`accordion.shard` as sharding=dict(...)."
                 )
         super().__init__(*args, **kwargs)
 
     def _sharded(self, module: nn.Module, precision: object) -> nn.Module:
-        """`module`, sharded in place as told; what is on the meta device is read from its folder, or else initialised."""
+        """Shard `module` in place and return it; a module on the meta device is loaded from its source, or initialised."""
         on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
         self._over_nodes().applied(module, MIXED.get(str(precision), "no"))
         if on_meta:
@@ -94,7 +94,7 @@ class ShardedStrategy:
         return module
 
     def _over_nodes(self) -> ShardArguments:
-        """Return the arguments with their mesh: for a hybrid, replicas are nodes."""
+        """Return the shard arguments with a mesh of all ranks; with a hybrid strategy each node has one replica."""
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:
@@ -106,7 +106,7 @@ class ShardedStrategy:
         return self.shard_arguments
 
     def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
-        """`models`: under each name what `parts` gives. Not complete before the last file, `META`, is there."""
+        """Write `models` (name prefix -> items of `parts`) and `rest` to `folder`, which is complete once `META` is written."""
         team = Team.of(())
 
         def begin() -> None:
@@ -117,19 +117,19 @@ class ShardedStrategy:
                 (folder / META).unlink(missing_ok=True)
 
         team.agree(begin)
-        for prefix, found in models.items():
-            for name, model, optimizer in found:
+        for prefix, items in models.items():
+            for name, model, optimizer in items:
                 save(folder / f"{prefix}{name}", model, optimizer)
         team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
 
     def _read_folder(self, folder: Path, models: Mapping[str, list[Any]], **kwargs: Any) -> dict[str, Any]:
-        """Fill what was saved so, and return the rest. Raises `CheckpointError` on all ranks where the folder is not whole."""
-        names = [f"{prefix}{name}" for prefix, found in models.items() for name, _, _ in found]
+        """Load `models` from `folder`, and return the rest. Raises `CheckpointError` on all ranks if it is incomplete."""
+        names = [f"{prefix}{name}" for prefix, items in models.items() for name, _, _ in items]
 
         def rest() -> dict[str, Any]:
             if not (folder / META).is_file():
                 raise CheckpointError(
-                    f"{folder} has no {META}: it is no checkpoint of this strategy, or its save was cut short."
+                    f"{folder} has no {META}: it is not a checkpoint of this strategy, or its save was interrupted."
                 )
             lost = [f"{name}: {why}" for name in names if (why := why_incomplete(folder / name))]
             if lost:
@@ -137,27 +137,26 @@ class ShardedStrategy:
             return self.checkpoint_io.load_checkpoint(folder / META, **kwargs)  # type: ignore[no-any-return]
 
         others = Team.of(()).agree(rest)
-        for prefix, wanted in models.items():
-            for name, model, optimizer in wanted:
+        for prefix, items in models.items():
+            for name, model, optimizer in items:
                 load(folder / f"{prefix}{name}", model, optimizer)
         return others
 
     def _clear(self, path: str) -> None:
-        """A folder of that name is in the way of a file."""
+        """Delete a sharded checkpoint, which is a folder, if a file of the same name is to be written."""
         if self.is_global_zero and (Path(path) / META).is_file():
             shutil.rmtree(path)
 
 
 class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrategy):  # type: ignore[misc]
-    """Shards the LightningModule in place of wrapping it.
+    """Strategy for Lightning's `Trainer` that shards the LightningModule instead of wrapping it in DDP.
 
-    `sharding`: a `Sharding`, or a dict of the arguments of `accordion.shard`; a hybrid strategy's replicas are nodes.
-    `state_dict_type`: "full" writes the file that Lightning writes without sharding, of tensors that are gathered one by one to
-    the first rank; "sharded" a folder, of what `accordion.save` writes. Both load on any number of ranks, whatever is said here.
-
-    The module is sharded as a whole, and its steps use full parameters as a forward does. With manual optimisation each module
-    in it is sharded by itself, so that steps of optimizers may lie between their calls. What `configure_model` has sharded
-    is left as it is. What is on the meta device is read from the folder of its weights, or initialised.
+    The module is sharded as a whole, and its step methods gather parameters as a forward does. With manual optimisation each
+    submodule is sharded separately, so optimizers may step between their calls. Modules that `configure_model` has sharded are
+    not changed. Modules on the meta device are loaded from the folder of their weights, or initialised.
+    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. With a hybrid strategy each node has one replica.
+    `state_dict_type`: "full" gathers tensors one by one to the first rank and writes one file, as Lightning does; "sharded"
+    writes a folder, as `accordion.save` does. Both load with either setting, on any number of ranks.
     Raises `UsageError` for options of DistributedDataParallel.
     """
 
@@ -167,7 +166,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     cluster_environment: Any
     optimizers: Any
     _folder: Path | None = None  # the sharded checkpoint from which the model was filled
-    _own_state: Mapping[str, Any] = {}  # the model's tensors as a checkpoint's hooks were given them
+    _own_state: Mapping[str, Any] = {}  # the model's state dict before hooks of the checkpoint changed it
 
     # -- setting up
 
@@ -182,7 +181,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard_all(self, trainer: Any) -> None:
-        """Shard the LightningModule and its averages, unless they are already."""
+        """Shard the LightningModule, and the averaged copies in callbacks, unless they are sharded already."""
         fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
         model = self.lightning_module
         self.roots = _roots(model)
@@ -191,7 +190,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             model = self.precision_plugin.convert_module(model)
             self.roots = self._shard(model)
         self.model = model
-        # The copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`).
+        # Copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`).
         copies = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
         copies = [average.module if isinstance(average, AveragedModel) else average for average in copies]
         self._averages = [average for average in copies if isinstance(average, nn.Module)]
@@ -214,16 +213,16 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             step_on_shards(optimizer)
-        self.optimizers = self.optimizers  # Lightning's own around them take their class after them
+        self.optimizers = self.optimizers  # the setter wraps them again, by their class after `step_on_shards`
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Whole models stay off the device: `empty_init` begins on meta."""
+        """Context manager that creates models on the host, or with `empty_init` on the meta device, but not on the device."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     def teardown(self) -> None:
-        """As Lightning's; the model stays sharded where it is."""
+        # Unlike Lightning's method this leaves the model where it is, sharded.
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         for one in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if one is not None:
@@ -247,7 +246,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of sharded tensors; `save_checkpoint` gathers them. Called by all ranks together."""
+        """Return the state dict, with sharded tensors, which `save_checkpoint` gathers. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -264,7 +263,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         path = str(self.broadcast(filepath))
         if self.state_dict_type == "sharded":
             if storage_options is not None:
-                raise UsageError("storage_options are not taken with state_dict_type='sharded'; leave them out.")
+                raise UsageError("storage_options are not supported with state_dict_type='sharded'; leave them out.")
             with_states = "optimizer_states" in checkpoint
             averaged = "averaging_state" in checkpoint
             rest = {key: one for key, one in checkpoint.items() if key not in OF_MODEL}
@@ -279,9 +278,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         Team.of(()).agree(lambda: write(full, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what a file holds, or the rest of what a folder does, from which the model is filled here.
+        """Return the content of a file. From a folder, load the model and return the rest.
 
-        Lightning calls this before `setup`, so that callbacks have their states when fitting starts, as without sharding.
+        Lightning calls this before `setup`, so that callbacks have their states when fitting starts.
         """
         path = str(self.broadcast(checkpoint_path))
         self._shard_all(self.lightning_module.trainer)
@@ -294,23 +293,23 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         restored = placed(
             self._read_folder(self._folder, self._parts(False, averaged and bool(self._averages)), **kwargs), self.roots
         )
-        if averaged and self._averages:  # its callback loads both from here, which are in place already
+        if averaged and self._averages:  # the callback loads both models from this dict; both are loaded already
             restored["current_model_state"] = self.lightning_module.state_dict()
         elif averaged:
             for name, model, _ in parts(paired(self.roots, ())):
                 load(self._folder / f"average_{name}", model)
         source = self._averages[0] if averaged and self._averages else self.lightning_module
-        own = self._own_state = source.state_dict()
-        names = restored.pop(NAMES, {name: name for name in own})
-        restored["state_dict"] = {**{name: own[old] for name, old in names.items()}, **restored.get("state_dict", {})}
+        sd = self._own_state = source.state_dict()
+        names = restored.pop(NAMES, {name: name for name in sd})
+        restored["state_dict"] = {**{name: sd[old] for name, old in names.items()}, **restored.get("state_dict", {})}
         return {**restored, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state, own = checkpoint["state_dict"], self._own_state
+        state, model_state = checkpoint["state_dict"], self._own_state
         if self._folder is not None:
-            if state.keys() == own.keys() and all(state[name] is own[name] for name in own):
-                return  # in place already
-            # Copies, as a hook may have given a tensor of the model the name of another.
+            if state.keys() == model_state.keys() and all(state[name] is model_state[name] for name in model_state):
+                return  # loaded already
+            # Copies, because a hook may have given a tensor of the model the name of another one.
             checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
         super().load_model_state_dict(checkpoint, strict)
 
@@ -323,7 +322,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             load_whole(optimizer, state)
 
     def _changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what hooks of the checkpoint made of the model's state dict: other tensors, and other names of its own."""
+        """Return the changes that hooks have made to the model's state dict: renamed tensors, under `NAMES`, and new tensors."""
         old = {id(tensor): name for name, tensor in self._own_state.items()}
         names = {name: old[id(one)] for name, one in state.items() if id(one) in old}
         if names == {name: name for name in self._own_state} and len(names) == len(state):
@@ -338,20 +337,20 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
 
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
-    """Shards modules in place of wrapping them.
+    """Strategy for Lightning's `Fabric` that shards modules instead of wrapping them in DDP.
 
-    `sharding`, `state_dict_type`: as of the Trainer's strategy. `fabric.setup(model, optimizer)` takes optimizers made before.
+    `sharding`, `state_dict_type`: see `AccordionStrategy`. Optimizers in `fabric.setup(model, optimizer)` may be created before.
     """
 
     precision: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._backward_sync_control = self  # whose `no_backward_sync` Fabric calls
-        self._modules: WeakSet[nn.Module] = WeakSet()  # that were set up
+        self._backward_sync_control = self  # Fabric calls its `no_backward_sync`
+        self._modules: WeakSet[nn.Module] = WeakSet()  # modules that `setup_module` has seen
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""
+        """Do nothing: the whole model may not fit the device, and sharding moves each rank's rows there."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if engine_of(module) is None and next(module.parameters(), None) is not None:
@@ -402,7 +401,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         if self.state_dict_type == "sharded":
             if storage_options is not None or filter is not None:
                 raise UsageError(
-                    "storage_options and filter are not taken with state_dict_type='sharded'; leave them out."
+                    "storage_options and filter are not supported with state_dict_type='sharded'; leave them out."
                 )
             rest = {key: one for key, one in state.items() if not isinstance(one, (nn.Module, Optimizer))}
             rest = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
@@ -424,32 +423,32 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         path = str(self.broadcast(path))
         if Path(path).is_dir():
             if not isinstance(state, dict):
-                raise UsageError(f"{path} is a sharded checkpoint; load it with a dict of the objects that were saved.")
-            found = placed(self._read_folder(Path(path), self._parts(state), **kwargs), self._modules)
+                raise UsageError(f"{path} is a sharded checkpoint; load it with a dict of the saved objects.")
+            saved = placed(self._read_folder(Path(path), self._parts(state), **kwargs), self._modules)
         else:
             read = super().load_checkpoint
-            found = placed(Team.of(()).agree(lambda: read(path, None, **kwargs)), self._modules)
+            saved = placed(Team.of(()).agree(lambda: read(path, None, **kwargs)), self._modules)
             if not state:
-                return found
+                return saved
         if isinstance(state, (nn.Module, Optimizer)):
-            self._fill(state, found, strict)
+            self._fill(state, saved, strict)
             return {}
         in_place = (nn.Module, Optimizer) if Path(path).is_dir() else ()
-        lost = [key for key, one in state.items() if key not in found and not isinstance(one, in_place)]
+        lost = [key for key, one in state.items() if key not in saved and not isinstance(one, in_place)]
         if strict and lost:
             raise KeyError(f"{path} has no {', '.join(map(repr, lost))}; pass strict=False to load the rest.")
         for key, one in list(state.items()):
-            if key in found and hasattr(one, "load_state_dict"):
-                self._fill(one, found.pop(key), strict)
-            elif key in found:
-                state[key] = found.pop(key)
-        return found
+            if key in saved and hasattr(one, "load_state_dict"):
+                self._fill(one, saved.pop(key), strict)
+            elif key in saved:
+                state[key] = saved.pop(key)
+        return saved
 
-    def _fill(self, one: Any, given: Any, strict: bool) -> None:
+    def _fill(self, one: Any, content: Any, strict: bool) -> None:
         if isinstance(one, Optimizer):
-            load_whole(one, given)
+            load_whole(one, content)
         else:
-            one.load_state_dict(given, **({"strict": strict} if isinstance(one, nn.Module) else {}))
+            one.load_state_dict(content, **({"strict": strict} if isinstance(one, nn.Module) else {}))
 
     def _parts(self, state: Mapping[str, Any]) -> dict[str, list[Any]]:
         models = [one for one in state.values() if isinstance(one, nn.Module)]
@@ -460,7 +459,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
 
 def _initialise(module: nn.Module) -> None:
-    """The same numbers on all ranks: where their generators differ, from a seed that the first one draws."""
+    """Initialise `module` with equal values on all ranks; if their generators differ, with the first rank's seed."""
     seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
     if len(set(seen)) == 1:
         initialise(module)
@@ -476,41 +475,41 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """The models that are sharded in it, each by its outermost module. Raises `UsageError` for parameters outside of them."""
+    """Return the outermost sharded modules in `model`. Raises `UsageError` if there are any, and trained parameters outside."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         hooks = attached_to(module)
         if hooks is not None:
             roots.setdefault(id(hooks.engine), module)
-    found = list(roots.values())
-    inside = {id(param) for root in found for param in root.parameters()}
+    sharded = list(roots.values())
+    inside = {id(param) for root in sharded for param in root.parameters()}
     left = [name for name, param in model.named_parameters() if id(param) not in inside and param.requires_grad]
-    if found and left:
+    if sharded and left:
         raise UsageError(
-            f"configure_model has sharded a part of {type(model).__name__} and not its parameter {left[0]!r}, whose gradients "
-            "nobody would sum; shard what holds it too."
+            f"configure_model has sharded a part of {type(model).__name__}, but not its parameter {left[0]!r}, so its gradients "
+            "would not be reduced. Shard the module that contains it too."
         )
-    return found
+    return sharded
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Each module in `model` that is called by itself. Raises `UsageError` for parameters that are in none, or in two."""
-    own = [name for name, _ in model.named_parameters(recurse=False)]
-    if own:
+    """Return the submodules with parameters, to shard separately. Raises `UsageError` for a parameter in none or two of them."""
+    direct = [name for name, _ in model.named_parameters(recurse=False)]
+    if direct:
         raise UsageError(
-            f"parameter {own[0]!r} lies in {type(model).__name__} itself; with manual optimisation each module in it is sharded "
-            "by itself, so put it into one."
+            f"parameter {direct[0]!r} belongs to {type(model).__name__} itself. With manual optimisation each submodule is "
+            "sharded separately, so move the parameter into one."
         )
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in model.children():
         is_list = type(child).forward is nn.Module.forward
-        found += _models_in(child) if is_list else [child] if next(child.parameters(), None) is not None else []
+        modules += _models_in(child) if is_list else [child] if next(child.parameters(), None) is not None else []
     holder: dict[int, nn.Module] = {}
-    for one in found:
+    for one in modules:
         for name, param in one.named_parameters():
             if holder.setdefault(id(param), one) is not one:
                 raise UsageError(
-                    f"parameter {name!r} of {type(one).__name__} lies in another module too, and with manual optimisation each "
-                    "is sharded by itself; put both into one module, or shard them together in configure_model."
+                    f"parameter {name!r} of {type(one).__name__} belongs to another module too, but with manual optimisation "
+                    "each is sharded separately. Put both into one module, or shard them together in configure_model."
                 )
-    return found
+    return modules

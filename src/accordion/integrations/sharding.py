@@ -1,4 +1,4 @@
-"""How a library's trainer is told to shard: the arguments of `accordion.shard`, and what a library needs of a model after."""
+"""`ShardArguments`: shard the models of a library's trainer, and prepare them for what the library does afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accordion.shard.replaced_parameters import follow_moved
 from accordion.sharding import Sharding
 from accordion.weights.meta_start import fill_from_source
 
-AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what accelerate calls them
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,10 @@ class ShardArguments:
     """The arguments of `accordion.shard` for the models of a library's trainer.
 
     Args:
-        sharding: without a precision it takes the library's own mixed precision: under "bf16" and "fp16" parameters are gathered
-            in that dtype, and autocast runs as always. `Precision()` gathers them as they are.
-        mesh: as `accordion.shard` takes it.
-        sync: None gives all ranks the first one's values, as DistributedDataParallel does; a model on the meta device has none.
-        debug: as `accordion.shard` takes it.
+        sharding: if it has no precision, the library's mixed precision is used: with "bf16" or "fp16", parameters are gathered
+            in that dtype, and autocast stays enabled. `Precision()` gathers them in their own dtype.
+        mesh, debug: see `accordion.shard`.
+        sync: None gives all ranks the first rank's values, as DDP does, unless parameters are on the meta device.
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -47,23 +46,23 @@ class ShardArguments:
     debug: str | Iterable[str] = ()
 
     @classmethod
-    def of(cls, given: Sharding | Mapping[str, Any] | None) -> ShardArguments:
+    def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
         """Read a trainer's `sharding=`: a `Sharding`, or a dict of arguments of `accordion.shard`. Raises `UsageError`."""
-        if isinstance(given, Sharding):
-            return cls(sharding=given)
-        if not isinstance(given, Mapping | None):
+        if isinstance(choice, Sharding):
+            return cls(sharding=choice)
+        if not isinstance(choice, Mapping | None):
             raise UsageError(
-                f"sharding takes an accordion.Sharding, or a dict of the arguments of accordion.shard, not {given!r}."
+                f"sharding takes an accordion.Sharding, or a dict of the arguments of accordion.shard, not {choice!r}."
             )
-        others = {key: value for key, value in (given or {}).items() if key in ("mesh", "sync", "debug")}
-        rest = {key: value for key, value in (given or {}).items() if key not in others}
+        others = {key: value for key, value in (choice or {}).items() if key in ("mesh", "sync", "debug")}
+        rest = {key: value for key, value in (choice or {}).items() if key not in others}
         return cls(sharding=Sharding.from_config(rest), **others)
 
     def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
-        """Shard `model` in place, fill it with the weights of its source if it has one, and return it. A collective.
+        """Shard `model` in place, load the weights of its source if it has one, and return it. Collective.
 
-        `mixed_precision`: as accelerate calls it. Afterwards `generate` may be called as before, and all ranks take the first
-        one's buffers before each forward, as under DistributedDataParallel.
+        Afterwards `generate` works as before, and every forward first broadcasts the first rank's buffers, as DDP does.
+        `mixed_precision`: accelerate's name, "no", "bf16" or "fp16".
         """
         sharding, sync = self.sharding, self.sync
         if sharding.precision is None and mixed_precision in AMP:
@@ -77,10 +76,10 @@ class ShardArguments:
         places = [(m, key) for m in model.modules() for key in m._buffers if key not in m._non_persistent_buffers_set]
         if places and engine.context.num_ranks > 1:
             engine.observers.attach(FirstRanksBuffers(engine, places))
-        # Ranks generate together: all go on until the last one has ended, and reach inner parts of the model on the way.
+        # All ranks must run the same forwards, because each gathers parameters. With this mark, `generate` of transformers goes
+        # on until the last rank has finished, and layers that a rank might skip on its own are run on all ranks.
         for module in model.modules():
             if type(module).__module__.partition(".")[0] == "transformers":
-                # Asked by `generate`, and by layers that one rank alone might skip.
                 vars(module)["_is_fsdp_managed_module"] = True
         method = getattr(type(model), "generate", None)
         if callable(method) and not inspect.isgeneratorfunction(method):
@@ -89,9 +88,9 @@ class ShardArguments:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Let an optimizer, made before or after its model was sharded, step on the shards, fast where it looks at elements alone.
+    """Make an optimizer, created before or after its model was sharded, step on the shards; faster if it is elementwise.
 
-    Raises `UsageError` for Adafactor, which looks at whole matrices.
+    Raises `UsageError` for Adafactor, which needs whole matrices.
     """
     inner = inner_of(optimizer)
     follow_moved(inner)
@@ -102,9 +101,9 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Before each forward all ranks take the first one's buffers that a state dict holds, running means of batch norms say.
+    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms.
 
-    So every rank evaluates the model that a checkpoint keeps. One broadcast for each dtype.
+    So every rank evaluates the model that a checkpoint has. There is one broadcast for each dtype.
     """
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:
@@ -121,5 +120,6 @@ class FirstRanksBuffers(Observer):
             for buffers in of_dtype.values():
                 flat = first_ranks(torch.cat([buffer.reshape(-1) for buffer in buffers]), self._engine.context)
                 for buffer, value in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                    # By data: a graph that has saved a buffer may go on, two forwards may come before one backward.
+                    # Written through `.data`, so that autograd accepts it: with two forwards before one backward, a graph may
+                    # have saved the buffer.
                     buffer.data.copy_(value.view(buffer.shape))

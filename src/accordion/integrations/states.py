@@ -1,4 +1,4 @@
-"""A library's own checkpoint files: our checkpoints among them, and state dicts of full tensors, from shards and back."""
+"""Checkpoints of training libraries: folders of `accordion.save` inside them, and state dicts converted to full tensors."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from accordion.optim import inner_of
 
 Tree = TypeVar("Tree")
 Pair = tuple[nn.Module, list[Any]]
-PLACED = "_accordion_placements"  # the attribute of a full tensor that was sharded and is no parameter of the model
+PLACED = "_accordion_placements"  # attribute of a full tensor: its placements when it was sharded
 
 
 def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]:
-    """Each sharded model with the optimizers of its parameters. Raises `UsageError` for one of several models."""
+    """Return each model with the optimizers of its parameters. Raises `UsageError` if one optimizer has several models."""
     owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
     pairs: list[Pair] = [(model, []) for model in models]
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        of = {owner.get(id(param), -1) for param in params}
-        if len(of) > 1:
+        model_indices = {owner.get(id(param), -1) for param in params}
+        if len(model_indices) > 1:
             raise UsageError(
-                f"an {type(inner_of(optimizer)).__name__} holds parameters of several models, and its states are saved with "
-                "one; make an optimizer for each model."
+                f"the optimizer {type(inner_of(optimizer)).__name__} has parameters of several models, but its states are saved "
+                "with one model. Create an optimizer for each model."
             )
-        if of and min(of) >= 0:
-            pairs[min(of)][1].append(optimizer)
+        if model_indices and min(model_indices) >= 0:
+            pairs[min(model_indices)][1].append(optimizer)
     return pairs
 
 
 def parts(pairs: list[Pair]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The checkpoints of which a saved state is made: one for a model, and one more for each further optimizer of it."""
+    """Yield (name, model, optimizer) of each checkpoint in a saved state: one for each model, and for each further optimizer."""
     for i, (model, optimizers) in enumerate(pairs):
         for j, optimizer in enumerate(optimizers or [None]):
             yield f"sharded_{i}" + (f"_optimizer_{j}" if j else ""), model, optimizer
@@ -57,7 +57,7 @@ def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
 
 
 def why_incomplete(folder: Path) -> str:
-    """Return what a folder of `accordion.save` lacks by its manifest and the sizes of its files; empty if it is complete."""
+    """Return why a folder of `accordion.save` is incomplete, by its manifest and file sizes; "" if it is complete."""
     try:
         with closing(opened(checkpoint_at(folder))) as files:
             files.check_sizes()
@@ -67,11 +67,11 @@ def why_incomplete(folder: Path) -> str:
 
 
 def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
-    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective; of trees alike.
+    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective: equal trees on all ranks.
 
     Args:
-        keep: whether this rank wants the tensors; otherwise they are None.
-        mark: let the tensors remember that they were sharded, for `placed`.
+        keep: False returns None in place of the tensors, on ranks that do not need them.
+        mark: store the placements on the full tensors, for `placed`.
     """
 
     def gathered(tensor: Any) -> Any:
@@ -91,7 +91,7 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each tensor that `whole` has marked in it sharded again, like the parameter of its shape."""
+    """Return `value` with each tensor that `whole` has marked sharded again, like a parameter of its shape in `models`."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -105,7 +105,7 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 
 
 class Beside:
-    """Stands for an object beside the models: a library saves its sharded tensors whole, and loads them sharded again."""
+    """Wrapper of a stateful object for a library's save and load: converts its sharded tensors to full ones and back."""
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
         self._inner, self._models, self._keep = inner, models, keep
@@ -118,7 +118,7 @@ class Beside:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict, of sharded tensors; raises `UsageError` for states that are one rank's alone."""
+    """Return the optimizer's state dict, of sharded tensors. Raises `UsageError` if a state is a plain tensor of one rank."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
@@ -126,21 +126,21 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
         for name, one in state["state"].get(index, {}).items():
             if isinstance(one, Tensor) and not isinstance(one, DTensor) and one.ndim:
                 raise UsageError(
-                    f"{type(inner_of(optimizer)).__name__} keeps {name!r} of shape {tuple(one.shape)} for the rows of each rank "
-                    'by itself, which no full checkpoint can hold; pass state_dict_type="sharded".'
+                    f"{type(inner_of(optimizer)).__name__} has the state {name!r} of shape {tuple(one.shape)} that differs "
+                    'between ranks, so a full checkpoint cannot contain it. Pass state_dict_type="sharded".'
                 )
     return state
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """`optimizer.load_state_dict` of full states: each rank keeps its rows. Called by all ranks together."""
-    mine = {index: dict(one) for index, one in state["state"].items()}
+    """Load full states with `optimizer.load_state_dict`; each rank keeps its rows. Collective."""
+    states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
-        if isinstance(param, DTensor) and index in mine:
-            for name, one in mine[index].items():
+        if isinstance(param, DTensor) and index in states:
+            for name, one in states[index].items():
                 if isinstance(one, Tensor) and not isinstance(one, DTensor) and one.ndim:
-                    mine[index][name] = _cut_like(one, param)
-    optimizer.load_state_dict({**state, "state": mine})
+                    states[index][name] = _cut_like(one, param)
+    optimizer.load_state_dict({**state, "state": states})
 
 
 def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
@@ -149,11 +149,11 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
-    """Return a full tensor as the parameter's rows are placed if it has the parameter's shape, else on every rank."""
-    alike = one.shape == param.shape
-    placements = param.placements if alike else [Replicate()] * param.device_mesh.ndim
+    """Return a full tensor as a DTensor that is sharded like `param` if it has its shape, and replicated otherwise."""
+    same_shape = one.shape == param.shape
+    placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)
-    assert not alike or _torch.local_of(cut).shape == _torch.local_of(param).shape, (
-        "rows lie as distribute_tensor cuts them"
+    assert not same_shape or _torch.local_of(cut).shape == _torch.local_of(param).shape, (
+        "distribute_tensor shards other rows"
     )
     return cut

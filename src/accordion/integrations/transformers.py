@@ -1,4 +1,4 @@
-"""`Trainer` of transformers on this engine, the mixin for trainers that derive from it, and models that begin on meta."""
+"""`Trainer` of transformers on this engine, a mixin for trainers derived from it, and models on the meta device."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from accordion.weights.export import is_peft, load_exported, state_on_disk
 from accordion.weights.meta_start import remember_source
 from accordion.weights.pretrained import local_folder
 
-SHARDED = "sharded"  # our checkpoint's name in a folder of the Trainer
+SHARDED = "sharded"  # name of our checkpoint in a checkpoint folder of the Trainer
 Model = TypeVar("Model", bound=nn.Module)
 
 REFUSED = {
     "fsdp": "Accordion shards the model itself; leave --fsdp out",
-    "deepspeed": "Accordion shards the model itself; leave --deepspeed out, accordion.compat.deepspeed reads its file",
-    "parallelism_config": "Accordion shards over all ranks of data parallelism; leave parallelism_config out",
-    "bf16_full_eval": "it casts the model, and shards keep their dtype; bf16=True evaluates in bf16 too",
-    "fp16_full_eval": "it casts the model, and shards keep their dtype; fp16=True evaluates in fp16 too",
-    "torch_compile": "it compiles the model as a whole, through its units; compile blocks: `for block in ...: block.compile()`",
+    "deepspeed": "Accordion shards the model itself; leave --deepspeed out (accordion.compat.deepspeed reads its file)",
+    "parallelism_config": "Accordion shards over all data-parallel ranks; leave parallelism_config out",
+    "bf16_full_eval": "it casts the model, but shards keep their dtype; bf16=True also evaluates in bf16",
+    "fp16_full_eval": "it casts the model, but shards keep their dtype; fp16=True also evaluates in fp16",
+    "torch_compile": "it compiles the model across its units; compile blocks instead: `for block in ...: block.compile()`",
 }
 
 
 class ShardedTrainer:
-    """Mixed into a Trainer, `class SFT(ShardedTrainer, trl.SFTTrainer)`, it shards the model in place of wrapping it.
+    """Mixin for a Trainer that shards its model instead of wrapping it: `class SFT(ShardedTrainer, trl.SFTTrainer)`.
 
-    `sharding`: a `Sharding`, or a dict of the arguments of `accordion.shard`; a class attribute of this name is the default.
-    What TrainingArguments say holds as always; the model is sharded when training or evaluation begins. A checkpoint folder has
-    what `from_pretrained` loads, and beside it the folder `sharded`: parameters, optimizer and scheduler, for any number of
-    ranks. Only a folder that is complete is resumed. Raises `UsageError` for what cannot be meant beside it: --fsdp,
-    --deepspeed, parallelism_config, bf16_full_eval, torch_compile, and `hyperparameter_search`.
+    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`; a class attribute of this name is the default.
+    The model is sharded when training or evaluation begins; TrainingArguments keep their meaning. A checkpoint folder has the
+    files that `from_pretrained` loads, and next to them the folder `sharded` with parameters, optimizer and scheduler, which
+    loads on any number of ranks. Only complete folders are resumed. Raises `UsageError` for --fsdp, --deepspeed,
+    parallelism_config, bf16_full_eval, fp16_full_eval, torch_compile and `hyperparameter_search`.
     """
 
     sharding: Sharding | Mapping[str, Any] | None = None
-    # Of the Trainer that it is mixed into.
+    # Attributes of the Trainer.
     args: Any
     model: Any
     optimizer: Any
@@ -66,17 +66,17 @@ class ShardedTrainer:
         for key, why in REFUSED.items():
             if getattr(self.args, key, None):
                 raise UsageError(
-                    f"{key}={getattr(self.args, key)!r} of TrainingArguments is not taken with sharding: {why}."
+                    f"{key}={getattr(self.args, key)!r} of TrainingArguments is not supported with sharding: {why}."
                 )
         if self.args.n_gpu > 1:
             raise UsageError(
-                f"this one process has {self.args.n_gpu} GPUs; start one for each of them, as torchrun does."
+                f"this process has {self.args.n_gpu} GPUs; start one process for each GPU, with torchrun for example."
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.of(self.accelerator, self._shard_arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""
+        """Do nothing: the whole model may not fit the device, and sharding moves each rank's rows there."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.shard(self.model)
@@ -84,15 +84,15 @@ class ShardedTrainer:
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
-            "hyperparameter_search is not taken with sharding: its trials begin on one rank alone; start one job for each trial."
+            "hyperparameter_search is not supported with sharding: trials begin on one rank alone. Start a job for each trial."
         )
 
     # -- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's, called by all ranks together: a folder for `from_pretrained`."""
+        """Write a folder for `from_pretrained`, as the Trainer does. Collective."""
         folder = output_dir or self.args.output_dir
-        if _internal_call and self.args.should_save:  # of a checkpoint of that name, which is none from here on
+        if _internal_call and self.args.should_save:  # from here on an older checkpoint of this name is not complete
             Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.shard(self.model)
         team = Team.of(self.model.parameters())
@@ -107,23 +107,22 @@ class ShardedTrainer:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
-        self.accelerator.wait_for_everyone()  # the Trainer's state, written next, says that all of it is there
+        self.accelerator.wait_for_everyone()  # the Trainer's state, written next, marks the checkpoint as complete
 
     # -- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. True takes the newest complete checkpoint; a path to one that is not raises `CheckpointError`."""
-        found: str | bool | None = resume_from_checkpoint
-        if found:
-            found = Team.of(()).agree(lambda: _newest(self.args.output_dir) if found is True else _checked(str(found)))
-            found = Team.of(()).shared(str(found))[0]
-        return super().train(found or None, *args, **kwargs)  # type: ignore[misc]
+        """Train as the Trainer does. True resumes the newest complete checkpoint; an incomplete path raises `CheckpointError`."""
+        path: str | bool | None = resume_from_checkpoint
+        if path:
+            path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))
+            path = Team.of(()).shared(str(path))[0]
+        return super().train(path or None, *args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.accelerator.shard(self.model)
-        if not (
-            self.is_in_train and Path(resume_from_checkpoint, SHARDED).is_dir()
-        ):  # else it is read with the optimizer
+        # When training resumes from our checkpoint, weights are loaded later, together with the optimizer.
+        if not (self.is_in_train and Path(resume_from_checkpoint, SHARDED).is_dir()):
             self._load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -135,7 +134,7 @@ class ShardedTrainer:
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        """Fill the model from a checkpoint folder: from our own where there is one, else from what the Trainer wrote."""
+        """Load the model from a checkpoint folder: from our checkpoint if there is one, else from the Trainer's files."""
         if Path(folder, SHARDED).is_dir():
             load(os.path.join(folder, SHARDED), self.model, only=_kept_of(self.model))
         else:
@@ -143,15 +142,15 @@ class ShardedTrainer:
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` with `sharding` besides: see `ShardedTrainer`."""
+    """`transformers.Trainer` with the argument `sharding`: see `ShardedTrainer`."""
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """A model on the meta device that knows its weights: whoever shards it, a Trainer here or `Sharding.applied`, fills it.
+    """Return a model on the meta device that remembers its weights: a Trainer, or any of these integrations, loads them.
 
-    `kind`: `AutoModelForCausalLM`, or a class of model. `folder`: as `accordion.load_pretrained` takes it, also "owner/name" of
-    the hub. `kwargs`: of the config, and `dtype`, which is that of the files without it. No rank holds the whole model at any
-    time; PEFT may put adapters around it before. Raises `CheckpointError` where the folder is none.
+    No rank ever has the whole model in memory. PEFT may add adapters before. Raises `CheckpointError` for a wrong folder.
+    `kind`: `AutoModelForCausalLM`, or a model class. `folder`: see `accordion.load_pretrained`; also "owner/name" on the hub.
+    `kwargs`: values of the config, and `dtype`, by default the dtype of the files.
     """
     source = local_folder(folder)
     dtype = kwargs.pop("dtype", "auto")
@@ -160,7 +159,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
         config, kwargs = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
     if kwargs:
         raise UsageError(
-            f"from_pretrained on meta takes no {', '.join(map(str, kwargs))}; it takes the config's own, and dtype."
+            f"from_pretrained on meta does not take {', '.join(map(str, kwargs))}; pass values of the config, and dtype."
         )
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
@@ -174,18 +173,18 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _kept_of(model: nn.Module) -> Only:
-    """What a checkpoint holds: of a PEFT model what is trained, as its base has a folder of its own."""
+    """Return `only=` for a checkpoint: the trained parameters of a PEFT model, whose base has its own folder, else None."""
     return "trained" if is_peft(model) else None
 
 
-# -- which checkpoints are whole
+# -- which checkpoints are complete
 
 
 def _newest(folder: str) -> str:
-    """The newest complete checkpoint. Raises `CheckpointError` where there is none."""
-    found = [p for p in Path(folder).glob("checkpoint-*") if p.is_dir() and p.name.rpartition("-")[2].isdigit()]
+    """Return the newest complete checkpoint in `folder`. Raises `CheckpointError` if there is none."""
+    folders = [p for p in Path(folder).glob("checkpoint-*") if p.is_dir() and p.name.rpartition("-")[2].isdigit()]
     wrong = []
-    for path in sorted(found, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True):
+    for path in sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True):
         why = _why_torn(path)
         if not why:
             return str(path)
@@ -199,17 +198,17 @@ def _checked(folder: str) -> str:
     why = _why_torn(Path(folder))
     if why:
         raise CheckpointError(
-            f"{folder} cannot be resumed: {why}; pass resume_from_checkpoint=True for the newest that can be."
+            f"{folder} cannot be resumed: {why}. Pass resume_from_checkpoint=True for the newest complete checkpoint."
         )
     return folder
 
 
 def _why_torn(path: Path) -> str:
-    """What a checkpoint folder lacks, "" where it is whole: the Trainer's state is written last."""
+    """Return why a checkpoint folder cannot be resumed, "" if it can. A complete one has the Trainer's state, written last."""
     try:
         json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return f"its {TRAINER_STATE_NAME} is missing or cut short, so its save was"
+        return f"its {TRAINER_STATE_NAME} is missing or incomplete, so its save was interrupted"
     if (path / "optimizer.pt").exists():
         return "its optimizer.pt was written without sharding; start from its weights instead"
     return why_incomplete(path / SHARDED) if (path / SHARDED).is_dir() else ""

@@ -1,7 +1,4 @@
-"""A DeepSpeed configuration, read into what `shard`, an optimizer, a scheduler and a training loop take.
-
-And `initialize`, for programs whose loop is DeepSpeed's.
-"""
+"""Read DeepSpeed configurations with `read`, and run programs with DeepSpeed's own training loop with `initialize`."""
 
 from typing import NoReturn
 
@@ -25,13 +22,13 @@ __all__ = [
 ]
 
 ELSEWHERE = {
-    "zero": "build the model inside `with torch.device('meta')` and fill it after shard() with accordion.initialise",
-    "pipe": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
-    "PipelineModule": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
-    "checkpointing": "say checkpoint_activations= to shard(), or use torch.utils.checkpoint",
-    "init_inference": "this library trains; accordion.full_params shows a model for evaluation",
+    "zero": "build the model inside `with torch.device('meta')`, and initialise it after shard() with accordion.initialise",
+    "pipe": "use torch.distributed.pipelining, and accordion.compat.fsdp2 for its stages",
+    "PipelineModule": "use torch.distributed.pipelining, and accordion.compat.fsdp2 for its stages",
+    "checkpointing": "pass checkpoint_activations= to shard(), or use torch.utils.checkpoint",
+    "init_inference": "this library trains; accordion.full_params unshards a model for evaluation",
 }
-"""Names of DeepSpeed that are not here, and what to do."""
+"""Names of DeepSpeed that this module lacks, and what to use instead."""
 
 
 def __getattr__(name: str) -> NoReturn:

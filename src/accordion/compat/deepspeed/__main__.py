@@ -1,4 +1,4 @@
-"""Prints the table of keys: `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`."""
+"""Print the page of DeepSpeed's keys: `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`."""
 
 from accordion.compat.deepspeed.keys import render
 

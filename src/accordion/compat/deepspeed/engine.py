@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` and the engine that it returns: a program's loop stays as it is, the work is `shard`'s."""
+"""`deepspeed.initialize` and the engine that it returns, for training loops that were written for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.shard.api import shard
 from accordion.state import no_sync
 
-LATEST = "latest"  # the file that names the newest checkpoint of a folder
+LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Join the process group unless there is one. `options` are DeepSpeed's; `timeout`, `rank` and `world_size` are used."""
+    """Create the process group if there is none. Of DeepSpeed's `options`, `timeout`, `rank` and `world_size` are used."""
     if dist.is_initialized():
         return
     used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
@@ -37,10 +37,10 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """`--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
+    """Add `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads, to `parser`, and return it."""
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="accepted: what is initialized is sharded")
-    group.add_argument("--deepspeed_config", help="the ds_config.json")
+    group.add_argument("--deepspeed", action="store_true", help="accepted without effect: initialize() always shards")
+    group.add_argument("--deepspeed_config", help="path of the ds_config.json")
     return parser
 
 
@@ -59,66 +59,66 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, LRScheduler | None]:
-    """DeepSpeed's own call: the engine, its optimizer, a loader of `training_data`, and the scheduler.
+    """Shard `model`, create its optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
 
-    `config`: a path, or what stands in one; or `args.deepspeed_config`. `model_parameters`: of the model as it is given here,
-    or groups of them; by default all that train. `optimizer`: not stepped yet, or a function of parameters; by default what
-    the configuration names. Joins a process group where there is none. Raises `UsageError` for `mpu` and `mesh_param`.
+    Args:
+        config: the path of a ds_config.json, or its content; by default `args.deepspeed_config`.
+        model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
+        optimizer: an optimizer without state, or a function of parameters; by default the one in the configuration.
+        mpu, mesh_param: refused, because there is no model parallelism.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if source is None:
-        raise UsageError("initialize() was given no configuration; pass config=, a path or a dict.")
+        raise UsageError("initialize() got no configuration; pass config=, a path or a dict.")
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize() takes a torch.nn.Module as model=, not {type(model).__name__}.")
     if mpu is not None or mesh_param is not None:
-        raise UsageError(
-            "initialize(mpu=, mesh_param=) is not supported: model parallelism is the caller's; leave it out."
-        )
+        raise UsageError("initialize(mpu=, mesh_param=) is not supported: there is no model parallelism; leave it out.")
     settings = read(source)
     init_distributed()
     device_type = device_type_of_job()
     groups = list(model_parameters) if model_parameters is not None else None
     shard(model, settings.mesh(device_type), settings.sharding, sync=True)
-    made = _optimizer(model, optimizer, groups, settings)
+    ready_optimizer = _optimizer(model, optimizer, groups, settings)
     make: Any = settings.scheduler if lr_scheduler is None else lr_scheduler
-    scheduler = make if make is None or isinstance(make, LRScheduler) else make(made)
-    engine = DeepSpeedEngine(model, made, scheduler, settings, device_type)
+    scheduler = make if make is None or isinstance(make, LRScheduler) else make(ready_optimizer)
+    engine = DeepSpeedEngine(model, ready_optimizer, scheduler, settings, device_type)
     loader = None
     if training_data is not None:
         size = engine.train_micro_batch_size_per_gpu()
         loader = DataLoader(training_data, size, sampler=DistributedSampler(training_data), collate_fn=collate_fn)
-    return engine, made, loader, scheduler
+    return engine, ready_optimizer, loader, scheduler
 
 
-def _optimizer(model: nn.Module, given: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """The optimizer, over the sharded parameters of those that were named before."""
-    if isinstance(given, Optimizer):
-        if given.state:
-            raise UsageError(
-                "initialize() was given an optimizer with state; give a new one, or a function that makes it."
-            )
-        for group in given.param_groups:
-            group["params"] = [_now(p) for p in group["params"]]
-        return wrap_optimizer(given) if settings.sharding.offload.streams else given
-    make = given or settings.optimizer
+def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
+    """Return `choice`, or the optimizer that it or the configuration creates, over the sharded parameters in `groups`."""
+    if isinstance(choice, Optimizer):
+        if choice.state:
+            raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
+        for group in choice.param_groups:
+            group["params"] = [_sharded(p) for p in group["params"]]
+        return wrap_optimizer(choice) if settings.sharding.offload.streams else choice
+    make = choice or settings.optimizer
     if make is None:
-        raise UsageError("the configuration names no optimizer and initialize() was given none; give one of both.")
+        raise UsageError("the configuration names no optimizer, and initialize() got none; pass one, or name one.")
     if groups is None:
         groups = [p for p in model.parameters() if p.requires_grad]
-    moved = [{**g, "params": [_now(p) for p in g["params"]]} if isinstance(g, dict) else _now(g) for g in groups]
-    made: Optimizer = make(moved)
-    return wrap_optimizer(made) if given is None else made
+    moved = [
+        {**g, "params": [_sharded(p) for p in g["params"]]} if isinstance(g, dict) else _sharded(g) for g in groups
+    ]
+    optimizer: Optimizer = make(moved)
+    return wrap_optimizer(optimizer) if choice is None else optimizer
 
 
-def _now(param: Any) -> nn.Parameter:
-    """The sharded parameter that stands for one of the model before."""
-    own = param[1] if isinstance(param, tuple) else param  # of named_parameters()
-    found: nn.Parameter = vars(own).get("moved_to", own)
-    return found
+def _sharded(param: Any) -> nn.Parameter:
+    """Return the sharded parameter that has replaced `param`, which may be a pair of `named_parameters()`."""
+    before = param[1] if isinstance(param, tuple) else param
+    sharded: nn.Parameter = vars(before).get("moved_to", before)
+    return sharded
 
 
 class DeepSpeedEngine(nn.Module):
-    """Around a sharded model: owns where in an accumulation the loop stands, the scale of losses, and counts of steps."""
+    """The engine of DeepSpeed's training loop: accumulates and steps a sharded model, scales losses, and counts steps."""
 
     def __init__(
         self,
@@ -142,12 +142,12 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """The backward of one micro-batch, its loss divided by their number; returns the loss as it was."""
+        """Run the backward of one micro-batch with `loss` divided by the accumulation steps; return `loss` undivided."""
         self.scaler.scale(loss / self.sizes.accumulation).backward()
         return loss
 
     def step(self) -> None:
-        """After each backward; the last micro-batch of a step clips, steps the optimizer and the scheduler, clears gradients."""
+        """Count a micro-batch; call after each backward. After the last of a step, clip, step, and clear gradients."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -169,7 +169,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Return True if the current micro-batch is the last of its step."""
         return (self.micro_steps + 1) % self.sizes.accumulation == 0
 
     def gradient_accumulation_steps(self) -> int:
@@ -185,7 +185,7 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients in the last step, before clipping; None where nothing is clipped or scaled."""
+        """Return the norm of all gradients in the last step, before clipping; None if neither clipping nor fp16 is enabled."""
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -197,7 +197,7 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write `save_dir/tag`, a checkpoint of this library, which any number of ranks load. Collective."""
+        """Write the checkpoint `save_dir/tag` in this library's format, which loads on any number of ranks. Collective."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
             "client_state": dict(client_state or {}),
@@ -215,7 +215,7 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from `load_dir/tag`, by default the newest; (its path, the client state), or (None, {}) where there is none."""
+        """Load `load_dir/tag`, by default the newest, and return (its path, client state); (None, {}) if there is none."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}
@@ -229,7 +229,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 def _tag_in(newest: Path) -> str:
-    """The tag that a file names. Raises `UsageError` if it is no regular file, or no text."""
+    """Return the tag in the file `newest`. Raises `UsageError` if it cannot be read as text."""
     try:
         return read_text(newest).strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""The table of DeepSpeed's keys in keys.toml: used, not needed here, or not supported, and why. Written as a page of the docs.
+"""Read keys.toml, which says how each key of DeepSpeed's configuration is treated, and render it as a page of the docs.
 
-`python -m accordion.compat.deepspeed > docs/compat_deepspeed.md` writes the page anew.
+`python -m accordion.compat.deepspeed > docs/compat_deepspeed.md` updates the page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 
 class Use(Enum):
-    """How a key is treated."""
-
     USED = "used"
     NOT_NEEDED = "not needed"
     REFUSED = "not supported"
@@ -26,11 +24,12 @@ class Key:
     """One row of the table.
 
     Args:
-        takes: the values of a used key: words, `bool`, `float` for 0 and more, or a whole number for it and more.
-        off: further values of a refused key that ask for nothing.
-        asked: the key of `accordion train` that answers an `"auto"`, which otherwise the caller must.
-        auto: the value of `"auto"` without an answer: the default of transformers' TrainingArguments.
-        follows: what `"auto"` follows from, if from other keys.
+        why: how the key is used, or why it is not.
+        takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
+        off: values of a refused key that are accepted, because they ask for nothing.
+        asked: the key of `accordion train` that replaces an `"auto"`; otherwise the caller must pass a value.
+        auto: what an `"auto"` without a value becomes: the default of transformers' TrainingArguments.
+        follows: the other keys that decide an `"auto"`, in words.
     """
 
     use: Use
@@ -43,7 +42,6 @@ class Key:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Key:
-        """Read one row of keys.toml."""
         (use,) = (use for use in Use if use.name.lower() in row)
         others: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in row.items()}
         why, takes = others.pop(use.name.lower()), others.pop("takes", None)
@@ -51,10 +49,14 @@ class Key:
         return cls(use, why, takes, **others)
 
 
-PARTS: dict[str, dict[str, Key]] = {
-    title: {names: Key.of(row) for names, row in part.items()}
-    for title, part in tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")).items()
-}
+def _rows(table: dict[str, Any]) -> dict[str, Key]:
+    """Return the rows of one table of keys.toml by their keys, with the `prefix` of the table added to each key."""
+    prefix = table.pop("prefix", "")
+    return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
+PARTS = {title: _rows(table) for title, table in _TABLES.items()}
 _NAMED = [(name, key) for part in PARTS.values() for names, key in part.items() for name in names.split()]
 KEYS: Mapping[str, Key] = {name.removesuffix(".*"): key for name, key in _NAMED}
 SECTIONS = {name.removesuffix(".*") for name, _ in _NAMED if name.endswith(".*")}
@@ -66,22 +68,23 @@ def render() -> str:
         "# DeepSpeed's configuration, key by key",
         "",
         "Written by `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`; a test compares. How to use a",
-        "file: [compat.md](compat.md).",
+        "file: [compat.md](compat.md). `batch`, `clip`, `optimizer`, `scaler` and `scheduler` are attributes of the",
+        "`Settings` that `read` returns. Strategies, `Precision`, `Offload` and `reduce_op` are in its `sharding`.",
         "",
-        "A key that is not here is refused with the nearest that is. `name.*`: the keys below it share the row. A key",
-        'that is not supported is accepted if it asks for nothing: `false`, `null`, `"enabled": false`, or its value',
-        "in brackets.",
+        "A key that is not in these tables is refused, and the error names the nearest one. `name.*` stands for all",
+        "keys of that section. A key that is not supported is accepted if its value asks for nothing: `false`, `null`,",
+        '`"enabled": false`, or the value in brackets.',
     ]
     for title, part in PARTS.items():
-        lines += ["", f"## {title}", "", "| key | | how, or why |", "|---|---|---|"]
+        lines += ["", f"## {title}", "", "| key | | how it is used, or why not |", "|---|---|---|"]
         for names, key in part.items():
             off = f" ({', '.join(str(value).lower() for value in key.off)})" if key.off else ""
             lines.append(f"| {', '.join(f'`{n}`' for n in names.split())} | {key.use.value}{off} | {key.why} |")
     lines += ["", '## `"auto"`', "", "| key | becomes |", "|---|---|"]
     for name, key in KEYS.items():
-        becomes = [f"`{key.asked}` in `accordion train`, else what `read(auto=)` gives"] if key.asked else []
+        becomes = [f"`{key.asked}` in `accordion train`, else the value in `read(auto=)`"] if key.asked else []
         becomes += [f"{'else ' if key.asked else ''}`{key.auto}`"] if key.auto is not None else []
         becomes += [key.follows] if key.follows else []
         lines += [f"| `{name}` | {', '.join(becomes)} |"] if becomes else []
-    lines += ["", 'Keys that are not needed may be `"auto"` too. Any other `"auto"` is refused.', ""]
+    lines += ["", 'Keys that are not needed may be `"auto"` too. Every other `"auto"` is refused.', ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The optimizer that a DeepSpeed configuration names, as a class of torch.optim and its arguments."""
+"""Translate the optimizer of a DeepSpeed configuration to a class of torch.optim and its arguments."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ ELSEWHERE = {
     "lion": "DeepSpeed's Lion",
     "muon": "whole matrices, and parameters marked for it",
 }
-"""Optimizers of DeepSpeed that torch.optim has not in this form, and what they need."""
+"""Optimizers of DeepSpeed that torch.optim lacks in this form, and what they need."""
 OURS = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """A class of torch.optim and its arguments; call it with parameters or parameter groups, after `shard`."""
+    """A class of torch.optim and its arguments; call it with parameters or parameter groups after `shard`."""
 
     cls: type[Optimizer]
     params: Mapping[str, Any]
 
     @property
     def lr(self) -> float:
-        """The learning rate with which every parameter group begins."""
         return self._number("lr")
 
     @property
     def weight_decay(self) -> float:
-        """The decay of every parameter; 0 where the class has none."""
+        """Weight decay of every parameter; 0 if the class has none."""
         return self._number("weight_decay")
 
     def _number(self, name: str) -> float:
@@ -49,23 +48,23 @@ class OptimizerChoice:
         return float(self.params.get(name, takes[name].default if name in takes else 0.0))
 
     def __call__(self, params: Iterable[Any]) -> Optimizer:
-        """The optimizer, not yet wrapped by `acc.wrap_optimizer`."""
+        """Return the optimizer, without `acc.wrap_optimizer` applied."""
         return self.cls(params, **self.params)
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
-    """Read the `type` and `params` of an `optimizer` section. Raises `UsageError` naming the key."""
+    """Translate the `type` and `params` of an `optimizer` section. Raises `UsageError` that names the key."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     if name.lower() in ELSEWHERE:
         raise UsageError(
-            f"optimizer.type {name!r} is not supported: it needs {ELSEWHERE[name.lower()]}; take a class of torch.optim, or "
-            "leave the optimizer out of the file and make your own."
+            f"optimizer.type {name!r} is not supported: it needs {ELSEWHERE[name.lower()]}. Name a class of torch.optim, or "
+            "leave the optimizer out of the file and create your own."
         )
     ours = {key: params.pop(key) for key in OURS if key in params}
     named = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     natively = {"adam": "AdamW" if ours.get("adam_w_mode", True) else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
-    cls = named.get(natively.get(name.lower(), name))  # DeepSpeed lowers its own names only
+    cls = named.get(natively.get(name.lower(), name))  # DeepSpeed ignores case in its own names only
     if cls is None or not issubclass(cls, Optimizer) or cls is Optimizer:
         names = [key for key, value in named.items() if issubclass(value, Optimizer) and value is not Optimizer]
         raise UsageError(f"optimizer.type {name!r} does not exist; {nearest(name, names)}")
@@ -76,5 +75,5 @@ def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
     takes = [key for key in inspect.signature(cls).parameters if key != "params"]
     for key in params:
         if key not in takes:
-            raise UsageError(f"optimizer.params.{key} is no argument of {cls.__name__}; {nearest(key, takes)}")
+            raise UsageError(f"optimizer.params.{key} is not an argument of {cls.__name__}; {nearest(key, takes)}")
     return OptimizerChoice(cls, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()})

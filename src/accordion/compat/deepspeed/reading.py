@@ -1,4 +1,4 @@
-"""From a `ds_config.json` to `Settings`: every key is known, `"auto"` is resolved, values are checked."""
+"""Read a `ds_config.json` into `Settings`: check its keys and values, and resolve `"auto"`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from accordion.sharding import Sharding
 
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
-PLACES = {"none": DEVICE, "cpu": HOST}  # and "nvme", a folder
+PLACES = {"none": DEVICE, "cpu": HOST}  # "nvme" becomes a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """`train_batch` = `micro_batch` x `accumulation` x ranks, in samples."""
+    """Batch sizes in samples: `train_batch` = `micro_batch` x `accumulation` x number of ranks."""
 
     train_batch: int
     micro_batch: int
@@ -53,11 +53,13 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A `ds_config.json`, read.
+    """The settings of a `ds_config.json`.
 
-    `clip`: largest gradient norm, 0: no clipping. `optimizer`, `scheduler`: None if the file leaves them to the program.
-    `group_ranks`: ranks that hold one sharded copy, if the file asks for a hybrid. `said`: the file's dotted keys that are used,
-    with their values after `"auto"`; `autos`: those that were. `ignored`: its keys that are not needed here.
+    Args:
+        clip: largest gradient norm; 0: no clipping.
+        group_ranks: number of ranks that share one sharded copy of the model, for a hybrid strategy; else None.
+        said: values of the used keys, by dotted key, with `"auto"` resolved.
+        autos, ignored: dotted keys that were `"auto"`, and dotted keys that are not needed here.
     """
 
     sharding: Sharding
@@ -70,7 +72,7 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh that `shard` needs, over all ranks; None for its default. Call it on every rank."""
+        """Return the mesh of all ranks for `shard`; None for its default. Collective."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
@@ -82,8 +84,8 @@ class Settings:
             return 1
         if num_ranks % self.group_ranks:
             raise UsageError(
-                f"zero_optimization asks for groups of {self.group_ranks} ranks, which do not divide {num_ranks} ranks; take a "
-                f"divisor of {num_ranks}."
+                f"zero_optimization asks for groups of {self.group_ranks} ranks, but there are {num_ranks} ranks; use a divisor "
+                f"of {num_ranks}."
             )
         return num_ranks // self.group_ranks
 
@@ -92,11 +94,11 @@ class Settings:
         return LossScaler(_below(self.said, "fp16."), device_type)
 
     def batch(self, num_ranks: int) -> BatchSizes:
-        """Return the three batch sizes, each one that is missing derived. Raises `UsageError` if they do not fit `num_ranks`."""
+        """Return the three batch sizes, derived from those in the file. Raises `UsageError` if they do not fit `num_ranks`."""
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         train, micro, accumulation = (self.said.get(key) for key in keys)
         if train is None and micro is None:
-            raise UsageError(f"neither {keys[0]} nor {keys[1]} is given; give one of them.")
+            raise UsageError(f"the file has neither {keys[0]} nor {keys[1]}; add one of them.")
         if accumulation is None:
             accumulation = 1 if train is None or micro is None else train // micro // num_ranks
         if micro is None:
@@ -113,43 +115,40 @@ class Settings:
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
-    """Read a `ds_config.json`, a path or what stands in it, into the words of this package.
+    """Read a `ds_config.json`, from a path or as a dict, and return its `Settings`. Needs neither DeepSpeed nor a process group.
 
-    `auto`: dotted key -> the value that an `"auto"` there takes, as the Hugging Face Trainer gives them from its arguments;
-    docs/compat_deepspeed.md lists what each becomes without. Needs neither DeepSpeed nor a process group.
-    Raises `UsageError`, on one line, for a key that does not exist, is not supported, or has a value that it cannot have.
+    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments;
+    docs/compat_deepspeed.md lists what each becomes without one. Raises `UsageError` for a wrong key or value.
     """
-    said = dict(_flat(_content(source)))
-    for name, value in [*said.items(), *((name, None) for name in auto or {})]:
+    values = dict(_flat(_content(source)))
+    for name, value in [*values.items(), *((name, None) for name in auto or {})]:
         _check_key(name, value)
-    autos = tuple(name for name, value in said.items() if value == "auto")
-    said = {name: _resolved(name, value, auto or {}) for name, value in said.items()}
-    ignored = tuple(name for name in said if _key(name).use is Use.NOT_NEEDED)
-    said = {n: _checked(n, value) for n, value in said.items() if value is not None and _key(n).use is Use.USED}
-    strategy, group_ranks = _strategy(said)
+    autos = tuple(name for name, value in values.items() if value == "auto")
+    values = {name: _resolved(name, value, auto or {}) for name, value in values.items()}
+    ignored = tuple(name for name in values if _key(name).use is Use.NOT_NEEDED)
+    values = {n: _checked(n, value) for n, value in values.items() if value is not None and _key(n).use is Use.USED}
+    strategy, group_ranks = _strategy(values)
     if ignored:
         log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
-    section = _below(said, "optimizer.")
+    section = _below(values, "optimizer.")
     optimizer = optimizer_of(section.get("type"), _below(section, "params.")) if section else None
-    if said.get("scheduler.params.warmup_max_lr") == "auto":
+    if values.get("scheduler.params.warmup_max_lr") == "auto":
         if optimizer is None:
-            raise UsageError(
-                "scheduler.params.warmup_max_lr is 'auto' and the file has no optimizer whose lr it follows."
-            )
-        said["scheduler.params.warmup_max_lr"] = optimizer.lr
-    schedule = _below(said, "scheduler.")
+            raise UsageError("scheduler.params.warmup_max_lr is 'auto', but the file has no optimizer with an lr.")
+        values["scheduler.params.warmup_max_lr"] = optimizer.lr
+    schedule = _below(values, "scheduler.")
     return Settings(
         sharding=Sharding(
             strategy=strategy,
-            precision=_precision(said),
-            offload=_offload(said),
-            reduce_op=said.get("gradient_allreduce_op", "mean"),
+            precision=_precision(values),
+            offload=_offload(values),
+            reduce_op=values.get("gradient_allreduce_op", "mean"),
         ),
-        clip=float(said.get("gradient_clipping", 0.0)),
+        clip=float(values.get("gradient_clipping", 0.0)),
         optimizer=optimizer,
         scheduler=Schedule(schedule.get("type", ""), _below(schedule, "params.")) if schedule else None,
         group_ranks=group_ranks,
-        said=said,
+        said=values,
         autos=autos,
         ignored=ignored,
     )
@@ -165,7 +164,7 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         names = [name for name, _ in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one place; keep one.")
+            raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one section; keep one.")
         return dict(pairs)
 
     try:
@@ -173,32 +172,32 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     except OSError as error:
         raise UsageError(f"DeepSpeed configuration {str(source)!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"DeepSpeed configuration {str(source)!r} is no JSON: {error}") from None
+        raise UsageError(f"DeepSpeed configuration {str(source)!r} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"DeepSpeed configuration {str(source)!r} holds no keys.")
+        raise UsageError(f"DeepSpeed configuration {str(source)!r} is not a JSON object; write {{...}} with keys.")
     return content
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value), sections opened as far as the table tells them apart."""
+    """Yield (dotted key, value) of each key; sections are opened as far as the table has rows for their keys."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if not prefix and key == "bfloat16":
             name = "bf16"
         if name == "zero_optimization" and isinstance(value, bool):
-            value = {"stage": int(value)}  # as DeepSpeed reads its oldest files
+            value = {"stage": int(value)}  # the form of DeepSpeed's oldest files
         has_keys = any(known.startswith(f"{name}.") for known in KEYS)
         if has_keys and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
         elif has_keys and name != "compile":
             if value is not None:
-                raise UsageError(f"{name} is {value!r}; it takes keys of its own, {{...}}.")
+                raise UsageError(f"{name} is {value!r}; it is a section and takes keys, {{...}}.")
         else:
             yield name, value
 
 
 def _row(name: str) -> str | None:
-    """Return the row of the table for a key, which may be that of its section; None for a key that does not exist."""
+    """Return the name in `KEYS` that covers the dotted key `name`, itself or its section; None if the key does not exist."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -219,8 +218,8 @@ def _check_key(name: str, value: Any) -> None:
         section, _, leaf = name.rpartition(".")
         elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
         prefix = f"{section}." if section else ""
-        beside = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
-        hint, _, names = nearest(leaf, sorted(beside)).partition("valid: ")
+        siblings = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
+        hint, _, names = nearest(leaf, sorted(siblings)).partition("valid: ")
         hint = f"did you mean {elsewhere[0]!r}?" if elsewhere else hint.strip() or f"valid: {names}"
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]
@@ -231,7 +230,7 @@ def _check_key(name: str, value: Any) -> None:
     ):
         return
     shown = "" if isinstance(value, (Mapping, list)) else f" ({json.dumps(value)})"
-    raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}; leave it out.")
+    raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}. Leave it out.")
 
 
 def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
@@ -246,14 +245,14 @@ def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
         return value
     if key.asked:
         raise UsageError(
-            f"DeepSpeed key {name!r} is 'auto', which the Hugging Face Trainer fills from its arguments; write a value, or pass "
+            f"DeepSpeed key {name!r} is 'auto', which the Hugging Face Trainer fills from its arguments. Write a value, or pass "
             f"read(..., auto={{{name!r}: ...}})."
         )
-    raise UsageError(f"DeepSpeed key {name!r} is 'auto', which has no meaning there; write a value.")
+    raise UsageError(f"DeepSpeed key {name!r} does not take 'auto'; write a value.")
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value, a whole number as an int. Raises `UsageError` for one that the key cannot have."""
+    """Return the value, with whole numbers as int. Raises `UsageError` if the key does not take it."""
     takes = _key(name).takes
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
@@ -269,79 +268,76 @@ def _checked(name: str, value: Any) -> Any:
     return int(value)
 
 
-def _below(said: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values of the keys that begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): value for name, value in said.items() if name.startswith(prefix)}
+def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values whose keys begin with `prefix`, by the rest of their keys."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
-    """Return the strategy and, for a hybrid, the number of ranks that hold one sharded copy."""
-    stage = said.get("zero_optimization.stage", 0)
+def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
+    """Return the strategy and, for a hybrid one, the number of ranks that share one sharded copy; else None."""
+    stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")
     hpz, mics = (
-        said.get("zero_optimization.zero_hpz_partition_size", 1),
-        said.get("zero_optimization.mics_shard_size", -1),
+        values.get("zero_optimization.zero_hpz_partition_size", 1),
+        values.get("zero_optimization.mics_shard_size", -1),
     )
     if hpz > 1 and mics > 0:
-        raise UsageError(
-            "zero_hpz_partition_size and mics_shard_size are both given; they say the same thing twice, keep one."
-        )
+        raise UsageError("zero_hpz_partition_size and mics_shard_size both set the ranks per copy; keep one of them.")
     if hpz <= 1 and mics <= 0:
         return STAGES[stage], None
     name, size, strategy = (
         ("zero_hpz_partition_size", hpz, HYBRID_SHARD_OPTIM) if hpz > 1 else ("mics_shard_size", mics, HYBRID_SHARD)
     )
     if stage != 3:
-        raise UsageError(f"zero_optimization.{name} is {size}, which is of stage 3, and the stage is {stage}.")
+        raise UsageError(f"zero_optimization.{name} is {size}, which needs stage 3, but the stage is {stage}.")
     return strategy, size
 
 
-def _offload(said: Mapping[str, Any]) -> Offload:
-    """Where shards rest. DeepSpeed's older switches are those of the devices."""
+def _offload(values: Mapping[str, Any]) -> Offload:
     z = "zero_optimization."
-    params = said.get(f"{z}offload_param.device", "none")
-    optimizer = said.get(f"{z}offload_optimizer.device", "none")
-    if said.get(f"{z}cpu_offload_params") or said.get(f"{z}cpu_offload_param"):
+    params = values.get(f"{z}offload_param.device", "none")
+    optimizer = values.get(f"{z}offload_optimizer.device", "none")
+    if values.get(f"{z}cpu_offload_params") or values.get(f"{z}cpu_offload_param"):
         params = "cpu"
-    if said.get(f"{z}cpu_offload"):
+    if values.get(f"{z}cpu_offload"):
         optimizer = "cpu"
-    stage = said.get(f"{z}stage", 0)
+    stage = values.get(f"{z}stage", 0)
     if (params != "none" and stage != 3) or (optimizer != "none" and stage == 0):
         raise UsageError(
-            f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}; "
-            "parameters are offloaded in stage 3, the optimizer from stage 1 on."
+            f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}. "
+            "Offloading parameters needs stage 3, offloading the optimizer stage 1 or higher."
         )
-    return Offload(params=_place(said, "offload_param", params), optimizer=_place(said, "offload_optimizer", optimizer))
+    return Offload(
+        params=_place(values, "offload_param", params), optimizer=_place(values, "offload_optimizer", optimizer)
+    )
 
 
-def _place(said: Mapping[str, Any], section: str, device: str) -> str:
+def _place(values: Mapping[str, Any], section: str, device: str) -> str:
     if device != "nvme":
         return PLACES[device]
-    folder = said.get(f"zero_optimization.{section}.nvme_path")
+    folder = values.get(f"zero_optimization.{section}.nvme_path")
     if not isinstance(folder, str) or not folder:
-        raise UsageError(
-            f"zero_optimization.{section}.nvme_path is {folder!r}; device 'nvme' needs a folder on that disk."
-        )
+        raise UsageError(f"zero_optimization.{section}.nvme_path is {folder!r}; device 'nvme' needs a folder.")
     return f"{DISK}{folder}"
 
 
-def _precision(said: Mapping[str, Any]) -> Precision:
-    bf16, fp16 = said.get("bf16.enabled", False), said.get("fp16.enabled", False)
+def _precision(values: Mapping[str, Any]) -> Precision:
+    bf16, fp16 = values.get("bf16.enabled", False), values.get("fp16.enabled", False)
     if bf16 and fp16:
         raise UsageError("bf16.enabled and fp16.enabled are both true; keep one.")
-    masters = bf16 and said.get("bf16.bf16_master_weights_and_grads", False)
-    states = bf16 and said.get("bf16.bf16_optimizer_states", False)
+    masters = bf16 and values.get("bf16.bf16_master_weights_and_grads", False)
+    states = bf16 and values.get("bf16.bf16_optimizer_states", False)
     if masters != states:
         raise UsageError(
-            f"bf16_master_weights_and_grads is {masters} and bf16_optimizer_states {states}; optimizer states have the dtype of "
-            "the masters, so give both the same value."
+            f"bf16_master_weights_and_grads is {masters} and bf16_optimizer_states is {states}. Optimizer states have the dtype "
+            "of the masters, so give both the same value."
         )
     return Precision(
         params=torch.bfloat16 if bf16 else torch.float16 if fp16 else None,
-        reduce=COMPUTE_DTYPES[said.get("communication_data_type", "fp32")] or torch.float32,
+        reduce=COMPUTE_DTYPES[values.get("communication_data_type", "fp32")] or torch.float32,
         master=torch.bfloat16 if masters else torch.float32,
-        buffers=(COMPUTE_DTYPES[said["data_types.buffer_dtype"]] or torch.float32)
-        if "data_types.buffer_dtype" in said
+        buffers=(COMPUTE_DTYPES[values["data_types.buffer_dtype"]] or torch.float32)
+        if "data_types.buffer_dtype" in values
         else None,
     )

@@ -1,4 +1,4 @@
-"""Loss scaling under fp16 by DeepSpeed's rules, which torch's GradScaler has in part."""
+"""Loss scaling under fp16 by DeepSpeed's rules."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from accordion.errors import AccordionError
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with hysteresis, a least scale and fixed scales. Does nothing unless fp16 is enabled.
+    """torch's GradScaler with DeepSpeed's hysteresis, least scale and fixed scale. Does nothing unless fp16 is enabled.
 
-    `fp16`: that section of a `ds_config.json`.
+    `fp16`: the section `fp16` of a `ds_config.json`.
     """
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         fixed = float(fp16.get("loss_scale", 0))
         self._is_fixed, self._least = fixed > 0, float(fp16.get("min_loss_scale", 1))
-        self._hysteresis = self._left = fp16.get(
-            "hysteresis", 2
-        )  # overflows before the scale is halved, and those left
+        # Number of overflows before the scale is halved, and how many of them are left.
+        self._hysteresis = self._left = fp16.get("hysteresis", 2)
         self._resets = fp16.get("consecutive_hysteresis", False)
         super().__init__(
             device_type,
@@ -31,7 +30,7 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Call after each step. Raises `AccordionError` on all ranks if a dynamic scale would fall below its least."""
+        """Update the scale; call after each step. Raises `AccordionError` on all ranks if it would fall below the least."""
         if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)
             return
@@ -49,7 +48,7 @@ class LossScaler(torch.amp.GradScaler):
             super().update(before)
         elif before <= self._least:
             raise AccordionError(
-                f"gradients overflow at the least loss scale, {before}; lower the learning rate, or train in bf16."
+                f"gradients overflow at the least loss scale, {before}. Lower the learning rate, or train in bf16."
             )
         else:
             super().update(max(before * self.get_backoff_factor(), self._least))

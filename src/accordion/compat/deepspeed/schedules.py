@@ -24,9 +24,9 @@ POSITIVE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of a `ds_config.json`; call it with an optimizer for a scheduler of torch, stepped after each optimizer step.
+    """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch.
 
-    Rates are DeepSpeed's, step for step: both the first and the second step are made at the beginning of the warmup.
+    Rates are DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup.
     """
 
     type: str
@@ -40,17 +40,17 @@ class Schedule:
         for name, value in self.params.items():
             if name not in TAKES[self.type]:
                 raise UsageError(
-                    f"scheduler.params.{name} is none of {self.type}; {nearest(name, list(TAKES[self.type]))}"
+                    f"scheduler.params.{name} is not a parameter of {self.type}; {nearest(name, list(TAKES[self.type]))}"
                 )
             if name in POSITIVE and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"scheduler.params.{name} is {value!r}; it takes a positive whole number.")
         if "total_num_steps" in TAKES[self.type] and "total_num_steps" not in self.params:
-            raise UsageError(f"scheduler.params.total_num_steps is missing, which {self.type} needs.")
+            raise UsageError(f"{self.type} needs scheduler.params.total_num_steps; add it.")
         if self.params.get("warmup_type", "log") not in ("log", "linear"):
             raise UsageError(f"scheduler.params.warmup_type is {self.params['warmup_type']!r}; valid: log, linear.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a scheduler of torch; its first rates are set at once."""
+        """Return a scheduler of torch for `optimizer`, whose rates are set at once. Step it after each optimizer step."""
         for name in ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"):
             rates, groups = self.params.get(name), len(optimizer.param_groups)
             if isinstance(rates, (list, tuple)) and len(rates) != groups:
@@ -59,11 +59,11 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Steps of the warmup; 0 if the schedule has none."""
+        """Number of warmup steps; 0 if the schedule has none."""
         return max(2, self.params.get("warmup_num_steps", 1000)) if "warmup_type" in TAKES[self.type] else 0
 
-    def lr(self, done: int, own: float, group: int = 0) -> float:
-        """Return the rate of the step that follows `done` steps. `own`: rate of the group when the schedule began."""
+    def lr(self, done: int, first_rate: float, group: int = 0) -> float:
+        """Return the learning rate after `done` steps for parameter group `group`, which began with `first_rate`."""
         if self.type == "LRRangeTest":
             interval = done / int(self.params.get("lr_range_test_step_size", 2000))
             if self.params.get("lr_range_test_staircase", False):
@@ -75,12 +75,12 @@ class Schedule:
         if self.type == "WarmupCosineLR":
             if at < self.warmup:
                 first = float(self.params.get("warmup_min_ratio", 0.0))
-                return own * (first + (1 - first) * rise) if at >= 0 else 0.0
+                return first_rate * (first + (1 - first) * rise) if at >= 0 else 0.0
             last = float(self.params.get("cos_min_ratio", 1e-4))
             along = min(1.0, (at - self.warmup + 1) / max(1, self.params["total_num_steps"] - self.warmup))
-            return own * (last + (1 - last) * (1 + math.cos(math.pi * along)) / 2)
+            return first_rate * (last + (1 - last) * (1 + math.cos(math.pi * along)) / 2)
         least = self._rate("warmup_min_lr", 0.0, group)
-        most = self._rate("warmup_max_lr", own if self.type == "WarmupLR" else 1e-3, group)
+        most = self._rate("warmup_max_lr", first_rate if self.type == "WarmupLR" else 1e-3, group)
         if at >= self.warmup and self.type == "WarmupDecayLR":
             total = int(self.params["total_num_steps"])
             rise = max(0.0, (total - at) / max(1.0, total - self.warmup))
@@ -93,7 +93,6 @@ class Schedule:
         return float(value[group] if isinstance(value, (list, tuple)) else value)
 
     def _rise(self, at: int) -> float:
-        """Return which share of the warmup is done, 0 to 1."""
         if at < 0:
             return 0.0
         if self.params.get("warmup_type", "log") == "log":
@@ -109,10 +108,10 @@ class Scheduled(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        own = [float(lr) for lr in self.base_lrs]
-        if self._schedule.type == "WarmupLR":  # all groups rise to the rate of the first
-            own = [own[0]] * len(own)
-        return [self._schedule.lr(self.last_epoch, lr, group) for group, lr in enumerate(own)]
+        first_rates = [float(lr) for lr in self.base_lrs]
+        if self._schedule.type == "WarmupLR":  # all groups warm up to the rate of the first one
+            first_rates = [first_rates[0]] * len(first_rates)
+        return [self._schedule.lr(self.last_epoch, lr, group) for group, lr in enumerate(first_rates)]
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "_schedule"}

@@ -1,4 +1,4 @@
-"""`torch.distributed.fsdp`'s FullyShardedDataParallel on this engine: put `accordion.compat.fsdp1` in place of its name.
+"""FullyShardedDataParallel on this engine: import from `accordion.compat.fsdp1` instead of `torch.distributed.fsdp`.
 
 Submodules have torch's names too: `accordion.compat.fsdp1.wrap`, `.sharded_grad_scaler`, `.fully_sharded_data_parallel`, `.api`.
 """
@@ -17,7 +17,7 @@ __all__ += api.__all__
 def __getattr__(name: str) -> Any:
     if name == "FlatParameter":
         raise ImportError(
-            "FlatParameter is not in accordion.compat.fsdp1: there are no flat parameters, each one is a DTensor under its own "
-            "name; use model.named_parameters()."
+            "FlatParameter is not in accordion.compat.fsdp1: there are no flat parameters; each parameter is a DTensor under its "
+            "own name. Use model.named_parameters()."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

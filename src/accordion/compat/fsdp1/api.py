@@ -1,4 +1,4 @@
-"""The plain data that FullyShardedDataParallel takes: torch's own classes."""
+"""Re-export torch's classes of options for FullyShardedDataParallel."""
 
 from torch.distributed.fsdp import OptimStateKeyType, api
 from torch.distributed.fsdp.api import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The constructor arguments of one wrapper, checked, and their meaning for `shard`."""
+"""Check the constructor arguments of one wrapper, and translate them for `shard`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a wrapper, without the module and the policy. `ignored`: parameters that stay as they are."""
+    """The arguments of a wrapper, without the module and the policy. `ignored`: parameters that are not sharded."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None
@@ -66,27 +66,26 @@ class Arguments:
             "device_mesh": DeviceMesh,
         }
         for name, kind in kinds.items():
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
                 wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-                raise UsageError(f"{name} is {given!r}, a {type(given).__name__}; it takes {wanted} or None.")
+                raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; it takes {wanted} or None.")
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise UsageError(f"param_init_fn is {self.param_init_fn!r}; it takes a function of a module.")
         if self.mixed_precision is not None and self.mixed_precision.keep_low_precision_grads:
             raise UsageError(
-                "MixedPrecision(keep_low_precision_grads=True) is not supported: gradients have the dtype of the parameters that "
-                "the optimizer steps; leave it out."
+                "MixedPrecision(keep_low_precision_grads=True) is not supported: gradients always have the dtype of the "
+                "parameters that the optimizer steps; leave it out."
             )
         if self.process_group is not None and self.device_mesh is not None:
-            raise UsageError("process_group and device_mesh are both given; pass one of them.")
+            raise UsageError("process_group and device_mesh are both passed; pass one of them.")
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of the engine; torch's default is FULL_SHARD."""
         return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """The mesh over which `shard` cuts; None: its own default."""
+        """Return the mesh for `shard`; None for its default, all ranks."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh
@@ -108,8 +107,8 @@ class Arguments:
                 "device_mesh."
             )
         inner, outer = (dist.get_process_group_ranks(g) for g in group)
-        own = dist.get_rank()
-        ranks = torch.tensor([[replica + member - own for member in inner] for replica in outer])
+        this_rank = dist.get_rank()
+        ranks = torch.tensor([[replica + member - this_rank for member in inner] for replica in outer])
         return DeviceMesh.from_group([group[1], group[0]], kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def device_type(self) -> str:
@@ -119,13 +118,12 @@ class Arguments:
         return device_type_of_job() if accelerator is None or self.device_id is None else accelerator.type
 
     def use_device(self) -> None:
-        """Make `device_id` the device of this rank."""
         index = self.device_id.index if isinstance(self.device_id, torch.device) else self.device_id
         if index is not None and self.device_type() != "cpu":
             torch.accelerator.set_device_index(index)
 
     def precision(self, master: torch.dtype, *, root: bool) -> Precision:
-        """The precision of one unit; parameters keep their dtype as those that the optimizer steps."""
+        """Return the precision of one unit. `master`: the dtype of the model's parameters, which the optimizer steps."""
         mixed = self.mixed_precision
         if mixed is None:
             return Precision(master=master, cast_inputs=False)
@@ -140,16 +138,15 @@ class Arguments:
 
     @property
     def offload(self) -> Offload:
-        """Where the unit's shards rest."""
         if self.cpu_offload is None or not self.cpu_offload.offload_params:
             return Offload()
         return Offload(params=HOST, optimizer=HOST)
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
-    """Return the parameters that `ignored_modules` or `ignored_states` names. Raises `UsageError` for both, or other things."""
+    """Return the parameters in `ignored_modules` or `ignored_states`. Raises `UsageError` if both are passed."""
     if modules is not None and states is not None:
-        raise UsageError("ignored_modules and ignored_states are both given; pass all in ignored_states.")
+        raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []
     for state in [*(modules or ()), *(states or ())]:
         if isinstance(state, nn.Parameter):
@@ -157,7 +154,5 @@ def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any
         elif isinstance(state, nn.Module):
             params.extend(state.parameters())
         else:
-            raise UsageError(
-                f"ignored_states has a {type(state).__name__}; it takes parameters or modules of the model."
-            )
+            raise UsageError(f"ignored_states contains a {type(state).__name__}; it takes parameters and modules.")
     return list(dict.fromkeys(params))

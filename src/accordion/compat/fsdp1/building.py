@@ -1,4 +1,4 @@
-"""From nested wrappers to one engine: the outermost wrapper is the model, each wrapper inside it a unit."""
+"""Build one engine from nested wrappers: the outermost wrapper is the model, each wrapper inside it is a unit."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ log = logging.getLogger("accordion")
 
 
 def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
-    """Shard the first of `wrappers`, in which the others are; (name in it, wrapper, its arguments).
+    """Shard the model in the first of `wrappers`, which contains the others; each is (name in the first, wrapper, arguments).
 
-    Raises `UsageError` where an inner wrapper asks for what one engine cannot do, `DivergenceError` where ranks hold
-    models of different structure.
+    Raises `UsageError` if one engine cannot serve the arguments of all, `DivergenceError` if models differ between ranks.
     """
     (_, root, arguments), inner = wrappers[0], wrappers[1:]
     for name, _, theirs in inner:
         _check_alike(name, theirs, arguments)
     arguments.use_device()
-    ignored = {id(p) for _, _, given in wrappers for p in given.ignored}
+    ignored = {id(p) for _, _, options in wrappers for p in options.ignored}
     units = {id(wrapper) for _, wrapper, _ in inner}
     with _hidden(root, ignored):
         master = _master(root)
@@ -54,71 +53,67 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             precision=dataclasses.replace(precision, overrides=overrides),
             offload=dataclasses.replace(arguments.offload, overrides=places),
         )
-        asked = any(given.sync_module_states for _, _, given in wrappers)
+        asked = any(options.sync_module_states for _, _, options in wrappers)
         try:
             make(sync=asked)
-        except DivergenceError:  # on every rank, before anything was done
+        except DivergenceError:
             if asked:
                 raise
-            make(sync=True)  # raises again unless values are all that differs
+            # Raised on every rank before anything was sharded. With sync=True it is raised again unless only values differ.
+            make(sync=True)
             log.warning(
-                "ranks built different parameters: the first rank's are taken (torch's class keeps rows of each rank's)"
+                "ranks built different parameter values: the first rank's are used (torch's class mixes rows of all ranks)"
             )
     if on_meta:
-        _materialise(root, on_meta, [(wrapper, given) for _, wrapper, given in wrappers])
+        _materialise(root, on_meta, [(wrapper, options) for _, wrapper, options in wrappers])
 
 
 def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
     for what in ("strategy", "process_group", "device_mesh"):
-        mine, other = getattr(root, what), getattr(theirs, what)
-        if other is not None and mine != other:
+        outer, inner = getattr(root, what), getattr(theirs, what)
+        if inner is not None and outer != inner:
             raise UsageError(
-                f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost {getattr(mine, 'name', mine)}; "
-                "give all the same."
+                f"wrapper {name!r} has the {what} {getattr(inner, 'name', inner)}, but the outermost wrapper has "
+                f"{getattr(outer, 'name', outer)}; pass the same to all."
             )
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """The dtype under which every trained parameter keeps its own: the narrowest there is."""
+    """Return the narrowest dtype of trained parameters. As `master` it changes no parameter, because the wider one is used."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    alike = [dtype for dtype in dtypes if dtype.itemsize == narrowest.itemsize]
-    if len(alike) > 1:
-        raise UsageError(
-            f"parameters are {' and '.join(map(str, alike))} in one model; make them one dtype before wrapping."
-        )
+    narrow = [dtype for dtype in dtypes if dtype.itemsize == narrowest.itemsize]
+    if len(narrow) > 1:
+        raise UsageError(f"parameters have the dtypes {' and '.join(map(str, narrow))}; use one before wrapping.")
     return narrowest
 
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Without the ignored parameters, which afterwards stand where they were, in the order in which they were."""
-    kept: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    """Context manager that removes parameters with ids in `ignored` from `root`, and restores them in their old order."""
+    removed_from: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     for module in root.modules() if ignored else ():
         if any(id(p) in ignored for p in module._parameters.values()):
-            kept.append((module, dict(module._parameters)))
+            removed_from.append((module, dict(module._parameters)))
             for name in [name for name, p in module._parameters.items() if id(p) in ignored]:
                 del module._parameters[name]
     try:
         yield
     finally:
-        for module, before in kept:
-            now = dict(module._parameters)
+        for module, before in removed_from:
+            current = dict(module._parameters)
             module._parameters.clear()
-            module._parameters.update({name: now.get(name, p) for name, p in before.items()})
+            module._parameters.update({name: current.get(name, p) for name, p in before.items()})
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Give values to the modules with ids in `on_meta`, which had something on the meta device.
-
-    They come from the `param_init_fn` of the nearest wrapper, else from `reset_parameters`.
-    """
-    # Inner wrappers come later, and win.
-    functions = {id(module): given.param_init_fn for wrapper, given in wrappers for module in wrapper.modules()}
-    own = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]
-    if not any(functions.values()) and all(id(m) in on_meta for m in own):
+    """Initialise the modules with ids in `on_meta` by the `param_init_fn` of their nearest wrapper, or `reset_parameters`."""
+    # Inner wrappers come later in the list, so theirs replaces that of outer ones.
+    functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
+    owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]
+    if not any(functions.values()) and all(id(m) in on_meta for m in owners):
         initialise(root)
         return
 
@@ -132,7 +127,7 @@ def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn
             reset()
         else:
             raise UsageError(
-                f"{type(module).__name__} is on the meta device and has no reset_parameters(); give the wrapper a param_init_fn."
+                f"{type(module).__name__} is on the meta device and has no reset_parameters(); pass param_init_fn to its wrapper."
             )
 
     initialise(root, init)

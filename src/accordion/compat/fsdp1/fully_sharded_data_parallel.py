@@ -1,4 +1,4 @@
-"""The wrapper `FullyShardedDataParallel`: torch's constructor and methods, on this engine."""
+"""The wrapper `FullyShardedDataParallel`, with the constructor and methods of torch's class."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 
 
 class FullyShardedDataParallel(StateDicts):
-    """A module whose parameters are sharded over ranks; nested ones are its units.
+    """Wrapper that shards the parameters of a module; wrappers inside it are its units. Takes the arguments of torch's class.
 
-    Arguments are those of torch's class. The engine is made for the outermost wrapper and all below it: at once where an
-    `auto_wrap_policy` is given, else when parameters, state or a forward are first asked for, since a wrapper around it may
-    still come. Until then parameters are whole. Afterwards each is a DTensor under its own name.
-
-    Raises `UsageError` for what cannot be done, by name.
+    One engine serves the outermost wrapper and all inside it. With an `auto_wrap_policy` it is built at once. Otherwise it is
+    built at the first use of parameters, state or forward, because an outer wrapper may follow; until then parameters are
+    whole. Afterwards each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +66,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without a wrapper that recomputes activations."""
+        """Return the wrapped module; if activation checkpointing wraps it too, the module inside that."""
         inner = self._fsdp_wrapped_module
         below = inner._modules.get("_checkpoint_wrapped_module")
         return inner if below is None else below
@@ -76,7 +74,7 @@ class FullyShardedDataParallel(StateDicts):
     def __getattr__(self, name: str) -> Any:
         if name in ("_flat_param", "_handle"):
             raise AttributeError(
-                f"{name} does not exist: there are no flat parameters, each is a DTensor under its own name."
+                f"{name} does not exist: there are no flat parameters; each parameter is a DTensor under its own name."
             )
         try:
             return super().__getattr__(name)
@@ -93,29 +91,29 @@ class FullyShardedDataParallel(StateDicts):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module; the engine's hooks on this one gather around it."""
+        # Hooks of the engine on this wrapper unshard before and reshard after.
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As torch's; a plain module around asks here for parameters too, so the engine is made."""
+        # An outer plain module lists parameters through this method, so the engine must exist.
         self._ready()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return modules
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As torch's, under the names that the unwrapped module gives them."""
+        """Yield the parameters under the names that they have in the unwrapped module."""
         self._ready()
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As torch's, under the names that the unwrapped module gives them."""
+        """Yield the buffers under the names that they have in the unwrapped module."""
         self._ready()
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` with every module, full parameters standing in them; each rank keeps its rows of what `fn` writes."""
+        """Call `fn` with every module while its parameters are full; each rank keeps its rows of what `fn` writes."""
         if not self._built or state.sharded_engine(self, "apply").suspended:
             return super().apply(fn)
         with self.summon_full_params(self):
@@ -123,22 +121,22 @@ class FullyShardedDataParallel(StateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All wrappers in `module`, itself included; only the outermost ones with `root_only`."""
-        found = [m for m in walk(module) if isinstance(m, FullyShardedDataParallel)]
-        return [m for m in found if m.check_is_root()] if root_only else found
+        """Return all wrappers in `module`, including `module` itself; with `root_only` only the outermost ones."""
+        wrappers = [m for m in walk(module) if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 
     # -- training
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Accumulate full gradients without communicating; the next backward outside reduces the sum."""
+        """Context manager that accumulates full gradients without communication; the next backward outside reduces the sum."""
         self._root_engine("no_sync()")
         with state.no_sync(self):
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, 0-d float32."""
+        """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before, 0-d float32."""
         self._root_engine("clip_grad_norm_()")
         return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -152,57 +150,57 @@ class FullyShardedDataParallel(StateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Full parameters in the registry of the whole model around `module`, on every rank.
+        """Context manager that unshards the whole model around `module` on every rank; `recurse`, `rank0_only` change nothing.
 
-        With `writeback` each rank keeps its rows of what is written. `recurse` and `rank0_only` are accepted: more is full
-        than asked for. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
+        With `writeback` each rank keeps its rows of what is written. Raises `UsageError` for `rank0_only` with `writeback`, and
+        for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
-            raise UsageError("summon_full_params(rank0_only=True, writeback=True) cannot be: pass writeback=False.")
+            raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
         tops = list({id(w): w for w in (m._outermost() for m in wrappers_in(module))}.values())
         with contextlib.ExitStack() as stack:
             for top in tops:
                 engine = top._engine("summon_full_params()")
                 if offload_to_cpu and engine.context.device.type != "cpu":
                     raise UsageError(
-                        "summon_full_params(offload_to_cpu=True) is not supported: parameters are shown on the device that "
-                        "computes; take a full state dict with offload_to_cpu=True."
+                        "summon_full_params(offload_to_cpu=True) is not supported: full parameters are on the device that "
+                        "computes. Take a full state dict with offload_to_cpu=True."
                     )
                 stack.enter_context(_full(top, engine, writeback, with_grads))
             yield
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: there is no flat gradient that a hook could send."""
+        """Refused: there is no flat gradient that a hook could communicate."""
         raise UsageError(
-            "register_comm_hook is not supported: gradients are sent from where they lie, there is no flat one to give a hook; "
-            "MixedPrecision(reduce_dtype=) chooses the dtype of the sum."
+            "register_comm_hook is not supported: there is no flat gradient for a hook to communicate. "
+            "MixedPrecision(reduce_dtype=) sets the dtype of the reduction."
         )
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` if a wrapper around `module` could not gather its parameters, or not make its engine."""
+    """Raise `UsageError` if `module` cannot be wrapped: used wrappers inside it, or parameters that nothing would gather."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
-            f"auto_wrap_policy was given for a module with {len(inside)} wrappers in it; give the policy, or wrap by hand."
+            f"auto_wrap_policy was passed for a module that contains {len(inside)} wrappers; pass a policy, or wrap by hand."
         )
     if any(wrapper._built for wrapper in inside):
         raise UsageError(
-            "a FullyShardedDataParallel inside this module has been used already (its policy, parameters, state or forward), so "
-            "it cannot become a unit of another; wrap the outermost before that, or leave the policy to the outermost."
+            "a FullyShardedDataParallel inside this module has an engine already (by its policy, or a use of its parameters, "
+            "state or forward). Wrap the outermost module before the first use, and pass the policy to the outermost only."
         )
     wrapped = {id(m) for wrapper in inside for m in walk(wrapper)}
     loose = [m for m in walk(module) if id(m) not in wrapped and any(p is not None for p in m._parameters.values())]
     if isinstance(module, CONTAINERS) and (loose or policy is not None):
         raise UsageError(
-            f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
-            "parameters; wrap its items, or the module that holds it."
+            f"FullyShardedDataParallel cannot wrap a {type(module).__name__}: it has no forward, so nothing would gather its "
+            "parameters. Wrap its items, or the module that contains it."
         )
 
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Full parameters of one engine, and their gradients if asked for."""
+    """Context manager that unshards the parameters of one engine, and their gradients if `with_grads`."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = states.params_of([engine])
     with state.full_params(top, write=writeback):

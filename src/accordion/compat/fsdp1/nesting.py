@@ -1,4 +1,4 @@
-"""What nested wrappers share: who is around whom, and the engine that is made for the outermost one."""
+"""`Wrapper`, base class of nested wrappers: finds the outermost one, and builds its engine at the first use."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from accordion.safety.liveness.arrivals import Arrivals
 from accordion.safety.liveness.polling import once_after, poll
 
 log = logging.getLogger("accordion")
-PATIENCE_S = 10.0  # a wait for other ranks beyond it is logged
-LIMIT_S = 300.0  # the longest that one rank may be ahead of the others
+PATIENCE_S = 10.0  # seconds of waiting for other ranks, after which a warning is logged
+LIMIT_S = 300.0  # seconds of waiting for other ranks, after which `UsageError` is raised
 ADVICE = (
-    "the first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) makes the engine, "
-    "for which all ranks are needed; do that first on every rank, list(model.parameters()) for example, or give auto_wrap_policy"
+    "the first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) builds the engine, "
+    "which needs all ranks; use it on every rank first, for example by list(model.parameters()), or pass auto_wrap_policy"
 )
 INNER = "_fsdp_wrapped_module."
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so a wrapper around one gathers nothing
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so a wrapper of one would never gather
 PREFIXES = (INNER, "_checkpoint_wrapped_module.")
 
 
 def clean(name: str) -> str:
-    """A qualified name without what wrappers put into it."""
+    """Return a qualified name without the prefixes that wrappers add."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class Wrapper(nn.Module):
-    """Owns the arguments of one wrapper, and on the outermost one what the engine was made from."""
+    """Base class of `FullyShardedDataParallel`: the arguments of one wrapper, and the engine of the outermost one."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None
     _built: bool
     _settings: StateDictSettings
-    _own_dtypes: dict[str, torch.dtype]  # of buffers, before mixed precision cast them
+    _own_dtypes: dict[str, torch.dtype]  # of buffers, before mixed precision casts them; on the outermost wrapper
 
     def _outermost(self) -> Wrapper:
         top = self
@@ -54,7 +54,7 @@ class Wrapper(nn.Module):
             top = above
         return top
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace what communicates
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace collectives
     def _ready(self) -> None:
         """Build the engine of the outermost wrapper, once."""
         if self._built:
@@ -62,7 +62,7 @@ class Wrapper(nn.Module):
         top = self._outermost()
         wrappers = [(n, m) for n, m in named(top, "", set()) if isinstance(m, Wrapper)]
         for _, wrapper in wrappers:
-            wrapper._built = True  # asking for modules, as the engine does, must not begin again
+            wrapper._built = True  # the engine lists modules, which would call this method again
         try:
             _wait_for_all(top._arguments)
             top._own_dtypes = {n: b.dtype for n, b in top.named_buffers()}
@@ -86,17 +86,18 @@ class Wrapper(nn.Module):
 
     def _root_engine(self, what: str) -> Engine:
         if not self.check_is_root():
-            raise UsageError(f"{what} is for the outermost FullyShardedDataParallel, and this one is inside another.")
+            raise UsageError(
+                f"{what} was called on a FullyShardedDataParallel inside another; call it on the outermost."
+            )
         return self._engine(what)
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
         return self._outer is None or self._outer() is None
 
 
 def walk(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and all below it, without asking a wrapper for its modules, which would make an engine."""
-    return (found for _, found in named(module, "", set()))
+    """Yield `module` and its submodules without `Wrapper.named_modules`, which would build an engine."""
+    return (each for _, each in named(module, "", set()))
 
 
 def named(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -110,22 +111,19 @@ def named(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def wrappers_in(module: nn.Module) -> list[Wrapper]:
-    """All wrappers in `module`, itself included."""
     return [m for m in walk(module) if isinstance(m, Wrapper)]
 
 
 def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
-    """As `wrappers_in`; raises `UsageError` where there is none."""
-    found = wrappers_in(module)
-    if not found:
-        raise UsageError(
-            f"{what} takes a model with FullyShardedDataParallel in it; this {type(module).__name__} has none."
-        )
-    return found
+    """Return all wrappers in `module`, including `module` itself. Raises `UsageError` if there are none."""
+    wrappers = wrappers_in(module)
+    if not wrappers:
+        raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
+    return wrappers
 
 
 def _wait_for_all(arguments: Arguments) -> None:
-    """Wait until all ranks of a model have come to its first use. Raises `UsageError` naming those that do not come."""
+    """Wait until all ranks of a model have begun its first use. Raises `UsageError` that names missing ranks after `LIMIT_S`."""
     if arguments.device_mesh is not None:
         ranks = [int(rank) for rank in arguments.device_mesh.mesh.flatten()]
     else:
@@ -133,9 +131,9 @@ def _wait_for_all(arguments: Arguments) -> None:
         ranks = sorted(dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None))
     if len(ranks) < 2 or dist.get_backend() == "fake":
         return
-    name, mine = f"accordion/first_use/{','.join(map(str, ranks))}", dist.get_rank()
+    name, rank = f"accordion/first_use/{','.join(map(str, ranks))}", dist.get_rank()
     arrivals = Arrivals(_torch.default_store(), name, ranks)
-    arrivals.come(mine)
+    arrivals.come(rank)
 
     def missing() -> str:
         absent = arrivals.missing()
@@ -144,17 +142,17 @@ def _wait_for_all(arguments: Arguments) -> None:
     warn = once_after(PATIENCE_S, lambda: log.warning("waiting for %s: %s.", missing(), ADVICE))
     if not poll(arrivals.all_came, LIMIT_S, warn):
         absent = missing()
-        if arrivals.withdraw(mine):
-            raise UsageError(f"rank {mine} has waited {LIMIT_S:.0f} s for {absent}: {ADVICE}.")
+        if arrivals.withdraw(rank):
+            raise UsageError(f"rank {rank} has waited {LIMIT_S:.0f} s for {absent}: {ADVICE}.")
 
 
 def engines_of(model: nn.Module, what: str) -> list[Engine]:
-    """The engine of each outermost wrapper around or in `model`."""
+    """Return the engines of the outermost wrappers around or in `model`."""
     tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
     return [top._engine(what) for top in tops.values()]
 
 
-def _put_prefix(module: nn.Module, found: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before loading: names as the modules below a wrapper look for them."""
-    for name in [name for name in found if name.startswith(prefix)]:
-        found[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = found.pop(name)
+def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Hook of `load_state_dict` that adds the wrapper's prefix to the names in `loaded`."""
+    for name in [name for name in loaded if name.startswith(prefix)]:
+        loaded[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = loaded.pop(name)

@@ -1,4 +1,4 @@
-"""Where an auto wrap policy puts wrappers: the modules below the one that is wrapped, children before parents."""
+"""Apply an auto wrap policy to the modules inside the one that is wrapped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accordion.engine.tree import map_tensors
 from accordion.errors import UsageError
 
 Wrap = Callable[..., nn.Module]
-"""Wraps a module, with keyword arguments for the wrapper."""
+"""(module, **arguments of the wrapper) -> wrapped module."""
 
 
 def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wrap) -> None:
-    """Replace the modules below `root` that `policy` names by wrapped ones, in place, children before parents.
+    """Wrap the modules inside `root` that `policy` chooses, in place, children before parents.
 
-    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. With mixed precision, norms
-    over batches are units that compute in float32, as torch has it.
+    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. With mixed precision, batch
+    norms become units that compute in float32, as in torch.
     """
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
@@ -53,14 +53,14 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Return the number of elements below and in `module` that are in wrappers now."""
-        own = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
-        if not policy(module=module, recurse=True, nonwrapped_numel=own):
+        """Choose wrappers in `module`, children first. Return how many elements of its parameters are in chosen wrappers."""
+        num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
+        if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0
         inside = sum(visit(child) for child in module.children())
-        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=own - inside):
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=num_elements - inside):
             targets[module] = arguments
-            return own
+            return num_elements
         return inside
 
     visit(root)
@@ -68,24 +68,24 @@ def _by_function(
 
 
 def compute_in_float32(module: nn.Module) -> None:
-    """Cast floating inputs of `module` to float32, and its outputs back to what the first of them was."""
-    given: list[torch.dtype | None] = []
+    """Register hooks that cast floating inputs of `module` to float32, and outputs back to the dtype of the first input."""
+    first_dtypes: list[torch.dtype | None] = []
 
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found: list[torch.dtype] = []
+        dtypes: list[torch.dtype] = []
 
         def cast(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            found.append(tensor.dtype)
+            dtypes.append(tensor.dtype)
             return tensor.float()
 
         cast_args, cast_kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
-        given.append(found[0] if found else None)
+        first_dtypes.append(dtypes[0] if dtypes else None)
         return cast_args, cast_kwargs
 
     def narrow(_: nn.Module, __: Any, output: Any) -> Any:
-        dtype = given.pop()
+        dtype = first_dtypes.pop()
         return map_tensors(lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, output)
 
     module.register_forward_pre_hook(widen, with_kwargs=True)

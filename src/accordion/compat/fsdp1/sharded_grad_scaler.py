@@ -1,4 +1,4 @@
-"""ShardedGradScaler: torch's GradScaler, which sees through DTensors to all ranks."""
+"""ShardedGradScaler: torch's GradScaler, which works on DTensors of all ranks as it is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SIGNATURE = inspect.signature(theirs.ShardedGradScaler.__init__)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """Scale losses under fp16; ranks agree on overflows.
+    """Gradient scaler for fp16 with the arguments of torch's class; ranks agree on overflows.
 
-    Arguments are those of torch's class. `process_group` is not needed: gradients are DTensors, which know theirs.
+    `process_group` is ignored, since gradients are DTensors, which have their own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -25,42 +25,43 @@ from accordion.errors import UsageError
 
 
 class StateDicts(Wrapper):
-    """State dicts of the model and of its optimizers, full or sharded."""
+    """Base class of `FullyShardedDataParallel` with the methods for state dicts of models and optimizers, full or sharded."""
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state under the names of the unwrapped module; full or sharded as `state_dict_type` says, full by default.
+        """Return the state dict under the names of the unwrapped module, full (a collective) unless `state_dict_type` differs.
 
-        A full one is collective. With `keep_vars` it is the sharded parameters themselves.
+        With `keep_vars` it has the sharded parameters themselves.
         """
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
-        found = OrderedDict((clean(name), value) for name, value in raw.items())
+        tensors = OrderedDict((clean(name), value) for name, value in raw.items())
         if not keep_vars:
-            found = OrderedDict(self._as_asked(found, prefix))
+            tensors = OrderedDict(self._converted(tensors, prefix))
         if destination is None:
             destination = OrderedDict()
             destination._metadata = OrderedDict()
-        destination.update(found)
+        destination.update(tensors)
         if hasattr(destination, "_metadata"):
             destination._metadata.update({clean(f"{k}.")[:-1]: v for k, v in raw._metadata.items()})  # type: ignore[attr-defined]
         return destination  # type: ignore[no-any-return]
 
-    def _as_asked(self, found: dict[str, Any], prefix: str) -> dict[str, Any]:
+    def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return `tensors` full or sharded, and on the host or the device, as the last `set_state_dict_type` chose."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
-        for name, value in found.items():
+        for name, value in tensors.items():
             dtype = self._outermost()._own_dtypes.get(name.removeprefix(prefix))
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and dtype is not None:
-                found[name] = value.to(dtype)  # buffers that mixed precision cast are saved as they were
+                tensors[name] = value.to(dtype)  # buffers are saved in the dtype that they had before mixed precision
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             rank0_only = bool(getattr(config, "rank0_only", False))
-            return state.full_values(engine, found, rank0_only=rank0_only, cpu=config.offload_to_cpu)
-        for name, value in found.items():
+            return state.full_values(engine, tensors, rank0_only=rank0_only, cpu=config.offload_to_cpu)
+        for name, value in tensors.items():
             if isinstance(value, Tensor):
-                found[name] = value.detach().cpu() if config.offload_to_cpu else value.detach()
-        return found
+                tensors[name] = value.detach().cpu() if config.offload_to_cpu else value.detach()
+        return tensors
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._ready()
@@ -73,7 +74,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Say what state dicts of `module` are from now on; returns what was said before."""
+        """Set the kind of state dicts of `module` from now on, and return the previous settings."""
         settings = states.settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
         before = wrappers[0]._settings
@@ -83,7 +84,6 @@ class StateDicts(Wrapper):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What was said last about state dicts of `module`."""
         return some_wrappers(module, "get_state_dict_type")[0]._settings
 
     @staticmethod
@@ -94,7 +94,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """`set_state_dict_type` for the time of a block."""
+        """Context manager that calls `set_state_dict_type`, and restores the previous settings at its end."""
         before = StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -109,10 +109,10 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by qualified name, full or sharded as `state_dict_type` says; a full one is collective."""
-        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        """Return the optimizer's state dict by qualified name, full (a collective) or sharded by the `state_dict_type`."""
+        numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
-        return states.named_state(model, optim, given, settings)
+        return states.named_state(model, optim, numbered, settings)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -123,10 +123,10 @@ class StateDicts(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave on any number of ranks."""
+        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`."""
         if is_named_optimizer:
             raise UsageError(
-                "is_named_optimizer=True is not supported: an optimizer of torch.optim has numbered parameters."
+                "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
             )
         settings = StateDicts.get_state_dict_type(model)
         first = bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
@@ -140,7 +140,7 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """The older name of a full `optim_state_dict`, on CPU."""
+        """Older name of `optim_state_dict`, for a full one on CPU."""
         settings = states.settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
@@ -148,7 +148,7 @@ class StateDicts(Wrapper):
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
-        """The older name of a sharded `optim_state_dict`."""
+        """Older name of `optim_state_dict`, for a sharded one."""
         settings = states.settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
         return states.named_state(model, optim, optim.state_dict(), settings)
 
@@ -156,14 +156,14 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """The older name of `optim_state_dict_to_load` for a full one that every rank has."""
-        return states.state_by_id(model, _given(optim), full_optim_state_dict, full=True)
+        """Older name of `optim_state_dict_to_load`, for a full one that every rank has."""
+        return states.state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """The older name of `optim_state_dict_to_load` for a sharded one."""
+        """Older name of `optim_state_dict_to_load`, for a sharded one."""
         return states.state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
@@ -174,17 +174,19 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The older name of `optim_state_dict_to_load` for a full one that the first rank has."""
-        given = full_optim_state_dict or {}
-        return states.state_by_id(model, _given(optim), given, full=True, from_first_rank=True)
+        """Older name of `optim_state_dict_to_load`, for a full one that only the first rank has."""
+        full = full_optim_state_dict or {}
+        return states.state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: state dicts are by qualified name."""
-        raise UsageError("rekey_optim_state_dict is not supported: take optim_state_dict, which is by qualified name.")
+        """Refused: state dicts of optimizers always use qualified names."""
+        raise UsageError("rekey_optim_state_dict is not supported: use optim_state_dict, which has qualified names.")
 
 
-def _given(optimizer: Optimizer | None) -> Optimizer:
+def _required(optimizer: Optimizer | None) -> Optimizer:
     if optimizer is None:
-        raise UsageError("optim_input is not supported, it numbers flat parameters; pass optim=, the optimizer itself.")
+        raise UsageError(
+            "optim_input is not supported, because it numbers flat parameters; pass the optimizer as optim=."
+        )
     return optimizer

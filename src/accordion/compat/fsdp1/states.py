@@ -1,4 +1,4 @@
-"""State dicts of wrapped models and of their optimizers: full or sharded, by qualified name."""
+"""Convert state dicts of optimizers between parameter numbers and qualified names, and between full and sharded tensors."""
 
 from __future__ import annotations
 
@@ -41,40 +41,40 @@ CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDict
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Check what was asked; configurations that were left out are torch's defaults. Raises `UsageError`."""
+    """Return the checked settings for state dicts; None for a config means torch's default. Raises `UsageError`."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
-            "LOCAL_STATE_DICT is not supported: it holds flat parameters, and there are none; take SHARDED_STATE_DICT, which "
-            "communicates as little."
+            "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
+            "gathers nothing either."
         )
     if kind not in CONFIGS:
         raise UsageError(f"state_dict_type is {kind!r}; valid: {', '.join(str(k) for k in CONFIGS)}.")
-    made = []
-    for given, cls in zip((config, optim_config), CONFIGS[kind], strict=True):
-        if given is not None and type(given) is not cls:
-            raise UsageError(f"{kind.name} takes a {cls.__name__}, not a {type(given).__name__}.")
-        made.append(cls() if given is None else given)
-    return StateDictSettings(kind, *made)  # type: ignore[arg-type]
+    configs = []
+    for passed, cls in zip((config, optim_config), CONFIGS[kind], strict=True):
+        if passed is not None and type(passed) is not cls:
+            raise UsageError(f"{kind.name} takes a {cls.__name__}, not a {type(passed).__name__}.")
+        configs.append(cls() if passed is None else passed)
+    return StateDictSettings(kind, *configs)  # type: ignore[arg-type]
 
 
 def params_of(engines: Iterable[Engine]) -> dict[int, Param]:
-    """The engine's entry of each sharded parameter, by the id of the parameter."""
+    """Return a dict from the id of each sharded parameter to the engine's entry for it."""
     return {id(p.sharded): p for engine in engines for unit in engine.units for p in unit.params}
 
 
 def full_rows(value: Tensor, param: Param) -> Tensor:
-    """The whole of which `value`, a DTensor as its parameter is one, holds rows. Collective."""
+    """Gather `value`, a DTensor that is sharded like its parameter, to a full tensor. Collective."""
     return gathered(_torch.local_of(value), param.cut, param.context)
 
 
 def own_dtensor(full: Tensor, param: Param) -> Any:
-    """This rank's rows of a full tensor, as a DTensor beside its parameter."""
+    """Return this rank's rows of a full tensor as a DTensor that is sharded like its parameter."""
     rows = own_rows(full, param.cut, param.context).to(_torch.local_of(param.sharded).device)
     return _torch.as_dtensor(rows.contiguous(), param.sharded)
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """This rank's rows of a full tensor of the parameter's shape, as a DTensor beside it; other tensors as they are."""
+    """Return `value` as a DTensor that is sharded like its parameter, if it has its shape; other tensors are returned full."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -86,12 +86,12 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """The qualified name of every parameter, by parameter group. Raises `UsageError` for one that is not the model's."""
+    """Return the qualified names of the parameters of each group. Raises `UsageError` if one is not in the model."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
             raise UsageError(
-                f"the optimizer has a parameter of shape {tuple(p.shape)} that the model has not; make the optimizer from "
+                f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the model; create the optimizer from "
                 "model.parameters() after wrapping."
             )
     return [[names[id(p)] for p in group["params"]] for group in optim.param_groups]
@@ -100,7 +100,7 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """The optimizer's state dict by qualified name; full or sharded. Collective if it is full."""
+    """Return the optimizer's state dict `state` by qualified name, full (a collective) or sharded by `settings`."""
     engines = engines_of(model, OPTIM)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -116,7 +116,7 @@ def named_state(
                 if full and isinstance(value, DTensor):
                     value = full_rows(value, params[id(p)])
                 elif full and isinstance(value, Tensor):
-                    value = value.clone()  # the step count, which two optimizers must not share
+                    value = value.clone()  # the step count; two optimizers must not share it
                 entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
             result[name] = entry
     if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not is_first_rank(engines[0]):
@@ -129,17 +129,12 @@ def named_state(
 
 
 def state_by_id(
-    model: nn.Module,
-    optim: Optimizer,
-    state: Mapping[str, Any],
-    *,
-    full: bool,
-    from_first_rank: bool = False,
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """What `optim.load_state_dict` takes, from a state dict by qualified name, full or sharded.
+    """Convert a state dict by qualified name to a dict for `optim.load_state_dict`. Raises `UsageError` if groups differ.
 
-    `full`: collective then; raises `DivergenceError` on every rank if ranks were given other states. `from_first_rank`: it
-    alone has the state; collective then. Raises `UsageError` if parameter groups differ.
+    `full`: `state` has full tensors. Collective; raises `DivergenceError` on every rank if ranks have different states.
+    `from_first_rank`: only the first rank has `state`. Collective.
     """
     engines = engines_of(model, OPTIM)
     from_first = engines[0] if from_first_rank else None
@@ -149,14 +144,14 @@ def state_by_id(
     groups = _shared(state["param_groups"] if state else None, from_first)
     if groups is None:
         raise UsageError(
-            "the optimizer's state dict is empty on this rank; where only the first rank has it, set the state_dict_type of this "
-            "model with FullOptimStateDictConfig(rank0_only=True) first."
+            "the optimizer's state dict is empty on this rank. If only the first rank has it, first set the state_dict_type of "
+            "this model with FullOptimStateDictConfig(rank0_only=True)."
         )
     names = names_of(model, optim)
     if [sorted(g["params"]) for g in groups] != [sorted(fqns) for fqns in names]:
         raise UsageError(
-            f"the state dict has parameter groups of {[len(g['params']) for g in groups]} names and the optimizer of "
-            f"{[len(fqns) for fqns in names]}, or other names; make the optimizer as it was saved."
+            f"the state dict has parameter groups of {[len(g['params']) for g in groups]} names, the optimizer has groups of "
+            f"{[len(fqns) for fqns in names]}, or their names differ; create the optimizer with the groups that were saved."
         )
     entries: dict[int, Any] = {}
     numbered, at = [], 0
@@ -175,7 +170,7 @@ def state_by_id(
 
 
 def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank where ranks load other states: each would cut its rows of another optimizer's."""
+    """Raise `DivergenceError` on every rank if ranks load different states, because each takes its rows of its own copy."""
     settle(engine, "loads a full state dict of an optimizer")
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
@@ -187,23 +182,23 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
                 others[f"{word!r} of {name!r}"] = str(value)
     for i, group in enumerate(state.get("param_groups", ())):
         for word, value in group.items():
-            if isinstance(value, list):  # of names of parameters
+            if isinstance(value, list):  # the names of parameters
                 value = f"{len(value)} names with checksum {zlib.crc32(repr(value).encode()):08x}"
             others[f"{word!r} of group {i}"] = str(value)
     unlike = same_given(tensors, monitor_of(engine.context), "an optimizer", others)
     if unlike:
         raise DivergenceError(
             f"the optimizer's state differs between ranks: {unlike}; nothing was loaded. Load the same file on every rank, or "
-            "set the state_dict_type with FullOptimStateDictConfig(rank0_only=True), which gives all the first rank's."
+            "set the state_dict_type with FullOptimStateDictConfig(rank0_only=True), which sends the first rank's to all."
         )
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """`value` of the first rank of an engine, on every rank of it; without an engine, each rank's own."""
+    """Return the `value` that the first rank of the engine has. Without an engine, return this rank's `value`."""
     if from_first is None:
         return value
-    held = [value]
-    for axis in (from_first.context.shard, from_first.context.replicate):  # the first row, then down each column
+    values = [value]
+    for axis in (from_first.context.shard, from_first.context.replicate):  # along the first row, then along each column
         if axis.num_ranks > 1:
-            dist.broadcast_object_list(held, group=axis.gather.group, group_src=0)
-    return held[0]
+            dist.broadcast_object_list(values, group=axis.gather.group, group_src=0)
+    return values[0]

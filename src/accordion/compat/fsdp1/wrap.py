@@ -1,4 +1,4 @@
-"""The wrap policies: torch's own. They name modules; which class wraps them is what `enable_wrap` or the wrapper says."""
+"""Re-export torch's wrap policies. They choose modules; `enable_wrap` or the wrapper chooses the class that wraps them."""
 
 from torch.distributed.fsdp.wrap import *  # noqa: F403
 from torch.distributed.fsdp.wrap import __all__ as __all__

@@ -22,13 +22,7 @@ from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of, pl
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.lazy import Part, part_of
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
-from accordion.compat.fsdp2.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    fsdp_part,
-    sharded_class,
-)
+from accordion.compat.fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, fsdp_part, sharded_class
 from accordion.errors import UsageError
 
 DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
@@ -63,21 +57,23 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Shard the parameters of `module` that no earlier call has, over the ranks of `mesh`; call it bottom-up, the root last.
+    """Shard the parameters of `module` that no earlier call has sharded, and return `module`. Call it bottom-up, the root last.
 
-    The parameters become DTensors at once, (Shard(0),) on a 1-D mesh and (Replicate(), Shard(0)) on a 2-D one; the engine of
-    the whole model is made at the first forward or `unshard`. `module`: one, or a list that is gathered together. Returns it,
-    its class X replaced by FSDPX, which is an `FSDPModule` too.
-    `mesh`: one of fewer ranks for a module of a model on more: experts, over those that have the same ones.
-    `reshard_after_forward`: True lets full parameters go after the forward, False keeps them for the backward, None leaves it
-    to the engine; an int, which must divide the ranks, lets them stay sharded over that many. `shard_placement_fn`: parameter ->
-    Shard(dim) to cut another dim, evenly or not, or torch's ShardPlacementResult for a mesh of its own. `mp_policy`: dtypes to
-    compute, reduce and output in; the optimizer's parameters keep their own. `offload_policy`: `CPUOffloadPolicy` lets
-    parameters, gradients and the optimizer rest on the host. `ignored_params`: left as they are.
+    Parameters become DTensors at once: (Shard(0),) on a 1-D mesh, (Replicate(), Shard(0)) on a 2-D one. The first forward or
+    `unshard` builds one engine for the whole model. The class X of a module becomes FSDPX, which is an `FSDPModule` too.
 
-    `dp_mesh_dims`: the axes of `mesh` that are data-parallel, where parameters are DTensors on all of them already.
+    Args:
+        module: a module, or a list of modules that are gathered together.
+        mesh: the ranks to shard over; experts may have a mesh of fewer ranks than the model, those with the same experts.
+        reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
+            leaves this to the engine. An int, which must divide the ranks, keeps them sharded over that many ranks.
+        shard_placement_fn: parameter -> Shard(dim), or torch's ShardPlacementResult for a parameter with a mesh of its own.
+        mp_policy: dtypes of computation, reduction and output. The parameters that the optimizer steps keep their dtype.
+        offload_policy: `CPUOffloadPolicy` keeps parameters, gradients and optimizer states on the host.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: the data-parallel axes of `mesh`, if parameters are DTensors on all of its axes already.
 
-    Raises `UsageError` (a ValueError) for what cannot be done.
+    Raises `UsageError`, a ValueError, if an argument or a parameter is not supported.
     """
     modules = modules_of(module)
     asked = asked_of(mesh, dp_mesh_dims, reshard_after_forward, mp_policy, offload_policy, ignored_params)
@@ -98,25 +94,25 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)` use full parameters as its forward does; nothing happens where it is no `FSDPModule`."""
+    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
         raise UsageError(f"{type(module).__name__} has no method {method_name!r}; name one that it has.")
-    reference, own = weakref.ref(module), module.__dict__.get(method_name)
-    method = getattr(type(module), method_name, None)
+    reference, instance_method = weakref.ref(module), module.__dict__.get(method_name)
+    class_method = getattr(type(module), method_name, None)
 
-    @wraps(own or cast(Any, method))
+    @wraps(instance_method or cast(Any, class_method))
     def entered(*args: Any, **kwargs: Any) -> Any:
         owner: Any = reference()
-        call = own if own is not None else partial(cast(Any, method), owner)
+        call = instance_method if instance_method is not None else partial(cast(Any, class_method), owner)
         return fsdp_part(owner).hooks().enter(owner, call, args, kwargs)
 
     module.__dict__[method_name] = entered
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots, the stages of a pipeline say, use the streams and communicators of the first; before their first use."""
+    """Let several root modules, such as pipeline stages, share the first one's streams and communicators. Call before use."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()
@@ -124,16 +120,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 
 class Installed(ExitStack):
-    """Result of `install`. `remove`, or the end of a `with` block, puts torch's own back wherever ours still are."""
+    """Handle that `install` returns: `remove()`, or the end of its `with` block, restores torch's functions."""
 
     remove = ExitStack.close
 
 
 def install() -> Installed:
-    """Let `torch.distributed.fsdp.fully_shard` and its companions be these, in this process, for programs that nobody edits.
+    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process.
 
-    Call it before models are sharded. Modules that have imported torch's names already get these, except torch's own. What it
-    returns undoes it, by `remove()` or as a context. If they are there already, nothing changes.
+    For programs that you do not want to edit; call it before models are sharded. Modules that imported torch's names before are
+    changed too, except torch's own. A second call changes nothing. Returns a handle that undoes the replacement.
     """
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 
@@ -146,7 +142,7 @@ def install() -> Installed:
         for module in list(sys.modules.values()) if theirs not in (None, ours) else ():
             if not isinstance(module, ModuleType) or vars(module).get(name) is not theirs:
                 continue
-            # torch's own files, its pipelines say, treat our modules as ordinary ones; ours measure against torch's.
+            # torch's own files (pipelines) must treat our modules as ordinary ones, and our benchmarks compare with torch's.
             if module in homes or module.__name__.partition(".")[0] not in ("torch", "accordion"):
                 setattr(module, name, ours)
                 installed.callback(put_back, module, name, theirs)

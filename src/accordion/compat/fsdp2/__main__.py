@@ -1,4 +1,4 @@
-"""`python -m accordion.compat.fsdp2 [-m] program ...`: a program of torch's `fully_shard`, unedited, on this engine."""
+"""`python -m accordion.compat.fsdp2 [-m] program ...`: run an unedited program that uses torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion.safety.own_process import take_process
 
 
 def main(words: list[str]) -> None:
-    """Run a file, or behind `-m` a module, as Python would, with ours under torch's names."""
+    """Run a file, or a module after `-m`, as Python would, with torch's `fully_shard` replaced by `install`."""
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words:

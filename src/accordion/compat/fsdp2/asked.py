@@ -1,4 +1,4 @@
-"""What a call of `fully_shard` asks for, checked: each refusal says what was found and what to do."""
+"""Check the arguments of one `fully_shard` call."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from accordion.sharding import Sharding
 log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
-PART = "_accordion_part"  # where a module keeps its part
+PART = "_accordion_part"  # the attribute of a module, or of a parameter, that refers to its `Part`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spmd:
-    """A mesh of all axes on which parameters are DTensors already; `shard`, `replicate`: those that are data-parallel."""
+    """The mesh on whose axes all parameters are DTensors already; `shard` and `replicate` name its data-parallel axes."""
 
     mesh: DeviceMesh
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
 
     def data_parallel(self) -> DeviceMesh:
-        """The axes over which this library shards and sums, several of a kind as one."""
+        """Return a mesh of the data-parallel axes; several axes that shard, or several that replicate, are flattened into one."""
         meshes = [
             self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
             for names in (self.replicate, self.shard)
@@ -55,12 +55,11 @@ class Asked:
     """The checked arguments of one call of `fully_shard`.
 
     Args:
-        mesh: over which data parallelism shards and sums.
-        sharding: strategy, precision, offload, and over how many ranks full parameters stay sharded until the backward.
-        keep: as `UnitPolicy` has it.
-        spmd: the mesh of all axes, if `mesh` has some of them.
-        policy: the caller's own on precision, for tensor subclasses.
-        ignored: parameters that are left as they are.
+        mesh: the data-parallel mesh.
+        sharding: strategy, precision, offload, and as `secondary` the ranks to reshard over after the forward.
+        keep: see `UnitPolicy.keep`.
+        spmd: the mesh of all axes, if `dp_mesh_dims` was passed; `mesh` has some of its axes then.
+        policy: the caller's `MixedPrecisionPolicy`, which tensor subclasses are passed.
     """
 
     mesh: DeviceMesh
@@ -77,7 +76,7 @@ class Asked:
 
 
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
-    """Check the arguments of one call. Raises `UsageError`."""
+    """Return the checked arguments of one `fully_shard` call. Raises `UsageError`."""
     spmd = _spmd_of(mesh, dims)
     mesh = _mesh_of(mesh, spmd)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -85,7 +84,7 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     if offload is not None and not isinstance(offload, OffloadPolicy):
         raise UsageError(f"offload_policy is a {type(offload).__name__}; pass an OffloadPolicy.")
     if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
-        raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
+        raise UsageError("ignored_params contains something that is not an nn.Parameter; pass a set of parameters.")
     policy = mp_policy or MixedPrecisionPolicy()
     precision = Precision(
         params=policy.param_dtype,
@@ -96,12 +95,14 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     )
     keep, near = _keep_of(reshard, mesh)
     strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
-    rests = Offload()
+    tiers = Offload()
     if isinstance(offload, CPUOffloadPolicy):
-        rests = Offload(params=HOST, optimizer=HOST)
+        tiers = Offload(params=HOST, optimizer=HOST)
         if not offload.pin_memory:
-            say_once("CPUOffloadPolicy(pin_memory=False): host memory is pinned beside an accelerator all the same.")
-    sharding = Sharding(strategy=strategy, precision=precision, offload=rests, secondary=near)
+            say_once(
+                "CPUOffloadPolicy(pin_memory=False) has no effect: with an accelerator, host memory is always pinned."
+            )
+    sharding = Sharding(strategy=strategy, precision=precision, offload=tiers, secondary=near)
     return Asked(mesh=mesh, sharding=sharding, keep=keep, spmd=spmd, policy=policy, ignored=frozenset(ignored or ()))
 
 
@@ -110,50 +111,50 @@ def say_once(text: str) -> None:
     log.info("compat.fsdp2: %s", text)
 
 
-def modules_of(given: Any) -> list[nn.Module]:
-    modules = list(given) if isinstance(given, (list, tuple)) else [given]
+def modules_of(module_or_list: Any) -> list[nn.Module]:
+    modules = list(module_or_list) if isinstance(module_or_list, (list, tuple)) else [module_or_list]
     if not modules:
-        raise UsageError("fully_shard was given an empty list; pass a module, or a list of modules to gather together.")
+        raise UsageError("fully_shard got an empty list; pass a module, or a list of modules to gather together.")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise UsageError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}.")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise UsageError(
-                f"fully_shard does not support containers that do not implement forward: it was given a {type(module).__name__}, "
-                "which nobody calls; shard each module in it, or pass fully_shard([...]) a list of them."
+                f"fully_shard does not support containers that do not implement forward, such as this {type(module).__name__}: "
+                "it is never called. Shard each module in it, or pass a list of them: fully_shard([...])."
             )
         if PART in module.__dict__:
             raise AssertedUsageError(
-                "Each distinct composable distributed API can only be applied to a module once: fully_shard was applied to this "
-                f"{type(module).__name__} before; leave out the second call."
+                "Each distinct composable distributed API can only be applied to a module once: fully_shard has been applied to "
+                f"this {type(module).__name__} already. Remove the second call."
             )
         if attached_to(module) is not None:
-            raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of both.")
+            raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of the two.")
     below = {id(m) for module in modules for m in module.modules() if m is not module}
-    return [module for module in modules if id(module) not in below]  # a list names a module below another one too
+    # A list may contain a module and one of its submodules; keep the outer one.
+    return [module for module in modules if id(module) not in below]
 
 
 def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
-    """The mesh of all axes that `dp_mesh_dims` speaks of."""
     if dims is None:
         return None
     if _torch.data_parallel_mesh_dims() is None or not isinstance(dims, _torch.data_parallel_mesh_dims()):
         raise UsageError(
-            f"dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=...), of torch 2.13."
+            f"dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=...), which torch has since 2.13."
         )
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
-        raise UsageError("dp_mesh_dims names axes of a mesh; pass that one as mesh=, with mesh_dim_names.")
+        raise UsageError("dp_mesh_dims names axes of a mesh; pass that mesh as mesh=, created with mesh_dim_names.")
     wanted = (*dims.replicate_names, *dims.shard_names)
     missing = [name for name in wanted if name not in mesh.mesh_dim_names]
     if missing or len(set(wanted)) != len(wanted):
         raise UsageError(
-            f"dp_mesh_dims names the axes {wanted}, and the mesh has {mesh.mesh_dim_names}; name some of these, each once."
+            f"dp_mesh_dims names the axes {wanted}, but the mesh has {mesh.mesh_dim_names}; name axes of the mesh, each once."
         )
     return Spmd(mesh, dims.shard_names, dims.replicate_names)
 
 
 def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """The mesh over which data parallelism shards and sums."""
+    """Return the data-parallel mesh, by default one of all ranks; creates the process group if there is none."""
     if spmd is not None:
         return spmd.data_parallel()
     if mesh is None:
@@ -161,11 +162,11 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
             dist.init_process_group()
         return default_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise UsageError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, as init_device_mesh makes it.")
+        raise UsageError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, for example from init_device_mesh.")
     if mesh.ndim not in (1, 2):
         raise UsageError(
-            f"the mesh has {mesh.ndim} axes, named {mesh.mesh_dim_names}; pass one that shards, or two, ('replicate', 'shard'), "
-            "or the slice of this one that is data-parallel."
+            f"the mesh has {mesh.ndim} axes, named {mesh.mesh_dim_names}; pass a mesh of one axis that shards, or of two, "
+            "('replicate', 'shard'). Of a larger mesh, pass its data-parallel slice."
         )
     if mesh.get_coordinate() is None:
         raise UsageError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call fully_shard on its ranks only.")
@@ -174,7 +175,7 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """What `UnitPolicy.keep` becomes, and over how many ranks full parameters stay sharded until the backward, if over any."""
+    """Read `reshard_after_forward`: return `UnitPolicy.keep`, and how many ranks to reshard over if an int asks for fewer."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -186,16 +187,15 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
-    """The dim on which a parameter is cut, and over which mesh: dim 0 and `mesh`, unless the caller's rule says otherwise; a 0-d
-    one is kept whole."""
+    """Return (dim to shard `param` on, data-parallel mesh): dim 0 and `mesh` unless `rule` chooses others; None if 0-d."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info
         shards = getattr(info, "shard_mesh_dim", None)
         if getattr(info, "dp_mesh_dims", None) is not None or shards != info.mesh.ndim - 1:
             raise UsageError(
-                f"shard_placement_fn returned a mesh_info of the mesh {info.mesh} that shards over axis {shards}; pass "
-                "FSDPMeshInfo of one axis, or HSDPMeshInfo with ('replicate', 'shard') in this order, and without dp_mesh_dims."
+                f"shard_placement_fn returned a mesh_info of the mesh {info.mesh} that shards over axis {shards}; return an "
+                "FSDPMeshInfo of one axis, or an HSDPMeshInfo of ('replicate', 'shard') in this order, without dp_mesh_dims."
             )
         mesh = _mesh_of(info.mesh, None)
     if asked is not None and not isinstance(asked, Shard):
@@ -211,7 +211,7 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
 
 
 def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Whether `MixedPrecisionPolicy.param_dtype_override_fn` (torch 2.15) lets a parameter compute in its own dtype."""
+    """Return True if `MixedPrecisionPolicy.param_dtype_override_fn` (torch 2.15) keeps a parameter in its own dtype."""
     rule = getattr(policy, "param_dtype_override_fn", None)
     asked = None if rule is None else rule(param)
     if asked not in (None, policy.param_dtype, param.dtype):

@@ -1,4 +1,4 @@
-"""Cutting the parameters of one call at once: rows on this rank, placements on all axes, and what is refused."""
+"""Shard the parameters of one `fully_shard` call: choose placements, check what can be composed, keep this rank's rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from accordion.shard.topology import device_of
 from accordion.units import Owned, owned_parameters
 
 CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
-"""Which dim of a parameter is cut, None if it is kept whole; and the data-parallel mesh over which it lies."""
+"""parameter -> (dim to shard, or None to replicate; data-parallel mesh)."""
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Replace what `part`'s modules own, and no part below them does, by sharded parameters; those on the meta device too.
+    """Replace the parameters of `part`'s modules by sharded ones, except those of inner parts. Buffers move to the device.
 
-    Either all of them, or none where one is refused: then the part is withdrawn.
+    Parameters on the meta device stay there. If one parameter is refused, none is changed and the part is withdrawn.
     """
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -47,19 +47,19 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
             part.withdraw()
             raise
         for o, layout in zip(owned, layouts, strict=True):
-            given = local_part(o.original)
+            tensor = local_part(o.original)
             place = (
-                given.device
-                if given.is_meta
+                tensor.device
+                if tensor.is_meta
                 else torch.device("cpu")
                 if part.asked.sharding.offload.offloads
                 else device
             )
-            if not _torch.is_plain(given):
-                own = extended_rows(given, layout.cut, layout.rank, place)
-                replace_by_subclass(o, own, layout.mesh, layout.placements)
+            if not _torch.is_plain(tensor):
+                extended = extended_rows(tensor, layout.cut, layout.rank, place)
+                replace_by_subclass(o, extended, layout.mesh, layout.placements)
             else:
-                rows = rows_of(given, layout.cut, layout.rank)
+                rows = rows_of(tensor, layout.cut, layout.rank)
                 local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
                 replace(o, local, layout.mesh, layout.placements)
             part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
@@ -72,7 +72,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """The parameters of a part that are ordinary ones yet; one tied to what another part has cut becomes that one here."""
+    """Yield the parameters of `part` that are not sharded yet; replace those tied to a parameter of another part by that one."""
     inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
@@ -89,7 +89,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
                 module._parameters[attr] = moved_to
         if cut is None:
             yield o
-        else:  # tied to what another part has cut
+        else:  # tied to a parameter that another part has sharded
             part.layouts.update({(id(ref()), attr): cut for ref, attr in o.places})
 
 
@@ -104,7 +104,7 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
 
 
 def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:
-    """The rows of one rank, a view."""
+    """Return a view of one rank's rows of `full`."""
     if c.dim is None:
         return full
     return full.narrow(c.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
@@ -114,13 +114,13 @@ def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:
 
 
 def layout_beside(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
-    """Return the layout of a sharded parameter. Raises `UsageError` for a DTensor that cannot be composed with `mesh`."""
+    """Return the layout of a parameter that `mesh` shards. Raises `UsageError` if it is a DTensor that `mesh` cannot shard."""
     if spmd is not None:
         return _on_all_axes(name, param, c, mesh, spmd)
     if isinstance(param, DTensor):
         _check_beside(name, param, mesh)
-    own: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
-    return layout_of(param, c, mesh, [Replicate(), *own] if mesh.ndim == 2 else own)
+    placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
+    return layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
 
 
 def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
@@ -128,14 +128,14 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
     if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
         kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise UsageError(
-            f"parameter {name!r} is {kind}, and dp_mesh_dims was given with the mesh {spmd.mesh}; make every parameter a "
+            f"parameter {name!r} is {kind}, but dp_mesh_dims was passed with the mesh {spmd.mesh}. Make every parameter a "
             "DTensor on that mesh first, with distribute_module, or leave dp_mesh_dims out."
         )
     dp = spmd.axes([*spmd.replicate, *spmd.shard])
     if any(not isinstance(param.placements[i], Replicate) for i in dp):
         raise UsageError(
-            f"parameter {name!r} is placed {param.placements} on the axes {spmd.mesh.mesh_dim_names}; on those of dp_mesh_dims "
-            "it must be Replicate()."
+            f"parameter {name!r} is placed {param.placements} on the axes {spmd.mesh.mesh_dim_names}; on the axes that "
+            "dp_mesh_dims names it must be Replicate()."
         )
     sharding, sizes = spmd.axes(spmd.shard), [spmd.mesh.size(i) for i in range(spmd.mesh.ndim)]
     placements = list(param.placements)
@@ -144,7 +144,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
     around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
     if len(sharding) < 2:
         return Layout(spmd.mesh, tuple(placements), c, rank, mesh, around)
-    # Several axes that shard are one: that of the flattened mesh, with the axis that replicates before it.
+    # Several axes that shard count as one, the axis of the flattened mesh; the axis that replicates comes before it.
     meshes: list[DeviceMesh] = []
     spread: list[Placement] = []
     for i, axis in enumerate(spmd.mesh.mesh_dim_names or ()):
@@ -158,21 +158,20 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """A DTensor must be one of other parallelism: on axes beside those of `mesh`, all of one mesh with names."""
+    """Raise `UsageError` unless the DTensor is on other named axes than `mesh`, as under tensor parallelism."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):
         raise UsageError(
-            f"parameter {name!r} is sharded on the mesh {inner} already, by a call on a module around this one; shard the inner "
-            "modules first, then those around them. Where other parallelism did it, give that axes of its own, or say "
-            "dp_mesh_dims=."
+            f"parameter {name!r} is sharded on the mesh {inner} already, by a call on an outer module. Shard inner modules "
+            "first, then outer ones. If tensor or expert parallelism sharded it, use other axes for that, or pass dp_mesh_dims=."
         )
     if names is None or outer is None:
         raise UsageError(
-            f"parameter {name!r} is a DTensor on the mesh {inner}; other parallelism is composed on slices of one mesh with "
-            "named axes: mesh['tp'] for parallelize_module and mesh['dp'] here."
+            f"parameter {name!r} is a DTensor on the mesh {inner}. To combine this with other parallelism, use slices of one "
+            "mesh with named axes: mesh['tp'] for parallelize_module, and mesh['dp'] here."
         )
     if not all(isinstance(p, (Shard, Replicate)) for p in param.placements):
         raise UsageError(
-            f"parameter {name!r} is a DTensor placed as {param.placements}; Shard and Replicate are composed."
+            f"parameter {name!r} is a DTensor placed as {param.placements}; only Shard and Replicate are supported."
         )

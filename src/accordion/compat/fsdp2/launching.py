@@ -1,4 +1,4 @@
-"""`accordion run`: torchrun of a program of torch's `fully_shard` that nobody edited."""
+"""`accordion run`: start an unedited program that uses torch's `fully_shard`, as torchrun would."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from accordion.errors import UsageError
 
 USAGE = """usage: accordion run [--nproc N] [options of torchrun] [-m] program [arguments of the program]
 
-Runs a program that uses torch.distributed.fsdp.fully_shard, by itself or through accelerate (fsdp_version: 2),
+Runs a program that uses torch.distributed.fsdp.fully_shard, directly or through accelerate (fsdp_version: 2),
 transformers or TRL, on Accordion's engine: torchrun, with accordion.compat.fsdp2.install() called first on each rank."""
 
 
 def run(words: list[str]) -> int:
-    """Return the exit code: 1 if a rank failed. Raises `UsageError` for options that torchrun does not take."""
+    """Start the program that `words` name and return the exit code, 1 if a rank failed. Raises `UsageError` for bad options."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
@@ -43,5 +43,5 @@ def arguments(words: list[str]) -> Namespace:
 
 def _refuse(message: str) -> NoReturn:
     if "required: training_script" in message:
-        message = "it names no program; write it after the options"
-    raise UsageError(f"accordion run: {message}; accordion run --help tells more.")
+        message = "no program is named; write it after the options"
+    raise UsageError(f"accordion run: {message}; see accordion run --help.")

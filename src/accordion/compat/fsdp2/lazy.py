@@ -1,4 +1,4 @@
-"""Sharding module by module: each call cuts its parameters at once, and one engine for all is made at the first use."""
+"""Lazy engine of `fully_shard`: each call shards its parameters at once, and the first use builds one engine for all calls."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ class PartSettings:
     """The values that the setters of `FSDPModule` have set on a part.
 
     Args:
-        stays: the memory of full parameters stays when they are resharded.
-        keeps_parts: full parameters stay sharded over the near ranks until the backward, if the call asked for it.
-        finalizes: the caller says when backwards have ended.
-        sync, all_reduce: of backwards; `UnitPolicy.reduces` follows from both.
-        scale: of gradient sums, in place of one over the number of ranks.
+        stays: do not free the memory of full parameters when they are resharded.
+        keeps_parts: allow resharding over fewer ranks after the forward, if `reshard_after_forward` is an int.
+        scale: factor for gradient sums; None: one over the number of ranks.
+        after_reduce: hook that gets each reduced buffer of gradients.
     """
 
     stays: bool = False
@@ -58,7 +57,7 @@ class PartSettings:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a method that does nothing once its object is gone."""
+    """Return a function that calls a bound method through a weak reference, and does nothing after its object is deleted."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +68,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """The full parameters that `unshard` shows, and the lease on them; ended by `reshard`, a forward or a backward."""
+    """The lease that an explicit `unshard` holds on full parameters until `reshard`, or the end of a forward or backward."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
@@ -77,7 +76,7 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Start to gather; `take` waits."""
+        """Start to gather without waiting, and return the unit; `take` waits."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -91,7 +90,7 @@ class Lease:
         return unit
 
     def take(self) -> None:
-        """Show full parameters as plain leaves of the registry; gather them unless `begin` has."""
+        """Register full parameters in the modules as plain leaf tensors, after gathering them."""
         part, unit = self._part(), self.begin()
         if part is None or self.shown is not None:
             return
@@ -120,7 +119,8 @@ class Lease:
         self.shown = None
         for handle in self._hooks:
             handle.remove()
-        for leaf in shown:  # a graph that saved one finds its memory gone: autograd says so by the version counter
+        # Their memory is freed. A graph that has saved one must fail by its version counter, and not read freed memory.
+        for leaf in shown:
             torch.autograd.graph.increment_version(leaf)
         part.unit.module_params.hide(shown)
         part.unit.release()
@@ -138,7 +138,7 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Have the end of the backward reduce the gradient of a full parameter that was used outside of any forward."""
+    """Hand the gradient of an unsharded parameter, used outside of any forward, to the engine, which reduces it."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -146,7 +146,7 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardLeases(Observer):
-    """Ends the leases of one engine with its backwards."""
+    """Observer of one engine that ends leases of `unshard` when a backward ends."""
 
     def __init__(self, leases: Iterable[Lease]) -> None:
         self._ends = [weakly(lease.backward_ended) for lease in leases]
@@ -157,19 +157,18 @@ class UnshardLeases(Observer):
 
 
 class Part:
-    """What one call asked for: modules that are gathered together, how, and their unit while there is an engine.
-
-    Owns the registration with its modules, the lease that `unshard` takes, and what its unit may do unlike others.
-    """
+    """One call of `fully_shard`: the modules that it gathers together, its arguments, and the unit once an engine exists."""
 
     def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
         self.asked, self.settings = asked, PartSettings()
-        self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
-        self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
+        self.layouts: dict[tuple[int, str], Layout] = {}  # of each sharded parameter, by (id of the module, attribute)
+        self.borrowed: list[
+            tuple[str, weakref.ref[Part]]
+        ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
-        self.handle: object = None  # of a `finalize_backward` that nobody has waited for
+        self.handle: object = None  # of an async `finalize_backward`, until its `wait`
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
@@ -182,11 +181,11 @@ class Part:
         for below in parts_below(modules):
             if below is not self and below.outer is None:
                 below.outer = weakref.ref(self)
-            below.dissolve()  # if it was used before it had a part around it
+            below.dissolve()  # the inner part has an engine already if it was used before this call
         self.arm()
 
     def withdraw(self) -> None:
-        """Forget the call: what it asked for was refused."""
+        """Undo the registration with the modules, after the call was refused."""
         self.disarm()
         for module in self.alive():
             del module.__dict__[PART]
@@ -202,19 +201,18 @@ class Part:
         return self.outermost() is self
 
     def engine(self) -> Engine:
-        """The one of the tree in which the part has its unit."""
-        assert self.tree is not None, "a part with a unit lies in a tree"
+        assert self.tree is not None, "a part with a unit belongs to a tree"
         return self.tree.engine
 
     def ensure(self) -> Unit:
-        """The unit, with the engine of the whole tree made where there is none. Collective then."""
+        """Return the unit of this part. Builds the engine of the whole tree, a collective, if there is none."""
         if self.unit is None:
             Tree(self.outermost())
-        assert self.unit is not None, "a part lies in the tree of its outermost part"
+        assert self.unit is not None, "a part belongs to the tree of its outermost part"
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Streams and communicators, made once and kept from engine to engine. Collective the first time."""
+        """Return the streams and communicators, which all engines of this part reuse. Collective the first time."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:
@@ -226,7 +224,7 @@ class Part:
     # -- the first use
 
     def arm(self) -> None:
-        """Make the engine at the next call of any of the modules."""
+        """Register hooks that build the engine at the next forward of any of the modules."""
         trigger = torch.compiler.disable(weakly(self._first_call))
         self._triggers = [m.register_forward_pre_hook(trigger, with_kwargs=True, prepend=True) for m in self.alive()]
 
@@ -239,12 +237,12 @@ class Part:
         self._triggers = []
 
     def dissolve(self) -> None:
-        """Take the engine off, if there is one; the next use makes another."""
+        """Remove the engine of the tree, if there is one; the next use builds a new one."""
         if self.tree is not None:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Tell the unit what was asked of the part since it was made."""
+        """Apply the current settings, and the modules to prefetch, to the unit if there is one."""
         if self.unit is None:
             return
         settings = self.settings
@@ -254,11 +252,11 @@ class Part:
                 group.full_buffer.stay(settings.stays)
             keep_parts(group, settings.keeps_parts)
             group.rescale(group.context.scale if settings.scale is None else settings.scale)
-        here = self.tree
+        this_tree = self.tree
         for phase, parts in self.ahead.items():
             others = [part for part in (ref() for ref in parts) if part is not None]
             units = [(part.ensure(), part.tree) for part in others]
-            self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is here]
+            self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is this_tree]
 
     def settle(self) -> None:
         """Show shards, as the last optimizer step has left them: with offload it may be under way."""
@@ -277,14 +275,14 @@ class Part:
         self.lease.end()
         if self.unit is not None and self.tree is not None:
             unit = self.unit
-            self.tree.engine.drop_kept(lambda kept: kept.unit is unit)
+            self.tree.engine.drop_kept(lambda lease: lease.unit is unit)
             unit.keep_until_stale = False
             unit.let_go()
 
 
 class Tree:
-    """The engine of all parts in and below an outermost one. Dissolved where shards change their dtype, device or memory:
-    then each parameter keeps what it has, and the next use makes another."""
+    """The engine of an outermost part and all parts inside it. If shards change their dtype, device or memory, `dissolve`
+    removes the engine, each parameter keeps its shard, and the next use builds another tree."""
 
     def __init__(self, top: Part) -> None:
         if _torch.transforms_active():
@@ -292,55 +290,14 @@ class Tree:
         modules = top.alive()
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         parts = list(parts_below([root]))
-        self._parts = [weakref.ref(part) for part in parts]  # a model's memory goes with it, not with the collector
+        self._parts = [weakref.ref(part) for part in parts]  # weak, so that a deleted model is freed at once
         with torch.no_grad(), torch.inference_mode(False):
-            _check_meshes(root, top, parts)
-            index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
-            owned = list(_sharded(root, index, parts))
-            for o, _ in owned:  # torch looks for the hooks of a local tensor here too, and not in `fully_shard`
-                check_tensor(
-                    o.names[0], _torch.local_of(o.original), offloads=parts[o.owner].asked.sharding.offload.offloads
-                )
-            names = {id(m): name for name, m in root.named_modules()}
-            chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
-            context = top.wired()
-            strategy = top.asked.sharding.strategy
-            same_structure([o for o, _ in owned], chosen, strategy, context)
-            by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
-            own = {
-                mesh: replace(beside(context, mesh), scale=1.0 / mesh.size())  # as torch's
-                for mesh in _other_meshes(top, [layout for _, layout in owned])
-            }
-            planned = [_planned(mine, part, context, own) for mine, part in zip(by_unit, parts, strict=True)]
-            context = with_tiers(context, [part.asked.sharding.offload for part in parts], planned)
-            by_name = {o.names[0]: (o, layout) for o, layout in owned}
-
-            def fill(i: int, param: Param, local: Tensor) -> None:
-                o, layout = by_name[param.name]
-                param.sharded, param.around = o.original, layout.around
-                local.copy_(_torch.local_of(param.sharded))
-                _torch.set_local(param.sharded, local)
-
-            specs = [
-                UnitSpec(
-                    name=name,
-                    modules=part.alive(),
-                    precision=part.asked.precision,
-                    planned=planned[i],
-                    extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
-                    mesh=rows_mesh(part.asked.mesh),
-                    context=own.get(part.asked.mesh),
-                    extension_policy=part.asked.policy,
-                    unit_policy=part.unit_policy,
-                )
-                for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True))
-            ]
-            every = [o for o, _ in owned]
-            prefetch = top.asked.sharding.prefetch
-            self.engine = build_engine(context, strategy, top.asked.precision, prefetch, specs, every, fill)
+            owned = _checked_parameters(root, top, parts)
+            self.engine = _engine_of(root, top, parts, owned)
+            arounds = {o.names[0]: layout.around for o, layout in owned}
             for unit, part in zip(self.engine.units, parts, strict=True):
                 for param in unit.params:
-                    param.around = by_name[param.name][1].around
+                    param.around = arounds[param.name]
                 part.tree, part.unit = self, unit
                 part.disarm()
         for part in parts:
@@ -349,15 +306,15 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Take the engine off; shards stay where they are."""
+        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if unreduced gradients are kept."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(
-                "shards cannot change their dtype, device or memory in a forward or backward; do it between steps."
+                "shards cannot change dtype, device or memory in a forward or backward, only between steps."
             )
         if any(unit.local_sums.any_held() for unit in engine.units):
             raise UsageError(
-                "gradients have been added up without communication, and would be lost; run a backward that synchronises, or "
+                "this would lose gradients that were accumulated without communication. Run a backward that synchronises, or "
                 "zero_grad(), before the parameters change their dtype, device or memory."
             )
         parts = [part for part in (ref() for ref in self._parts) if part is not None]
@@ -376,7 +333,7 @@ class Tree:
 
 
 def parts_below(modules: Iterable[nn.Module]) -> Iterator[Part]:
-    """The parts of `modules` and of what lies below them, each once, outer ones first."""
+    """Yield the parts of `modules` and of their submodules, each once, outer parts first."""
     seen: set[int] = set()
     for root in modules:
         for module in root.modules():
@@ -393,56 +350,108 @@ def part_of(module: nn.Module) -> Part | None:
 # -- building
 
 
+def _checked_parameters(root: nn.Module, top: Part, parts: list[Part]) -> list[tuple[Owned, Layout]]:
+    """Return the sharded parameters of all `parts` with their layouts. Raises `UsageError` if one cannot be used."""
+    _check_meshes(root, top, parts)
+    index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
+    owned = list(_sharded(root, index, parts))
+    # `fully_shard` accepts tensor subclasses whose gather methods are set later. From here on they are needed, as in torch.
+    for o, _ in owned:
+        offloads = parts[o.owner].asked.sharding.offload.offloads
+        check_tensor(o.names[0], _torch.local_of(o.original), offloads=offloads)
+    return owned
+
+
+def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[Owned, Layout]]) -> Engine:
+    """Build the engine of `parts`, with one unit for each, from their shards. Collective."""
+    names = {id(m): name for name, m in root.named_modules()}
+    chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
+    context, strategy = top.wired(), top.asked.sharding.strategy
+    every = [o for o, _ in owned]
+    same_structure(every, chosen, strategy, context)
+    by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
+    # Gradients of parameters on a mesh of fewer ranks are divided by its size, as in torch.
+    contexts = {
+        mesh: replace(beside(context, mesh), scale=1.0 / mesh.size())
+        for mesh in _other_meshes(top, [layout for _, layout in owned])
+    }
+    planned = [_planned(pairs, part, context, contexts) for pairs, part in zip(by_unit, parts, strict=True)]
+    context = with_tiers(context, [part.asked.sharding.offload for part in parts], planned)
+    by_name = {o.names[0]: (o, layout) for o, layout in owned}
+
+    def fill(i: int, param: Param, local: Tensor) -> None:
+        o, layout = by_name[param.name]
+        param.sharded, param.around = o.original, layout.around
+        local.copy_(_torch.local_of(param.sharded))
+        _torch.set_local(param.sharded, local)
+
+    specs = [
+        UnitSpec(
+            name=name,
+            modules=part.alive(),
+            precision=part.asked.precision,
+            planned=planned[i],
+            extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
+            mesh=rows_mesh(part.asked.mesh),
+            context=contexts.get(part.asked.mesh),
+            extension_policy=part.asked.policy,
+            unit_policy=part.unit_policy,
+        )
+        for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True))
+    ]
+    return build_engine(context, strategy, top.asked.precision, top.asked.sharding.prefetch, specs, every, fill)
+
+
 def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
     for part in parts:
         part.dissolve()
         for name, lender in part.borrowed:
             if lender() not in parts:
                 raise UsageError(
-                    f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module; shard a module that "
-                    "holds both too, and call that one, so that one unit can own it."
+                    f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module. Shard also a module "
+                    "that contains both, and call that one, so that one unit can own the parameter."
                 )
     on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
     if on_meta:
         raise UsageError(
-            f"{len(on_meta)} parameters are on the meta device still, the first is {on_meta[0]!r}; materialise them before the "
+            f"{len(on_meta)} parameters are still on the meta device, the first is {on_meta[0]!r}. Materialise them before the "
             "first use: model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)."
         )
 
 
 def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
-    """Those of parameters that do not lie over the ranks of the model, in the order of these."""
-    found = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.asked.mesh]
-    everybody = set(_torch.ranks_of(top.asked.mesh))
-    for mesh in found:
-        beyond = sorted(set(_torch.ranks_of(mesh)) - everybody)
+    """Return the meshes, other than the model's, that parameters are sharded over. Raises `UsageError` for other ranks."""
+    meshes = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.asked.mesh]
+    model_ranks = set(_torch.ranks_of(top.asked.mesh))
+    for mesh in meshes:
+        beyond = sorted(set(_torch.ranks_of(mesh)) - model_ranks)
         if beyond or mesh.device_type != top.asked.mesh.device_type:
             raise UsageError(
-                f"a parameter inside of {_kind(top)} is sharded on the mesh {mesh}, and {_kind(top)} on {top.asked.mesh}; a mesh "
-                "of its own has ranks and devices of that around it: shard the outermost module on all of them."
+                f"a parameter inside {_kind(top)} is sharded on the mesh {mesh}, which has ranks or devices that the mesh of "
+                f"{_kind(top)}, {top.asked.mesh}, lacks. Shard the outermost module on the ranks of all meshes inside it."
             )
-    return found
+    return meshes
 
 
 def _planned(
-    mine: Sequence[tuple[Owned, Layout]],
+    parameters: Sequence[tuple[Owned, Layout]],
     part: Part,
     context: ShardingContext,
-    own: Mapping[DeviceMesh, ShardingContext],
+    contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """The groups of a unit: by dtype, and by the ranks over which parameters lie. A collective where some stay sharded."""
-    alike: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
-    for o, layout in mine:
+    """Group the parameters of one unit by dtype and by mesh. Collective if `reshard_after_forward` is an int."""
+    by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
+    for o, layout in parameters:
         if not is_extended(o.original):
-            alike.setdefault((own.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
+            by_context.setdefault((contexts.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
-    for (over, keeps_dtype), pairs in alike.items():
+    for (over, keeps_dtype), pairs in by_context.items():
         precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
         groups = with_secondary(groups, context, part.asked.sharding)
         for group in groups:
-            # In torch 2.15 the sum, if nobody names its dtype, has that to which those of the gradients are promoted. A gradient
-            # of any dtype (`grad_dtype` None) comes in that of the computation.
+            # Since torch 2.15, without a reduce_dtype, gradients are summed in the dtype that their dtypes promote to. A
+            # parameter whose `grad_dtype` is None has gradients in the dtype of the computation.
             dtypes = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
             if dtypes and precision.reduce is None and _torch.reduces_in_own_dtype():
                 group = group._replace(reduce_dtype=reduce(torch.promote_types, dtypes))
@@ -455,9 +464,9 @@ def _kind(part: Part) -> str:
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each parameter that was cut, and how, which is as it is placed. Others are left to the caller.
+    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones.
 
-    Raises `UsageError` if another tensor was assigned since.
+    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`.
     """
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
@@ -468,19 +477,19 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
         if not isinstance(param, DTensor) or id(param) in ignored:
             if layout is not None:
                 raise UsageError(
-                    f"parameter {o.names[0]!r} was sharded and is a plain tensor now; assign DTensors, as distribute_tensor "
-                    "makes them, or load without assign=True."
+                    f"parameter {o.names[0]!r} was sharded, but it is a plain tensor now. Assign a DTensor, for example from "
+                    "distribute_tensor, or load without assign=True."
                 )
             continue
         if layout is None:
             raise UsageError(
-                f"parameter {o.names[0]!r} is a DTensor that fully_shard did not cut: it came later, or in the place of an "
-                "ignored one; leave such parameters plain, or build and shard the model again."
+                f"parameter {o.names[0]!r} is a DTensor that fully_shard did not create: it was added later, or replaces an "
+                "ignored parameter. Use plain tensors for such parameters, or build and shard the model again."
             )
         same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
         if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
             raise UsageError(
-                f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, and it was sharded as "
-                f"{layout.placements} on {layout.mesh}; assign DTensors of the placements that it had."
+                f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, but it was sharded as "
+                f"{layout.placements} on {layout.mesh}. Assign a DTensor with those placements."
             )
         yield o, layout

@@ -1,4 +1,4 @@
-"""Hooks of a sharded module: state dicts show shards, loads take full tensors too, inputs come to the device."""
+"""Hooks of a sharded module, run before its state dict, its `load_state_dict` and its forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accordion.state import is_sharded_alike, refuse_others, settle, take_own_ro
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The outermost module takes inputs from anywhere."""
+    """Forward pre-hook that moves the inputs of the outermost module to its device."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
@@ -36,11 +36,11 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Take plain full tensors too, of which each rank keeps its rows; what is assigned becomes the shard itself.
+    """Hook of `load_state_dict` that replaces plain full tensors in `state` by this rank's rows, also for modules inside.
 
-    It is called for the outermost module first, and cuts what those below it are given too: ranks agree on all of it before
-    anything changes, as `state.attach_state_dict_hooks` says, and what is cut needs no word any more.
+    Raises `DivergenceError` on every rank, before anything changes, if ranks load different full tensors.
     """
+    # Called for the outermost module first, so the hooks of inner modules find shards and have nothing to agree on.
     part = fsdp_part(module)
     for each in parts_below([module]):
         each.settle()
@@ -50,26 +50,26 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         if part.unit is not None:
             settle(part.engine(), "loads full tensors (load_state_dict)")
         monitor = monitor_of(part.outermost().wired())
-        refuse_others({name: given for name, given in state.items() if name.startswith(prefix)}, monitor)
+        refuse_others({name: value for name, value in state.items() if name.startswith(prefix)}, monitor)
     if metadata.get("assign_to_params_buffers"):
         part.dissolve()
     for name, param, layout in wanted:
-        given = state.get(name)
+        full = state.get(name)
         if (
-            isinstance(given, Tensor)
-            and not isinstance(given, DTensor)
-            and given.shape == param.shape
+            isinstance(full, Tensor)
+            and not isinstance(full, DTensor)
+            and full.shape == param.shape
             and not is_extended(param)
         ):
-            own = given.detach() if layout.around is None else layout.around.part_of(given)
-            rows = rows_of(own, layout.cut, layout.rank)
+            local_part = full.detach() if layout.around is None else layout.around.part_of(full)
+            rows = rows_of(local_part, layout.cut, layout.rank)
             local = _torch.local_of(param)
             rows = rows.contiguous() if param.is_meta else rows.to(local.device, copy=True)
             state[name] = _torch.as_dtensor(rows.contiguous(), param)
 
 
 def _cut_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor, Layout]]:
-    """Those in `module` and in what was sharded below it."""
+    """Yield (name, parameter, layout) of each sharded parameter in `module` and its submodules."""
     layouts = {place: layout for part in parts_below([module]) for place, layout in part.layouts.items()}
     for path, child in module.named_modules(prefix=prefix.rstrip("."), remove_duplicate=False):
         for attr, param in child._parameters.items():
