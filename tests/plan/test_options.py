@@ -63,7 +63,7 @@ def test_a_fused_loss_has_no_logits_in_float32_and_a_chunked_one_has_no_logits(f
     off = logits_off(plain.log, plain.logits_bytes)
     assert off == pytest.approx(peak(plain) - peak(chunked), rel=0.15)  # which holds some rows of them
     advised = [part.advice for part in plain.peak_parts if part.advice]
-    assert advised == [f"a chunked loss would take about {off / 2**30:,.1f} GiB off"]
+    assert advised == [f"a chunked loss would save about {off / 2**30:,.1f} GiB"]
     assert "float32 logits" not in " ".join(part.name for part in fused.peak_parts)
     for other in (fused, chunked):
         assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)

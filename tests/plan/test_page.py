@@ -90,7 +90,7 @@ def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):
         "sequence length 4,096, loss plain, computed in bfloat16, reduced in ",
         ", 1 node of 2 GPUs",
         "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it",
-        "batches/s a GPU",
+        "batches/s per GPU",
         "over 12.0",
     ):
         assert said in page

@@ -63,7 +63,7 @@ def test_meshes_of_a_hybrid_have_shards_over_one_node_and_more():
     fixed = {"strategies": ["hybrid_shard"], "checkpointing": ["none"], "micro_batches": [1], "gpus": [64]}
     assert [(c.replicas, c.shards) for c in space(**fixed).choices()] == [(8, 8), (4, 16), (2, 32)]
     assert [c.replicas for c in space(**fixed, replicas=2).choices()] == [2]
-    with pytest.raises(acc.UsageError, match="no configuration is left"):
+    with pytest.raises(acc.UsageError, match="there is no configuration to try"):
         space(**fixed, replicas=3).choices()
 
 
@@ -427,8 +427,8 @@ def test_a_strategy_that_could_not_win_is_not_traced():
         (8, Floor(GIB, 0.625), "20 % slower"),
         (8, Floor(GIB, 0.495), "only 1 % faster"),
         (8, Floor(100 * GIB, 0.1), "107.0 GiB"),
-        (64, Floor(GIB, 0.1, gathered=(GIB,)), "if its messages alone took time"),
-        (64, Floor(GIB, 0.1, reduced=(GIB,)), "if its messages alone took time"),
+        (64, Floor(GIB, 0.1, gathered=(GIB,)), "if only its messages took time"),
+        (64, Floor(GIB, 0.1, reduced=(GIB,)), "if only its messages took time"),
     ):
         evaluator._floors[choice(gpus=gpus)] = floor
         candidate = evaluator.candidate(choice(strategy="shard_grad_op", gpus=gpus))
