@@ -171,7 +171,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["gpu", "--device", "tpu"], "--device is 'tpu'"),
         (None, ["gpu", "--part", "a"], "--part"),
         (None, [*TASK, "--task.widht", "5"], "did you mean '--task.width'"),
-        (None, [*TASK, "--model", "gpt-tiny"], "--model says something of a language model"),
+        (None, [*TASK, "--model", "gpt-tiny"], "--model is for language models"),
         (None, [*TASK, "--against", "fsdp9"], "fsdp9"),
         (None, ["--task", f"{own_tasks.__file__}:OnMeta", "--device", "cpu"], "meta device"),
         (None, ["--task", f"{own_tasks.__file__}:Nobody"], "Nobody"),
