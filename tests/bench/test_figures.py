@@ -162,7 +162,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["hots"], "did you mean 'host'"),
         (None, ["--round", "3"], "did you mean '--rounds'"),
         (None, ["--rounds", "0"], "--rounds is 0; it must be between 1 and"),
-        (None, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (None, ["--model", "nowhere/at/all"], "neither a folder nor a preset"),
         (None, ["--nproc", "-3"], "--nproc is -3"),
         (None, ["--precision", "fp8"], "precision"),
         (None, ["--batch", "-1"], "--batch is -1"),
@@ -177,11 +177,11 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["--task", f"{own_tasks.__file__}:Nobody"], "Nobody"),
         (checkpoint.run, ["--mib", "0"], "mib is 0"),
         (checkpoint.run, ["--to", "/proc/none"], "nothing can be written to '/proc/none'"),
-        (scale.run, ["--sizes", "8,many"], "no numbers of ranks"),
-        (scale.run, ["--sizes", "8,8"], "stands there once"),
+        (scale.run, ["--sizes", "8,many"], "takes numbers of ranks"),
+        (scale.run, ["--sizes", "8,8"], "different numbers of ranks"),
         (scale.run, ["--sizes", "0"], "1 or more"),
         (scale.run, ["--gbps", "0"], "more than 0"),
-        (offload.run, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (offload.run, ["--model", "nowhere/at/all"], "neither a folder nor a preset"),
         (gpu.run, ["--parts", "az"], "parts 'z' do not exist"),
     ],
 )
@@ -274,7 +274,7 @@ def test_what_of_the_optimizer_a_step_hides():
     offload.check({offload.OURS: found, offload.DISK: found})
     other = dataclasses.replace(found, losses=[1.0] * 5 + [1.0 + 1e-7])
     offload.check({offload.OURS: found, offload.PEER: other})
-    with pytest.raises(BenchError, match="losses of accordion disk are not those of accordion"):
+    with pytest.raises(BenchError, match="losses of accordion disk differ from those of accordion"):
         offload.check({offload.OURS: found, offload.DISK: other})
     bare = offload.measured([ranks] * 2, {"arena": 0, "disk": 0})
     assert bare.hidden is bare.gained is bare.disk_rate is None
@@ -290,7 +290,7 @@ def test_whose_offload_is_measured(monkeypatch):
     kinds, left_out = offload.kinds_of("deepspeed")
     assert kinds[3:] == [offload.DEEPSPEED_HOST]
     assert list(left_out) == [offload.DEEPSPEED_DISK]
-    with pytest.raises(UsageError, match="contender 'fsdp3' has no offload to compare; did you mean 'fsdp2'"):
+    with pytest.raises(UsageError, match="the offload of 'fsdp3' cannot be compared; did you mean 'fsdp2'"):
         offload.kinds_of("fsdp3")
 
 

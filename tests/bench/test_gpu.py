@@ -47,7 +47,7 @@ def test_strategies_that_share_a_device_have_the_losses_of_ddp(tmp_path, monkeyp
     monkeypatch.setattr(gpu, "SIZES", TINY)
     assert cli.main(["bench", "gpu", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "torch.profiler tells it of CUDA" in said
+    assert "torch.profiler shows on CUDA" in said
     data = json.loads((tmp_path / "runs" / "bench" / "gpu.json").read_text())
     assert data["failures"] == data["2 ranks"]["wrong"] == data["4 ranks"]["wrong"] == []
     assert len(data["4 ranks"]["losses"]) == 7
