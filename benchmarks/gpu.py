@@ -411,7 +411,7 @@ def compiled(sizes: Sizes, device: str) -> Figures:
 def simulated(sizes: Sizes, device: str) -> Figures:
     """(b) Measure peak memory and step time as one of many simulated ranks, one contender at a time on the device.
 
-    Jobs of more than one node of 8 use that case's kind of reduction. Gradients are summed in float32. Nothing is sent:
+    Ranks of more than one node of 8 use reduce-scatters, as in a real job. Gradients are summed in float32. Nothing is sent:
     gathers of the fake group copy one chunk per rank, and the host's time for these copies is part of the step.
     """
     columns = [
