@@ -380,7 +380,7 @@ def test_next_gains_name_the_memory_that_is_lacking(found):
     stub = SimpleNamespace(found=replace(found, candidates=[found.best, other]), space=space(), cluster=cluster)
     assert next_gains(stub)[0].costs == "12 GiB more in each machine"
     stub.cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=card / GIB - 2))
-    assert next_gains(stub)[0].costs == "1.0 GiB more on each card and 12 GiB more in each machine"
+    assert next_gains(stub)[0].costs == "1.0 GiB more on each GPU and 12 GiB more in each machine"
 
 
 def test_host_bytes_are_never_below_their_bound():

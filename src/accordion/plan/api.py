@@ -1,4 +1,4 @@
-"""`plan`: what a training step of a model takes on given cards, and which configuration to take."""
+"""`plan`: what a training step of a model takes on given GPUs, and which configuration to take."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class Gpu:
     def efficiency_is(self) -> str:
         """Describe the source of the shares of the peaks."""
         if self.rows:
-            return f"of {self.rows} published steps on such cards ({MADE})"
-        return "guessed: no published step on such a card was fitted"
+            return f"of {self.rows} published steps on such GPUs ({MADE})"
+        return "guessed: no published step on such a GPU was fitted"
 
 
 PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_gbps", "source")

@@ -33,7 +33,7 @@ WAITED_FOR = {  # stream -> what a wait for it is called
     STORE: "waiting for the host",
     HOST: "waiting for the host",
 }
-BESIDE = {  # work on other streams
+OTHER_STREAMS = {  # kind of work -> its name
     "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
     FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
 }  # fmt: skip
@@ -60,7 +60,7 @@ def by_kind(step: Step) -> list[TimePart]:
     parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
     parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
     hidden = [
-        TimePart(name=BESIDE.get(name, name), seconds=s, hidden=True)
+        TimePart(name=OTHER_STREAMS.get(name, name), seconds=s, hidden=True)
         for name, s in step.by_kind.items()
         if name not in compute and s > 0
     ]

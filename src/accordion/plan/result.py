@@ -335,7 +335,7 @@ def next_gains(plan: Plan) -> list[NextGain]:
         gain = c.tokens_per_s(plan.space.tokens) / best_rate - 1
         card = (c.needed_bytes - plan.cluster.card_bytes) / GIB
         host = (c.host_bytes * HOST_MARGIN - plan.cluster.host_bytes) / GIB
-        lacks = [f"{card:,.1f} GiB more on each card"] if card >= 0 else []
+        lacks = [f"{card:,.1f} GiB more on each GPU"] if card >= 0 else []
         lacks += [f"{host:,.0f} GiB more in each machine"] if host > 0 else []
         if gain >= plan.cluster.tellable and lacks:
             gains.append((max(card, 0.0), NextGain(name=str(c.choice), gain=gain, costs=" and ".join(lacks))))

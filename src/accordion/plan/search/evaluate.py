@@ -22,7 +22,7 @@ from accordion.sharding import offload_words
 AS_FAST = (
     0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
 )
-BESIDE = 3  # number of the fastest choices with which other units are tried
+NUM_VARIED = 3  # number of the fastest choices that are tried with other units, secondary shards and so on
 HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
@@ -119,31 +119,31 @@ class Evaluator:
 
     def _fastest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates that fit on all GPUs without offloaded states, fastest first."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        return sorted((c for c in mine if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
+        return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Evaluate the fastest candidates (the closest one if none fits) with other units."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        near = self._fastest_first(candidates)[:BESIDE]
-        near = near or sorted((c for c in mine if c.memory is not None), key=lambda c: c.needed_bytes)[:1]
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
+        near = self._fastest_first(candidates)[:NUM_VARIED]
+        near = near or sorted((c for c in on_all if c.memory is not None), key=lambda c: c.needed_bytes)[:1]
         return [self.candidate(c.choice.but(units=units)) for c in near for units in self._space.units[1:]]
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Evaluate secondary shards in each node, with the fastest candidates that gather from other nodes."""
         if not self._space.search.copies:
             return []
-        mine = [c.choice for c in self._fastest_first(candidates)]
-        more = [kept for choice in mine if (kept := choice.keeping(self._cluster.node)) != choice]
-        return [self.candidate(choice) for choice in more[:BESIDE]]
+        fastest = [c.choice for c in self._fastest_first(candidates)]
+        more = [other for choice in fastest if (other := choice.keeping(self._cluster.node)) != choice]
+        return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """If nothing fits: evaluate the closest candidates with inputs of recomputed units offloaded, until one fits."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
-        if any(c.fits for c in mine):
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
+        if any(c.fits for c in on_all):
             return []
-        near = [c for c in mine if c.memory is not None and c.choice.checkpointing != "none"]
-        near = sorted(near, key=lambda c: c.needed_bytes)[:BESIDE]
+        near = [c for c in on_all if c.memory is not None and c.choice.checkpointing != "none"]
+        near = sorted(near, key=lambda c: c.needed_bytes)[:NUM_VARIED]
         tried: list[Candidate] = []
         for place in self._space.search.activations[1:]:
             offloads = [replace(c.choice.offload, activations=place) for c in near]

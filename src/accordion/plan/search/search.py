@@ -72,8 +72,8 @@ def _key(choice: Choice) -> tuple[object, ...]:
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
     """Return the candidate on all requested GPUs that needs least memory, preferring candidates that were evaluated."""
-    mine = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
-    return min([c for c in mine if c.memory is not None] or mine, key=lambda c: c.needed_bytes)
+    on_all = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
+    return min([c for c in on_all if c.memory is not None] or on_all, key=lambda c: c.needed_bytes)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:

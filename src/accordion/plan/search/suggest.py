@@ -22,7 +22,7 @@ ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """Return the flags of the first of `attempts` that fits, and what it needs. `known`: logs of the search of `space`."""
+    """Return the first of `attempts` that fits, or else the GPU memory that would. `known`: logs of the search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
         result = search_in(attempt, say, known=known)
@@ -36,7 +36,7 @@ def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
         smallest = closest(result.candidates, attempt)
     assert smallest is not None
     lacks = smallest.needed_bytes / GIB
-    return f"a card of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
+    return f"a GPU of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:

@@ -66,7 +66,8 @@ class Traces:
         return any(log is other for other in self.traced.values())
 
     def _family(self, choice: Choice) -> Family | None:
-        """Return the family of a choice: all micro-batches, and all GPUs on its side of the node's size (hybrids: its own)."""
+        """Return the family from which the log of `choice` is derived; None if the choice has to be traced."""
+        # It has all micro-batches, and all numbers of GPUs on one side of the node's size (for a hybrid, one number).
         gpus = self._gpus_like(choice)
         key = replace(
             choice, micro_batch=0, gpus=max(gpus), replicas=max(gpus) // choice.shards if choice.replicas > 1 else 1
@@ -102,7 +103,7 @@ class Traces:
         return family
 
     def _other(self, base: Choice, wanted: Choice | None, which: int) -> Log | None:
-        """Return the log of `wanted`: derived from `base` as in another family if sizes change equally, otherwise traced."""
+        """Return the log of `wanted`, a variant of `base`: derived if another family has the same change, otherwise traced."""
         if wanted is None or wanted in self.traced:
             return None if wanted is None else self.traced[wanted]
         for lines in self._similar(base, wanted, which):
