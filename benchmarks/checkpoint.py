@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint, beside torch's DCP, and beside what the disk and a copy in memory take."""
+"""Time saving and loading a checkpoint, compared with torch's DCP, the disk's own speed, and a copy in memory."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from accordion.pages.stats import extremes, ratio
 from accordion.workers.ranks import Seat, WorkerTeam, interleaved
 
 KINDS: Mapping[str, str] = {
-    "accordion": "accordion.save and load, every byte with a checksum that load verifies",
-    "unsummed": "accordion, but no checksum is computed, and nothing is read to check one: what checksums cost",
+    "accordion": "accordion.save and load, with a checksum of every byte that load verifies",
+    "unsummed": "accordion without computing or verifying checksums, to see what they cost",
     "dcp": "torch.distributed.checkpoint: save, async_save, load",
     "disk": "the same bytes: write and fsync, read",
-    "memory": "the same bytes: one copy into memory that is there",
+    "memory": "the same bytes: one copy into memory that is allocated already",
 }
 TENSOR_BYTES = 2**24
 
 
 class CheckpointLoop:
-    """One rank with its shards of a model's state, saved and loaded in the way that `kind` says."""
+    """One rank with its shards of a model's state, saved and loaded as `kind` in `KINDS`."""
 
     def __init__(self, seat: Seat, kind: str, num_bytes: int, folder: str) -> None:
         self._kind, self._folder, self._turn = kind, Path(folder) / kind, 0
@@ -60,13 +60,13 @@ class CheckpointLoop:
         self._copy = torch.empty(0)
 
     def turn(self) -> dict[str, float]:
-        """Seconds of a save, of what a step waits for where it is written in the background, and of a load from the disk."""
+        """Return the seconds of a "save", of the part of a background save that a step waits for ("block"), and of a "load"."""
         self._turn += 1
         path = self._folder / f"{self._turn}"
         if self._rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-            os.sync()  # what the turn before left to the disk, files that are let go too, is none of this one's
-        found = {}
+            os.sync()  # so that the disk has finished the writes and removals of the turn before
+        times = {}
         work: dict[str, Callable[[Path], object]] = {
             name.removeprefix(f"_{self._kind}_"): getattr(self, name)
             for name in (f"_{self._kind}_{what}" for what in ("save", "block", "load"))
@@ -79,13 +79,13 @@ class CheckpointLoop:
             dist.barrier()
             start = time.perf_counter()
             after = do(path)
-            found[what] = time.perf_counter() - start
+            times[what] = time.perf_counter() - start
             if callable(after):
                 after()
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(path)
-        return found
+        return times
 
     def _locals(self) -> list[Tensor]:
         return [_torch.local_of(p.detach()) for p in self._model.parameters()]
@@ -140,13 +140,13 @@ class CheckpointLoop:
         if not self._copy.numel():
             self._copy = torch.cat([t.flatten().cpu() for t in tensors])
             return
-        for own, tensor in zip(into, tensors, strict=True):
-            own.copy_(tensor.flatten())
+        for copy, tensor in zip(into, tensors, strict=True):
+            copy.copy_(tensor.flatten())
 
 
 @contextmanager
 def _without_sums() -> Iterator[None]:
-    """Every checksum is the same in here, and a load leaves its first reading out. For nothing but a measurement."""
+    """Context manager in which all checksums are equal and a load verifies none; for this measurement only."""
 
     class Same:
         def __init__(self, kind: str) -> None:
@@ -163,11 +163,11 @@ def _without_sums() -> Iterator[None]:
 
 
 def _read_once(path: Path, rank: int) -> None:
-    """Have one rank read the files, so that what is timed is no file's first reading since it was written.
+    """Read the files on rank 0, so that the timed load is not the first reading since they were written.
 
-    On a disk that a host lends out, the first reading of a file written past the system's cache took 2.2 times a later
-    one, also a minute on, that of one written through it no longer (0.53 and 0.23 s of 256 MiB): what such a disk keeps
-    depends on how a file was written, and on neither way of reading.
+    On a virtual disk, the first reading of a file that was written past the system's cache took 2.2 times as long as a
+    later one, even a minute later (0.53 and 0.23 s for 256 MiB). The first reading of a file that was written through the
+    cache took no longer. So the first reading would compare ways of writing, not of reading.
     """
     if rank == 0:
         buffer = memoryview(bytearray(TENSOR_BYTES))
@@ -179,8 +179,8 @@ def _read_once(path: Path, rank: int) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Have the system drop what it holds of the files, so that a load reads the disk."""
-    with suppress(AttributeError):  # of Linux alone
+    """Drop the files from the system's cache, so that a load reads the disk."""
+    with suppress(AttributeError):  # Linux only
         for file in path.rglob("*"):
             if file.is_file():
                 handle = os.open(file, os.O_RDONLY)
@@ -188,16 +188,16 @@ def _forget(path: Path) -> None:
                 os.close(handle)
 
 
-def page_of(asked: Mapping[str, list[list[dict[str, float]]]], what: str, machine: dict[str, Any]) -> Page:
-    """`asked`: by kind and round, what each rank measured; the slowest rank counts. The first round warms up."""
+def page_of(turns: Mapping[str, list[list[dict[str, float]]]], what: str, machine: dict[str, Any]) -> Page:
+    """Return the page. `turns`: by kind and round, the times of each rank; the slowest counts, and the first round does not."""
     times = {
         kind: {name: [max(rank[name] for rank in ranks) for ranks in rounds[1:]] for name in rounds[0][0]}
-        for kind, rounds in asked.items()
+        for kind, rounds in turns.items()
     }
-    steps = {"save": "disk", "block": "memory", "load": "disk"}  # and what none of them can be faster than
+    steps = {"save": "disk", "block": "memory", "load": "disk"}  # step -> kind that is its floor
     rows = [
-        [kind, *(spread(extremes(found[name]), 1e3, 0) if name in found else "" for name in steps)]
-        for kind, found in times.items()
+        [kind, *(spread(extremes(seconds[name]), 1e3, 0) if name in seconds else "" for name in steps)]
+        for kind, seconds in times.items()
     ]
     ours = times["accordion"]
     over = [
@@ -212,7 +212,7 @@ def page_of(asked: Mapping[str, list[list[dict[str, float]]]], what: str, machin
         name="checkpoint",
         notes=[
             what,
-            "block: what a step waits for where a save goes on behind it; the slowest rank; median (least-most) of rounds",
+            "block: time that a step waits for a background save; the slowest rank; median (lowest-highest) of rounds",
             *(f"{kind}: {about}" for kind, about in KINDS.items()),
         ],
         tables=[
@@ -231,14 +231,14 @@ def _over(ours: list[float], theirs: list[float] | None, is_floor: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure saving and loading a model's state beside torch's DCP, the disk and a copy in memory.
+    """Measure saving and loading a model's state, compared with torch's DCP, the disk and a copy in memory.
 
     Args:
-        mib: of state, over all ranks
+        mib: MiB of state, over all ranks
         nproc: ranks on this machine
-        device: auto takes the accelerators of this machine if there are some; cpu, or the type of a device
-        rounds: turns of each, interleaved; one more before them is not counted
-        to: folder on the disk that is measured; what is written there is taken away again
+        device: auto (the accelerators of this machine, or CPU if there are none), cpu, or another device type
+        rounds: turns of each, interleaved, after one that is not measured
+        to: folder on the disk that is measured; its new files are removed afterwards
     """
 
     mib: int = at_least(16, 1024)
@@ -256,9 +256,9 @@ def page(o: Options) -> Page:
             stack.enter_context(WorkerTeam(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
             for kind in KINDS
         ]
-        asked = interleaved(teams, o.rounds + 1, "turn")
+        turns = interleaved(teams, o.rounds + 1, "turn")
     what = f"{o.mib:,} MiB of float32 in shards of {world.num_ranks} ranks on {world.device_type}, to {Path(o.to).resolve()}"
-    return page_of(asked, what, describe(world.device_type))
+    return page_of(turns, what, describe(world.device_type))
 
 
 def run(words: list[str]) -> int:

@@ -1,9 +1,9 @@
-"""Figures of one accelerator, ten minutes: needs torch, numpy and safetensors alone.
+"""Measure one accelerator in ten minutes; needs only torch, numpy and safetensors.
 
-Parts: (d) gathers and exchanges beside flat ones with copies, on one rank; (a) one rank, a Llama of 1 B in bf16, beside no
-sharding and FSDP2; (f) what `accordion.plan` says of three sizes beside what is measured; (e) compiled blocks; (b) one of 8
-to 64 simulated ranks, memory and time of 8 B and 70 B. Tables are printed, and figures written, as they come. What fails,
-runs out of memory or does not answer is named, and the others still run.
+Parts, in the order in which they run: (d) gathers and exchanges compared with flat ones that copy, on one rank; (a) a 1 B
+Llama in bf16 on one rank, compared with no sharding and FSDP2; (f) `accordion.plan` for three sizes, compared with
+measurements; (e) compiled blocks; (b) memory and time of 8 B and 70 B as one of 8 to 64 simulated ranks. Tables are printed,
+and figures written, as soon as they are known. What fails, runs out of memory or times out is named; the rest still runs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World
 
 BF16 = torch.bfloat16
 GIB = 2**30
-NODE = 8  # devices of a machine in a job of several
-STATE_BYTES = 12  # a parameter of (b): 2 of itself, 2 of its gradient, 8 of the optimizer
-ROOM_GIB = 70  # memory that (a) takes: three contenders between steps, and the peak of one
+NODE = 8  # devices per machine in a job of several machines
+STATE_BYTES = 12  # bytes per parameter of (b): 2 for itself, 2 for its gradient, 8 for the optimizer
+ROOM_GIB = 70  # device memory that (a) needs: three contenders between steps, and the peak of one
 NAMES = ("plain", OURS, "fsdp2")
 TOLERANCE = 2e-2  # of losses in bf16, relative
-TIMEOUT_S = 110.0  # for one answer of a rank
-AHEAD = 4  # sleeps of the device, a millisecond each, while the host launches what is timed
+TIMEOUT_S = 110.0  # for one answer of a rank's process
+AHEAD = 4  # sleeps of a millisecond that the device does while the host launches the timed work
 
 # -- the model
 
@@ -78,13 +78,13 @@ class LlamaBlock(nn.Module):
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary positions: `x` (batch, heads, seq, head), `turn` (2, seq, head) cosines and sines."""
+    """Apply rotary positions. `x`: (batch, heads, seq, head). `turn`: (2, seq, head) cosines and sines."""
     a, b = x.chunk(2, dim=-1)
     return x * turn[0] + torch.cat((-b, a), -1) * turn[1]
 
 
 class Llama(nn.Module):
-    """Llama's shape. `recompute`: each block's activations are recomputed in the backward, by torch's own checkpoint."""
+    """A Llama. `recompute`: recompute each block's activations in the backward, with torch's own checkpoint."""
 
     def __init__(self, p: LlamaShape, *, recompute: bool = False) -> None:
         super().__init__()
@@ -111,10 +111,10 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A Llama in training. `masters`: parameters in float32, computed with in bf16; else parameters are bf16.
+    """A Llama to train. `masters`: parameters are float32 and computed with in bf16; otherwise they are bf16.
 
-    `wide`: the optimizer keeps 8 bytes a parameter whatever its dtype. `meta`: weights are made after sharding.
-    `compiled`: backend with which each block is compiled.
+    `wide`: the optimizer keeps 8 bytes per parameter whatever its dtype. `meta`: weights are created after sharding.
+    `compiled`: torch.compile's backend for each block; empty: not compiled.
     """
 
     preset: LlamaShape
@@ -134,13 +134,13 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of one step of one rank, as MFU counts: 6 a parameter and token (not the embedding), causal attention halved."""
+        """FLOPs of one rank's step as MFU counts them: 6 per parameter and token (no embedding), causal attention halved."""
         p, tokens = self.preset, self.batch * self.seq
         return 6 * tokens * (self.num_params - p.vocab * p.hidden) + 6 * p.layers * tokens * self.seq * p.hidden
 
 
 class WideAdam(torch.optim.Optimizer):
-    """Adam with both states in float32, 8 bytes a parameter, beside parameters of any dtype."""
+    """Adam with both states in float32, 8 bytes per parameter, for parameters of any dtype."""
 
     def __init__(self, params: Any, lr: float = 1e-5) -> None:
         super().__init__(params, {"lr": lr})
@@ -161,9 +161,9 @@ class WideAdam(torch.optim.Optimizer):
 
 
 class MasterLoop(Loop):
-    """Plain training of a bf16 model with masters in float32, by hand: the least that masters cost anyone.
+    """Unsharded training of a bf16 model with float32 masters kept by hand, which is the least that masters can cost.
 
-    Autocast would keep activations in float32, which none of the others does.
+    Autocast is not used, since it keeps some activations in float32, which none of the other contenders does.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -182,7 +182,7 @@ class MasterLoop(Loop):
 
 
 def trainer_of(seat: Seat, contender: str, case: Case) -> Trainer:
-    """A trainer of `case` under plain, fsdp2 or accordion."""
+    """Return the trainer of `case` under plain, fsdp2 or accordion."""
 
     def build() -> Loop:
         torch.manual_seed(0)
@@ -208,13 +208,13 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
     if contender == OURS:
         precision = acc.Precision(params=BF16, master=torch.float32 if case.masters else BF16)
         model = acc.shard(model, mesh_of(seat), precision=precision)
-        if seat.group == "fake":  # says that all of its ranks are on this machine
+        if seat.group == "fake":  # such a group looks as if all of its ranks were on this machine
             axis = sharded_engine(model, "bench").context.shard
             axis.one_node = seat.num_ranks <= NODE
-            # As a group of the device's own library: its copies run on the current stream. It is that of the reduces too.
+            # Behave as a group of the device's library, whose copies run on the current stream. Reduces use the same group.
             axis.gather._async = axis.gather._waits = seat.device.type == "cpu"
     else:
-        sums_in_float32 = case.masters or seat.num_ranks > 1  # as ours; one rank sums nothing
+        sums_in_float32 = case.masters or seat.num_ranks > 1  # as accordion does; one rank sums nothing
         model = WRAPPERS[contender](model, seat, sums_in_float32)
         if case.meta:
             model.to_empty(device=seat.device)
@@ -233,7 +233,7 @@ def world_of(device: str, num_ranks: int = 1, **more: Any) -> World:
 
 
 def attempt(name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `call` returns, or why it does not run."""
+    """Return the result of `call`, or {"failed": reason} if it raises `BenchError`."""
     try:
         return call()
     except BenchError as error:
@@ -248,20 +248,20 @@ Figures = Iterator[tuple[Table, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the parts take."""
+    """The sizes of all parts."""
 
     one_rank: Case
     rounds: int
     steps: int
     simulated: tuple[tuple[str, Case, int], ...]
-    """Name of the shape, the case, and ranks."""
+    """(name of the shape, case, number of ranks) of each."""
     unit_bytes: tuple[int, ...]
     compiler: str
     planned: tuple[Case, ...]
 
 
 def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
-    """For a device with so much memory: half of `ROOM_GIB` halves the layers and the batch of (a) and (e), and so on."""
+    """Return the sizes for a device: with half of `ROOM_GIB`, (a) and (e) have half the layers and batch, and so on."""
     halvings = max(0, math.ceil(math.log2(ROOM_GIB / memory_gib)))
     llama, big = TRAINED["llama-1b"], partial(Case, recompute=True, wide=True, meta=True, batch=1)
     shapes = {
@@ -302,7 +302,7 @@ def tiny_sizes() -> Sizes:
 
 
 def turns_of(cases: Mapping[str, Case], device: str, sizes: Sizes) -> dict[str, Any]:
-    """Interleaved turns on one rank; a key is a contender, or a contender, a blank and what is particular."""
+    """Measure interleaved turns on one rank. Keys are contenders, or a contender and a suffix: "fsdp2 compiled"."""
     results: dict[str, Any] = {}
     teams: dict[str, WorkerTeam] = {}
 
@@ -335,7 +335,7 @@ def turns_of(cases: Mapping[str, Case], device: str, sizes: Sizes) -> dict[str, 
 
 
 def over_plain(results: Mapping[str, Any], name: str) -> str:
-    """A contender's step over that of plain, of the same kind."""
+    """Return the ratio of a contender's step to plain's with the same suffix; empty if plain failed."""
     base = results["plain" + name.removeprefix(name.split()[0])]
     return "" if "failed" in base else spread(ratio(results[name]["steps"], base["steps"]), 1, 4)
 
@@ -345,7 +345,7 @@ def not_run(name: str, result: Mapping[str, Any], columns: Sequence[str]) -> lis
 
 
 def one_rank(sizes: Sizes, device: str) -> Figures:
-    """(a) Step time, MFU and memory of one rank; masters take twice the memory, so half the layers there."""
+    """(a) Measure step time, MFU and memory of one rank. Masters take twice the memory, so their model has half the layers."""
     case, data = sizes.one_rank, {}
     halved = replace(case.preset, layers=max(1, case.preset.layers // 2))
     peak = known_peak_flops(describe(device)["device"], bf16=True)
@@ -379,14 +379,14 @@ def _rows(results: Mapping[str, Any], case: Case, peak: float | None, columns: S
 
 
 def added(results: Mapping[str, Any]) -> list[float]:
-    """What ours adds to plain over what FSDP2 adds, by round."""
+    """Return by round the time that ours adds to plain, over the time that FSDP2 adds."""
     by_round = {n: [quartiles(turn).median for turn in r["steps"]] for n, r in results.items()}
     plain, ours, theirs = by_round["plain"], by_round[OURS], by_round["fsdp2"]
     return [(a - p) / (b - p) if b != p else 0.0 for p, a, b in zip(plain, ours, theirs, strict=True)]
 
 
 def compiled(sizes: Sizes, device: str) -> Figures:
-    """(e) Blocks compiled and not."""
+    """(e) Measure compiled blocks, and blocks that are not compiled."""
     case = sizes.one_rank
     case = replace(case, preset=replace(case.preset, layers=max(1, case.preset.layers // 4)))
     cases = dict.fromkeys(NAMES, case) | {f"{n} compiled": replace(case, compiled=sizes.compiler) for n in NAMES}
@@ -409,30 +409,30 @@ def compiled(sizes: Sizes, device: str) -> Figures:
 
 
 def simulated(sizes: Sizes, device: str) -> Figures:
-    """(b) Peak memory and compute-side time as one of many ranks, one contender at a time on the device.
+    """(b) Measure peak memory and step time as one of many simulated ranks, one contender at a time on the device.
 
-    Ranks of more than one node of 8 reduce as such a job does. Both sum in float32. Nothing is sent: gathers of the fake
-    group copy one chunk for each rank, and the host's time for these is in the step's.
+    Ranks of more than one node of 8 use reduce-scatters, as in a real job. Gradients are summed in float32. Nothing is sent:
+    gathers of the fake group copy one chunk per rank, and the host's time for these copies is part of the step.
     """
     columns = [
         "shape",
         "ranks",
         "",
-        "12 B a parameter, GiB",
-        "held GiB",
+        "12 B per parameter, GiB",
+        "between steps GiB",
         "peak GiB",
         "reserved GiB",
         "step ms",
         "ratio",
     ]
-    title = "(b) one of many simulated ranks, nodes of 8, bf16 summed in float32, optimizer of 8 bytes a parameter, recomputed"
+    title = "(b) one of many simulated ranks, nodes of 8, bf16 summed in float32, 8 optimizer bytes per parameter, recomputed"
     rows, data = list[list[str]](), dict[str, Any]()
     for shape, case, num_ranks in sizes.simulated:
-        here = {n: attempt(n, partial(alone, n, case, num_ranks, device)) for n in (OURS, "fsdp2")}
-        data[f"{shape} at {num_ranks}"] = here
-        peaks = [r["memory"]["allocated"] for r in here.values() if "memory" in r]
+        results = {n: attempt(n, partial(alone, n, case, num_ranks, device)) for n in (OURS, "fsdp2")}
+        data[f"{shape} at {num_ranks}"] = results
+        peaks = [r["memory"]["allocated"] for r in results.values() if "memory" in r]
         over = f"{peaks[0] / peaks[1]:.3f}" if len(peaks) == 2 and peaks[1] else ""
-        for name, r in here.items():
+        for name, r in results.items():
             cells = [r["failed"][:90], "", "", ""] if "failed" in r else [
                 *(f"{r['memory'][key] / GIB:.2f}" for key in ("rest", "allocated", "reserved")),
                 spread(quartiles(r["steps"]), 1e3, 1),
@@ -450,31 +450,31 @@ def alone(name: str, case: Case, num_ranks: int, device: str) -> dict[str, Any]:
 
 
 def planned(sizes: Sizes, device: str) -> Figures:
-    """(f) Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others."""
+    """(f) Compare plans with measurements (bf16, float32 masters, fused AdamW). The first size calibrates the others' times."""
     name = describe(device)["device"].lower().replace(" ", "")
     card = next((gpu for gpu in GPUS if gpu.partition("-")[0] in name), "")
     rows, data, scale = list[list[str]](), list[dict[str, Any]](), 0.0
     columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
     for case in sizes.planned:
-        said = plan_of(case, card)
-        result = attempt(f"{case.preset.layers} layers", partial(seen_of, case, device, sizes.steps))
+        plan = plan_of(case, card)
+        result = attempt(f"{case.preset.layers} layers", partial(measured_of, case, device, sizes.steps))
         if "failed" in result:
             continue
-        seen, seconds = result["memory"], result["seconds"]
-        middle = said["step_s"]["middle"] if card else 0.0  # a card that the planner does not know has no times
-        data.append({**result, "planned": said, "calibrated_s": scale * middle})
-        pairs = [(seen["allocated"], said["peak_allocated_bytes"]), (seen["reserved"], said["peak_reserved_bytes"])]
+        memory, seconds = result["memory"], result["seconds"]
+        middle = plan["step_s"]["middle"] if card else 0.0  # no times for a GPU that the planner does not know
+        data.append({**result, "planned": plan, "calibrated_s": scale * middle})
+        pairs = [(memory["allocated"], plan["peak_allocated_bytes"]), (memory["reserved"], plan["peak_reserved_bytes"])]
         cells = [c for a, b in pairs for c in (f"{a / GIB:.2f}", f"{b / GIB:.2f}", _off(b, a))]
         cells += [f"{seconds * 1e3:.1f}", f"{middle * 1e3:.1f}", _off(middle, seconds)]
-        cells += [f"{scale * middle * 1e3:.1f}", _off(scale * middle, seconds)] if scale else ["given", ""]
+        cells += [f"{scale * middle * 1e3:.1f}", _off(scale * middle, seconds)] if scale else ["calibrates", ""]
         rows.append([f"{case.preset.layers} layers of {case.preset.hidden}, {case.batch} x {case.seq}", *cells])
         scale = scale or (seconds / middle if middle else 0.0)
-        title = f"(f) planned and measured, one rank, {card or 'a card that the planner does not know'}"
+        title = f"(f) planned and measured, one rank, {card or 'a GPU that the planner does not know'}"
         yield Table(title=title, columns=columns, rows=list(rows)), data
 
 
 def plan_of(case: Case, card: str) -> dict[str, Any]:
-    """What the planner says of the training of `case`, without memory."""
+    """Return the plan of the training of `case`; the model is on the meta device."""
     with torch.device("meta"):
         model = Llama(case.preset, recompute=case.recompute).train()
     batch = batch_of(0, 0, (case.batch, case.seq), case.preset.vocab)
@@ -484,29 +484,29 @@ def plan_of(case: Case, card: str) -> dict[str, Any]:
     return plan.as_dict()
 
 
-def seen_of(case: Case, device: str, steps: int) -> dict[str, Any]:
+def measured_of(case: Case, device: str, steps: int) -> dict[str, Any]:
     with WorkerTeam(OURS, world_of(device), trainer_of, (OURS, case)) as team:
         team.ask("losses", 3)
         turns = team.ask("turn", 2, steps)[0]
         return {"memory": team.ask("memory")[0], "seconds": quartiles([t["step"] for t in turns]).median}
 
 
-def _off(said: float, seen: float) -> str:
-    return f"{100 * (said / seen - 1):+.1f} %" if seen and said else ""
+def _off(planned: float, measured: float) -> str:
+    return f"{100 * (planned / measured - 1):+.1f} %" if measured and planned else ""
 
 
 class Wires:
-    """One rank with the backend of its device: what gathers and reduces take there."""
+    """One rank with its device's backend, to time gathers and reduces."""
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
         self._link = Communicator(dist.group.WORLD, seat.device)
 
     def unit(self, num_bytes: int, repeats: int) -> dict[str, list[float]]:
-        """Device seconds of ours and of the flat way, for a unit of `num_bytes` in bf16: gather and reduce, interleaved.
+        """Return device seconds of gather and reduce, ours and flat, for a unit of `num_bytes` in bf16.
 
-        The unit has seven matrices in the proportions of a Llama block. Flat, as FSDP2 does it: shards are copied into one
-        buffer, gathered, and copied out to the parameters; gradients are copied into one buffer in float32, and
+        The unit has seven matrices in the proportions of a Llama block. "flat" is as FSDP2 does it: shards are copied into
+        one buffer, gathered, and copied out to the parameters; gradients are copied into one float32 buffer and
         reduce-scattered.
         """
         link, num = self._link, self._link.num_ranks
@@ -566,8 +566,8 @@ class Wires:
 
 
 def wires(sizes: Sizes, device: str) -> Figures:
-    """(d) Device time of a unit's gather and reduce on one rank: copies and launches, for nothing goes over a wire."""
-    title = "(d) a unit in bf16 on one rank, device time of copies and launches: one rank sends nothing, so no wire is in it"
+    """(d) Time a unit's gather and reduce on one rank: copies and launches only, since nothing is sent."""
+    title = "(d) a unit in bf16 on one rank, device time of copies and launches only: one rank sends nothing"
     columns = ["unit", "gather ms", "flat ms", "ratio", "exchange ms", "flat ms", "ratio"]
     rows, data = list[list[str]](), dict[str, Any]()
     with WorkerTeam("wires", world_of(device), Wires) as team:
@@ -592,9 +592,9 @@ class Options:
     """Measure one accelerator.
 
     Args:
-        parts: letters, in the order in which they run
-        device: auto, cpu, or the type of device of this machine
-        tiny: small shapes, which check the script and measure nothing
+        parts: letters of the parts, in the order in which they run
+        device: auto, cpu, or another device type of this machine
+        tiny: use small shapes, to test the script without measuring anything
     """
 
     parts: str = "".join(PARTS)
@@ -610,12 +610,12 @@ def run(words: list[str]) -> int:
         raise UsageError(f"parts {''.join(sorted(unknown))!r} do not exist; take letters of {''.join(PARTS)!r}.")
     devices = devices_named(options.device, "--device", devices_here())
     if devices.is_cpu and not options.tiny:
-        raise UsageError("no accelerator is found; check the driver, or check the script with --tiny --device cpu.")
+        raise UsageError("no accelerator is found; check the driver, or test the script with --tiny --device cpu.")
     memory_gib = ROOM_GIB if devices.is_cpu else torch.accelerator.get_memory_info()[1] / GIB
     sizes, head = tiny_sizes() if options.tiny else full_sizes(memory_gib), {"machine": describe(devices.type)}
     path = check_folder(FOLDER) / "gpu-parts.json"
     parts: dict[str, Any] = {}
-    if path.exists():  # a run adds to what an earlier one on the same machine left
+    if path.exists():  # add to the figures of an earlier run on the same machine
         before = json.loads(path.read_text(encoding="utf-8"))
         parts = before["parts"] if before.get("machine") == head["machine"] else {}
     for letter in options.parts:

@@ -1,4 +1,4 @@
-"""Offload beside none and beside the peers': time, memory, what the disk carries, and how much of the optimizer is hidden."""
+"""Compare offload with none and with the peers': time, memory, disk traffic, and how much of the optimizer is hidden."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PEERS = {"fsdp2": (PEER, PEER_HOST), "deepspeed": (DEEPSPEED_HOST, DEEPSPEED_DIS
 
 
 class OffloadLoop:
-    """One rank that trains with its states in one place."""
+    """One rank that trains with its states on the device, the host or the disk, as `kind` says."""
 
     def __init__(self, seat: Seat, kind: str, setting: Setting, folder: str) -> None:
         torch.manual_seed(setting.seed)
@@ -56,12 +56,12 @@ class OffloadLoop:
         self._seat, self._setting, self._vocab, self._num_steps = seat, setting, shape.vocab, 0
         self._folder, self._ours, self._stated = folder, kind in (OURS, HOST, DISK), 0
         self._model = shape.make().to(seat.device).train()
-        self._loop = self._made(kind)
-        self._train(waits=True)  # reads no states from the disk: there are none
-        self._before = self._num_steps, self._moved()  # is not counted
+        self._loop = self._build(kind)
+        self._train(waits=True)  # the first step: there are no states on the disk to read
+        self._before = self._num_steps, self._moved()
 
-    def _made(self, kind: str) -> Loop:
-        """Shards the model under `kind`."""
+    def _build(self, kind: str) -> Loop:
+        """Shard the model as `kind` says, and return its training loop."""
         setting = self._setting
         if kind in PEERS["deepspeed"]:
             place = {"device": "cpu"} if kind == DEEPSPEED_HOST else {"device": "nvme", "nvme_path": self._folder}
@@ -80,8 +80,8 @@ class OffloadLoop:
         places = {OURS: Offload(), HOST: Offload(params="host", optimizer="host")}
         offload = places.get(kind) or Offload(params="host", optimizer=f"disk:{self._folder}")
         precision = Precision(params=torch.bfloat16) if self._setting.bf16 else Precision()
-        said = estimate_memory(self._model, offload, self._seat.num_ranks, precision=precision)
-        self._stated = said.arena + said.host_buffers
+        estimate = estimate_memory(self._model, offload, self._seat.num_ranks, precision=precision)
+        self._stated = estimate.arena + estimate.host_buffers
         self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
 
     def _tiers(self) -> Tiers | None:
@@ -100,17 +100,20 @@ class OffloadLoop:
         return sum(sum(file.traffic.values()) for file in self._files())
 
     def turns(self, warm: int, count: int) -> dict[str, Any]:
-        """Steps that end behind the next forward, and close to them in time steps that end before it, and the disk's speed."""
-        found = {"deferred": self.turn(warm, count, waits=False), "waiting": self.turn(warm, count, waits=True)}
+        """Time `count` steps whose optimizer ends during the next forward ("deferred"), and `count` that wait for it ("waiting").
+
+        "floor" in the result is the seconds that the disk needs to write and read the states.
+        """
+        turns = {"deferred": self.turn(warm, count, waits=False), "waiting": self.turn(warm, count, waits=True)}
         files = self._files()
         dist.barrier()
-        return found | {"floor": sum(floor_s(self._folder, f.num_bytes, self._block()) for f in files)}
+        return turns | {"floor": sum(floor_s(self._folder, f.num_bytes, self._block()) for f in files)}
 
     def turn(self, warm: int, count: int, *, waits: bool) -> list[dict[str, float]]:
-        found = [self._train(waits=waits) for _ in range(warm + count)][warm:]
+        times = [self._train(waits=waits) for _ in range(warm + count)][warm:]
         if self._ours:
             synchronize(self._model)
-        return found
+        return times
 
     def _forward(self) -> Tensor:
         tokens, targets = batch_of(
@@ -120,7 +123,7 @@ class OffloadLoop:
         return self._loop.forward(tokens.to(self._seat.device), targets.to(self._seat.device))
 
     def _train(self, *, waits: bool) -> dict[str, float]:
-        """Seconds of a step, of `optimizer` in it, and of what of that is `shown`: the call, and waits for the step before."""
+        """Run a step; return its seconds, those of its "optimizer", and those "shown": the call, and waits for the last step."""
         dist.barrier()
         start, waited = time.perf_counter(), self._waited_s()
         loss = self._forward()
@@ -133,12 +136,12 @@ class OffloadLoop:
         return {"step": end - start, "optimizer": end - middle, "shown": end - middle + waited, "loss": float(loss)}
 
     def _block(self) -> int:
-        """Bytes that are read or written at a time, at most."""
+        """Return the most bytes that are read or written at a time."""
         tiers = self._tiers()
         return 0 if tiers is None else max((one.block_bytes for one in tiers.states.values()), default=0)
 
     def bytes(self) -> dict[str, int]:
-        """Of this rank: memory that is the process's own, the disk's traffic so far, and what was stated before."""
+        """Return this rank's bytes: resident memory, disk traffic so far, and the estimate made before the run."""
         moved, steps = self._moved() - self._before[1], self._num_steps - self._before[0]
         at_rest = own_bytes()
         self._loop.backward(self._forward())
@@ -162,8 +165,8 @@ class OffloadLoop:
 
 
 def _rows_of(param: nn.Parameter) -> int:
-    """Elements of this rank."""
-    whole: int | None = getattr(param, "ds_numel", None)  # of DeepSpeed's, which show none
+    """Return the number of elements of a parameter that this rank keeps."""
+    whole: int | None = getattr(param, "ds_numel", None)  # DeepSpeed's parameters have no elements between uses
     return local_of(param).numel() if whole is None else -(-whole // dist.get_world_size())
 
 
@@ -179,24 +182,23 @@ def _fsdp2_host(model: nn.Module, seat: Seat, bf16: bool) -> None:
 
 
 def own_bytes() -> int:
-    """Resident bytes of this process that no file backs, once what is free is given back (Linux; 0 elsewhere)."""
+    """Return the resident bytes of this process that no file backs, after freeing caches (Linux; 0 elsewhere)."""
     if not STATUS.exists():
         return 0
-    # Of 20 MiB that MKL keeps for gpt-30m, 2 or 15 are resident, as the pages that it got were.
+    # MKL caches 20 MiB for gpt-30m, of which 2 or 15 MiB are resident, depending on the pages that it got.
     with suppress(OSError, AttributeError):  # a build without MKL
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
-    with suppress(OSError, AttributeError):  # of another C library
+    with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     lines = STATUS.read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
 def floor_s(folder: str, num_bytes: int, block: int) -> float:
-    """Seconds to write a file like that of the states from one end to the other, and to read it so.
+    """Return the seconds to write a file of `num_bytes` and read it, sequentially, with as many requests as in a step.
 
-    As many requests in flight, and as large, as in a step, and as there over what was written before, which takes file systems
-    half of the time of a first write: what fio does with `--rw=write` and `read`, `--direct=1`, `--bs=` the block and
-    `--iodepth=4` on a file of an earlier run.
+    The file was written before, as in training, since a first write takes file systems twice as long. This is what fio does
+    with `--rw=write` and `read`, `--direct=1`, `--bs=` the block and `--iodepth=4` on a file of an earlier run.
     """
     buffers = [aligned_buffer(block).zero_() for _ in range(NUM_BUFFERS)]
     file = SwapFile(Path(folder), num_bytes)
@@ -215,11 +217,11 @@ def floor_s(folder: str, num_bytes: int, block: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadResult:
-    """One kind. Seconds are of the slowest rank of each step; bytes of the first rank.
+    """Figures of one kind. Seconds are those of the slowest rank of each step; bytes those of the first rank.
 
-    `waiting`: a step that ends before the next forward begins. `optimizer`: of it, what the optimizer takes. `shown`: what an
-    ordinary step stands still for it: its call, and waits of the next forward. `hidden`: the share of the optimizer that it
-    does not. `gained`: the share by which the step is shorter than the waiting one. `disk_rate`: of sequential access.
+    `waiting`: a step that ends before the next forward begins; `optimizer`: its optimizer part. `shown`: time of an ordinary
+    step in the optimizer's call and in waits of the next forward; `hidden`: the share of `optimizer` that is not shown.
+    `gained`: share of `optimizer` by which a step is shorter than a waiting one. `disk_rate`: over sequential access.
     """
 
     step: Spread
@@ -233,38 +235,40 @@ class OffloadResult:
     losses: Sequence[float]
 
 
-def measured(asked: list[list[dict[str, Any]]], held: Mapping[str, int]) -> OffloadResult:
-    """`asked`: what `turns` gave, by round and rank."""
+def measured(turns: list[list[dict[str, Any]]], num_bytes: Mapping[str, int]) -> OffloadResult:
+    """Return the figures of one kind. `turns`, `num_bytes`: results of `OffloadLoop.turns` by round and rank, and `bytes`."""
 
     def slowest(turn: str, key: str) -> list[list[float]]:
         return [
-            [max(rank[key] for rank in step) for step in zip(*(r[turn] for r in one), strict=True)] for one in asked
+            [max(rank[key] for rank in step) for step in zip(*(r[turn] for r in one), strict=True)] for one in turns
         ]
 
     steps, shown = slowest("deferred", "step"), slowest("deferred", "shown")
     waits, optimizer = slowest("waiting", "step"), slowest("waiting", "optimizer")
     hidden = [1 - median(a) / median(b) for a, b in zip(shown, optimizer, strict=True)]
     gained = [(median(w) - median(s)) / median(o) for s, w, o in zip(steps, waits, optimizer, strict=True)]
-    floors = [max(rank["floor"] for rank in one) for one in asked]
+    floors = [max(rank["floor"] for rank in one) for one in turns]
     return OffloadResult(
         step=quartiles(flat(steps)),
         waiting=quartiles(flat(waits)),
         optimizer=quartiles(flat(optimizer)),
         shown=quartiles(flat(shown)),
-        hidden=extremes(hidden) if held["arena"] else None,
-        gained=extremes(gained) if held["arena"] else None,
-        disk_rate=extremes([f / median(o) for f, o in zip(floors, optimizer, strict=True)]) if held["disk"] else None,
-        bytes=held,
-        losses=[step["loss"] for one in asked for step in one[0]["deferred"]],
+        hidden=extremes(hidden) if num_bytes["arena"] else None,
+        gained=extremes(gained) if num_bytes["arena"] else None,
+        disk_rate=extremes([f / median(o) for f, o in zip(floors, optimizer, strict=True)])
+        if num_bytes["disk"]
+        else None,
+        bytes=num_bytes,
+        losses=[step["loss"] for one in turns for step in one[0]["deferred"]],
     )
 
 
 def kinds_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """The kinds to measure in order, and those that are left out with the reason. Raises `UsageError` for unknown names."""
+    """Return the kinds to measure, and why others are left out. Raises `UsageError` for unknown names."""
     kinds, left_out = [OURS, HOST, DISK], dict[str, str]()
     for name in filter(None, against.split(",")):
         if name not in PEERS:
-            raise UsageError(f"contender {name!r} has no offload to compare; {nearest(name, list(PEERS))}")
+            raise UsageError(f"the offload of {name!r} cannot be compared; {nearest(name, list(PEERS))}")
         for kind in PEERS[name]:
             reason = _missing(kind)
             kinds += [] if reason else [kind]
@@ -273,20 +277,20 @@ def kinds_of(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _missing(kind: str) -> str:
-    """What a kind lacks here; empty where it can run."""
+    """Return what a kind lacks on this machine; empty if it can run."""
     if kind not in PEERS["deepspeed"]:
         return ""
     if find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if kind == DEEPSPEED_DISK and find_library("aio") is None:
-        return "libaio is not installed, with which deepspeed reads and writes"
+        return "libaio is not installed, which deepspeed needs to read and write"
     return ""
 
 
-def check(found: Mapping[str, OffloadResult]) -> None:
-    """Raise `BenchError` where a place has changed what is trained."""
-    wanted = found[OURS].losses
-    for name, m in found.items():
+def check(results: Mapping[str, OffloadResult]) -> None:
+    """Raise `BenchError` if the losses of a kind differ from those without offload."""
+    wanted = results[OURS].losses
+    for name, m in results.items():
         exact = name in (HOST, DISK)
         wrong = (
             m.losses != wanted
@@ -295,31 +299,31 @@ def check(found: Mapping[str, OffloadResult]) -> None:
         )
         if wrong:
             raise BenchError(
-                f"the losses of {name} are not those of {OURS}, so nothing is compared: {m.losses}, {wanted}."
+                f"the losses of {name} differ from those of {OURS}, so nothing is compared: {m.losses}, {wanted}."
             )
 
 
 def folder_of(asked: str) -> str:
-    """Where states on disk go: what was asked for, made where it is missing."""
+    """Create the folder for states on disk if it is missing, and return it."""
     os.makedirs(asked, exist_ok=True)
     return asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure training with the states on the host and on disk, beside none of that and beside the peers' offload, on CPU.
+    """Measure training on CPU with the states on the host and on disk, compared with no offload and with the peers' offload.
 
     Args:
-        against: whose offload is measured too, separated by commas: fsdp2, deepspeed; empty for nobody's
-        model: as of accordion bench
-        nproc: ranks, on CPU
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        threads: of each rank; 0: the cores, shared out
+        against: peers whose offload is measured too, separated by commas: fsdp2, deepspeed; may be empty
+        model: as for accordion bench
+        nproc: number of CPU ranks
+        batch: sequences per rank and step; 0: the model's default
+        seq: tokens per sequence; 0: the model's default
+        threads: threads per rank; 0: the cores divided by the ranks
         precision: fp32, or bf16 over fp32 parameters
         swap: folder for the states on disk
         rounds: turns of each, interleaved
-        steps: counted steps of a turn
+        steps: measured steps per turn
     """
 
     against: str = ",".join(PEERS)
@@ -345,27 +349,27 @@ def page(o: Options) -> Page:
             environ = ENVIRON.get(kind.partition(" ")[0])
             args = (kind, setting, folder)
             teams.append(stack.enter_context(WorkerTeam(kind, world, OffloadLoop, args, environ)))
-        asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
-        held = {team.name: team.ask("bytes")[0] for team in teams}
-    found = {name: measured(asked[name], held[name]) for name in held}
-    check(found)
+        turns = interleaved(teams, o.rounds, "turns", 1, o.steps)
+        num_bytes = {team.name: team.ask("bytes")[0] for team in teams}
+    results = {name: measured(turns[name], num_bytes[name]) for name in num_bytes}
+    check(results)
     what = (
         f"{o.model}, batch {setting.batch} x {setting.seq}, {'bf16 over fp32' if setting.bf16 else 'fp32'}, fused AdamW, "
         f"{world.num_ranks} ranks on CPU with {world.threads} threads each; {o.rounds} interleaved rounds"
     )
     what = "; ".join([what, *(f"{kind} is left out: {reason}" for kind, reason in left_out.items())])
-    return of_offload(found, what, describe("cpu"))
+    return of_offload(results, what, describe("cpu"))
 
 
-def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[str, str]) -> Page:
-    plain = found[OURS].bytes["grads"]
+def of_offload(results: Mapping[str, OffloadResult], what: str, machine: Mapping[str, str]) -> Page:
+    plain = results[OURS].bytes["grads"]
     times, sizes, disks = [], [], []
-    for name, m in found.items():
+    for name, m in results.items():
         shares = ["" if s is None else spread(s, 100, 0) for s in (m.hidden, m.gained)]
         times.append([name, *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer, m.shown)), *shares])
         b = m.bytes
-        falls = f"{100 * (plain - b['grads']) / b['states']:.1f}"
-        sizes.append([name, *(mebi(b[key]) for key in ("own", "grads", "states", "stated", "arena", "buffers")), falls])
+        saved = f"{100 * (plain - b['grads']) / b['states']:.1f}"
+        sizes.append([name, *(mebi(b[key]) for key in ("own", "grads", "states", "stated", "arena", "buffers")), saved])
         if m.disk_rate is not None:
             moved, floor = b["moved"] / b["steps"], 2 * b["states"]
             cells = [mebi(b["disk"]), mebi(moved), f"{moved / floor:.3f}", f"{b['block'] / 1024:,.0f}"]
@@ -375,15 +379,14 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
         notes=[
             what,
             "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
-            "begins; optimizer: its part of that; shown: what an ordinary step stands still for it, in the call and where the "
-            "next forward waits",
-            "hidden: the share of the optimizer that is not shown; gained: the share by which the ordinary step is shorter than "
-            "the waiting one, which other work on the machine blurs; of rounds",
-            "own: resident bytes of the first rank that no file backs, at rest and when its gradients are there; states: two of "
-            "each element; stated: arena and buffers, said before the run; falls: what is less than without offload with "
-            "gradients there, % of the states",
-            "rate: the seconds that sequential access takes to write and to read the states once, with as many requests of the "
-            "same size in flight, over those of the optimizer in a waiting step",
+            "begins; optimizer: its part of that; shown: time that an ordinary step spends in the optimizer's call and waiting "
+            "for it in the next forward",
+            "hidden: the share of the optimizer that is not shown; gained: the share of the optimizer by which the ordinary step "
+            "is shorter than the waiting one, which other work on the machine blurs; of rounds",
+            "own: resident bytes of the first rank that no file backs, between steps, and with gradients; states: 2 an element; "
+            "stated: arena and buffers, estimated before; saved: less than without offload, with gradients, in % of the states",
+            "rate: the seconds of sequential access to write and read the states once, with as many requests of the same size in "
+            "flight, over those of the optimizer in a waiting step",
         ],
         tables=[
             Table(
@@ -394,9 +397,9 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
                 rows=times,
             ),
             Table(
-                title="bytes of a rank, MiB",
+                title="memory per rank, MiB",
                 columns=[
-                    *("states", "own", "with gradients", "of states", "stated", "arena", "buffers", "falls"),
+                    *("states", "own", "with gradients", "of states", "stated", "arena", "buffers", "saved %"),
                 ],
                 rows=sizes,
             ),
@@ -406,7 +409,7 @@ def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[s
                 rows=disks,
             ),
         ],
-        data={"machine": machine, "found": found},
+        data={"machine": machine, "found": results},
     )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer on shards, beside the same optimizer on plain tensors of the same sizes."""
+"""Time clipping and the optimizer step on shards, compared with the same optimizer on plain tensors of the same sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAME_NORM = 1e-4
 
 
 class OptimizerLoop:
-    """One rank with gradients on its shards. `kind`: through accordion, on local clones, or through DTensor's own dispatch."""
+    """One rank with gradients on its shards. `kind`: step with accordion, on local clones, or with DTensor's dispatch."""
 
     def __init__(self, seat: Seat, kind: str, setting: Setting) -> None:
         torch.manual_seed(setting.seed)
@@ -50,19 +50,19 @@ class OptimizerLoop:
             self._optimizer = wrap_optimizer(self._optimizer)
 
     def turn(self, warm: int, count: int) -> list[tuple[float, float]]:
-        """Seconds of the wall and of the processor of each clip and step, after `warm` that are not counted."""
-        found = []
+        """Run `warm` clips and steps, then return the (wall, CPU) seconds of each of `count` more."""
+        times = []
         for _ in range(warm + count):
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             norm = self._clip()
             self._optimizer.step()
-            found.append((time.perf_counter() - start, time.process_time() - cpu))
+            times.append((time.perf_counter() - start, time.process_time() - cpu))
             self._norm = self._norm or float(norm)
-        return found[warm:]
+        return times[warm:]
 
     def norm(self) -> float:
-        """The norm that the first clip found; later ones find what it left."""
+        """Return the norm that the first clip computed; later ones compute that of clipped gradients."""
         return self._norm
 
     def _clip(self) -> Tensor:
@@ -91,13 +91,13 @@ def _clone(p: nn.Parameter) -> nn.Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure clipping and a step of fused AdamW on shards, beside the same on local clones and on DTensors.
+    """Measure clipping and a step of fused AdamW on shards, compared with local clones and with DTensors.
 
     Args:
-        model: as of accordion bench
-        nproc: ranks, on CPU
+        model: as for accordion bench
+        nproc: number of CPU ranks
         rounds: turns of each, interleaved
-        steps: counted steps of a turn
+        steps: measured steps per turn
     """
 
     model: str = "gpt-30m"
@@ -111,14 +111,14 @@ def page(o: Options) -> Page:
     setting = Setting(model=o.model, batch=shape.batch, seq=shape.seq)
     with ExitStack() as stack:
         teams = [stack.enter_context(WorkerTeam(kind, world, OptimizerLoop, (kind, setting))) for kind in KINDS]
-        asked = interleaved(teams, o.rounds, "turn", 2, o.steps)
+        turns = interleaved(teams, o.rounds, "turn", 2, o.steps)
         norms = {team.name: team.ask("norm")[0] for team in teams}
-    apart = max(norms.values()) - min(norms.values())
-    if not apart <= SAME_NORM * max(norms.values()):
+    difference = max(norms.values()) - min(norms.values())
+    if not difference <= SAME_NORM * max(norms.values()):
         raise BenchError(f"the norms of the gradients differ, so nothing is compared: {norms}.")
     wall, cpu = (
         {
-            kind: [[max(rank[i] for rank in step) for step in zip(*turn, strict=True)] for turn in asked[kind]]
+            kind: [[max(rank[i] for rank in step) for step in zip(*turn, strict=True)] for turn in turns[kind]]
             for kind in KINDS
         }
         for i in range(2)
@@ -132,7 +132,7 @@ def page(o: Options) -> Page:
 def of_optimizer(
     wall: Mapping[str, list[list[float]]], cpu: Mapping[str, list[list[float]]], what: str, machine: dict[str, Any]
 ) -> Page:
-    """`wall`, `cpu`: seconds by kind and round."""
+    """Return the page. `wall`, `cpu`: seconds by kind and round."""
     names = {
         "accordion": "wrap_optimizer(AdamW) and accordion.clip_grad_norm_",
         "local": "AdamW and foreach norm on local clones, one scalar all-reduce",
@@ -152,7 +152,7 @@ def of_optimizer(
         ]
         for name, what in names.items()
     ]
-    columns = ["", "what", "ms", "over local", "processor time over local"]
+    columns = ["", "what", "ms", "over local", "CPU time over local"]
     return Page(
         name="optimizer",
         notes=[what, "median (quartiles); " + ROUNDS],

@@ -1,4 +1,4 @@
-"""How a step grows with the ranks: host time, memory and messages as one of up to thousands of simulated ranks."""
+"""Growth of a step with the number of ranks: host time, memory and messages of one of up to 4096 simulated ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 16
 
 
 class ScaleLoop(HostLoop):
-    """A `HostLoop` whose storages are seen from its first on."""
+    """A `HostLoop` that counts its storages from the first one on."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         self._meter = Allocations()
@@ -31,7 +31,7 @@ class ScaleLoop(HostLoop):
             super().__init__(seat, contender, rows, blocks)
 
     def facts(self) -> dict[str, int]:
-        """Of one step of this rank: bytes held between steps and at the peak, bytes sent, and launches."""
+        """Run a step, and return its bytes after the step ("rest"), at the "peak" and "sent", and "launches"."""
         with self._meter:
             self._meter.mark("start")
             with Wire() as wire:
@@ -47,19 +47,19 @@ class ScaleLoop(HostLoop):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The wire that is simulated: nobody sends anything."""
+    """A simulated network: nothing is sent."""
 
     gbps: float = 400.0
     latency_us: float = 10.0
 
     def seconds(self, num_bytes: int, launches: int) -> float:
-        """Bytes over bandwidth, and a latency for each launch."""
+        """Return bytes / bandwidth plus a latency for each launch."""
         return num_bytes * 8 / (self.gbps * 1e9) + launches * self.latency_us * 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One contender at one number of ranks; bytes and launches of one step of one rank."""
+    """Figures of one contender at one number of ranks; bytes and launches are of one step of one rank."""
 
     num_ranks: int
     host: HostTime
@@ -73,7 +73,7 @@ class Point:
 def grow(
     contenders: Sequence[str], sizes: Sequence[int], rounds: int, count: int, network: Network
 ) -> dict[str, list[Point]]:
-    """By contender: a point for each number of ranks. The model is the same for all of them, with rows for the most ranks."""
+    """Return a point for each number of ranks, by contender. The model has enough rows for the most ranks."""
     rows = max(64, *sizes)
     facts = {}
     for size in sizes:
@@ -88,8 +88,8 @@ def grow(
             )
             for name, size in keys
         ]
-        asked = interleaved(teams, rounds, "turn", count)
-    turns = {team.name: [answers[0] for answers in asked[team.name]] for team in teams}
+        answers = interleaved(teams, rounds, "turn", count)
+    turns = {team.name: [ranks[0] for ranks in answers[team.name]] for team in teams}
     turns["plain"] = turns.pop(f"plain {sizes[0]}")
     host = summary(turns)
     return {
@@ -115,12 +115,12 @@ class Options:
     """Measure how host time, memory and messages of one rank grow with the simulated ranks.
 
     Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, or a strategy: accordion:shard_grad_op
         sizes: numbers of ranks, separated by commas
-        gbps: bandwidth of the simulated wire, Gbit/s of a rank
-        latency_us: of each collective on the simulated wire
+        gbps: bandwidth of the simulated network, Gbit/s per rank
+        latency_us: latency of each collective on the simulated network
         rounds: turns of each contender, interleaved
-        steps: counted steps of a turn
+        steps: measured steps per turn
     """
 
     against: str = "fsdp2"
@@ -137,12 +137,12 @@ def page(o: Options) -> Page:
     try:
         sizes = [int(size) for size in o.sizes.split(",")]
     except ValueError:
-        raise UsageError(f"sizes {o.sizes!r} are no numbers of ranks; write them as 8,64,512.") from None
+        raise UsageError(f"sizes is {o.sizes!r}; it takes numbers of ranks, such as 8,64,512.") from None
     if min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        raise UsageError(f"sizes are {o.sizes}; each is a number of ranks, 1 or more, and stands there once.")
+        raise UsageError(f"sizes is {o.sizes}; it takes different numbers of ranks, each 1 or more.")
     if not (o.gbps > 0 and o.latency_us >= 0):
         raise UsageError(
-            f"the wire has {o.gbps:g} Gbit/s and {o.latency_us:g} us; it takes more than 0, and 0 or more."
+            f"gbps is {o.gbps:g} and latency_us is {o.latency_us:g}; they take more than 0, and 0 or more."
         )
     network = Network(gbps=o.gbps, latency_us=o.latency_us)
     return of_scale(grow(names, sizes, o.rounds, o.steps, network), network, describe("cpu"))
@@ -150,7 +150,7 @@ def page(o: Options) -> Page:
 
 def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: dict[str, Any]) -> Page:
     notes = [
-        "the first of so many simulated ranks; host time in a group that does nothing, over plain (least-most of rounds)",
+        "the first of so many simulated ranks; host time in a group that does nothing, over plain (lowest-highest of rounds)",
         f"wire: simulated, bytes sent / {network.gbps:g} Gbit/s + {network.latency_us:g} us for each collective launched",
     ]
     rows = [
@@ -165,7 +165,7 @@ def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: d
         for name, line in points.items()
         for p in line
     ]
-    columns = ["contender", "ranks", "host us/unit", "held MiB", "peak MiB", "sent MiB", "collectives", "wire us"]
+    columns = ["contender", "ranks", "host us/unit", "kept MiB", "peak MiB", "sent MiB", "collectives", "wire us"]
     return Page(
         name="scale",
         notes=notes,

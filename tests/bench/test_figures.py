@@ -35,7 +35,7 @@ from tests.support.refused import refused
 TASK = ["--task", f"{own_tasks.__file__}:Task", "--device", "cpu"]
 
 
-def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
+def test_a_contender_frees_cached_device_memory_for_the_next(monkeypatch):
     class NoTimes:
         def times(self) -> dict[str, float]:
             return {}
@@ -52,7 +52,7 @@ def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
         done.clear()
 
 
-def test_steps_of_a_turn_are_queued_on_the_device_and_host_time_is_of_one_that_is_not(monkeypatch):
+def test_steps_of_a_turn_are_queued_and_host_time_is_measured_in_another_step(monkeypatch):
     class Timed:
         def __init__(self, at: float) -> None:
             self.at = at
@@ -93,7 +93,7 @@ def test_losses_that_differ_are_named():
     assert compare_losses({"a": good, "b": [4.2, 3.0, 2.0]}, 1e-4).wrong == ["a", "b"], "of two nobody knows which"
 
 
-def test_host_time_is_what_is_added_to_plain():
+def test_host_time_is_the_difference_to_plain():
     times = summary({"plain": [[1.0], [2.0]], "a": [[3.0], [5.0]], "b": [[5.0], [8.0]]})
     assert times["a"] == HostTime(
         unit=Spread(median=4.0, low=3.0, high=5.0, count=2),
@@ -104,7 +104,7 @@ def test_host_time_is_what_is_added_to_plain():
 
 
 def test_flops_of_the_default_model():
-    """Two a weight and token forward, four backward; causal attention is counted whole, as its kernel multiplies it."""
+    """Two per weight and token forward, four backward; causal attention is counted without its mask."""
     width, blocks, vocab, batch, seq = 512, 8, 4096, 2, 128
     tokens, matrices = batch * seq, blocks * 12 * width**2 + vocab * width
     attention = 4 * blocks * tokens * seq * width
@@ -113,11 +113,11 @@ def test_flops_of_the_default_model():
     assert 29e6 < count < 31e6
 
 
-def test_the_wire_is_bytes_over_bandwidth_and_a_latency_each():
+def test_the_simulated_network_counts_bandwidth_and_latency():
     assert Network(gbps=8.0, latency_us=10.0).seconds(10**9, 5) == pytest.approx(1.00005)
 
 
-def test_batches_are_the_same_for_all_and_differ_between_ranks_and_steps():
+def test_batches_are_reproducible_and_differ_between_ranks_and_steps():
     first = batch_of(0, 0, (2, 8), 50)
     assert all(torch.equal(a, b) for a, b in zip(first, batch_of(0, 0, (2, 8), 50), strict=True))
     assert torch.equal(first[0][:, 1:], first[1][:, :-1])
@@ -125,7 +125,7 @@ def test_batches_are_the_same_for_all_and_differ_between_ranks_and_steps():
         assert not torch.equal(first[0], batch_of(step, rank, (2, 8), 50)[0])
 
 
-def test_every_preset_is_there_and_others_are_refused():
+def test_all_presets_are_known_and_other_names_are_refused():
     for name in (*GPTS, *TRAINED):
         with torch.device("meta"):
             assert sum(p.numel() for p in shape_of(name).make().parameters()) > 1000
@@ -162,7 +162,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["hots"], "did you mean 'host'"),
         (None, ["--round", "3"], "did you mean '--rounds'"),
         (None, ["--rounds", "0"], "--rounds is 0; it must be between 1 and"),
-        (None, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (None, ["--model", "nowhere/at/all"], "neither a folder nor a preset"),
         (None, ["--nproc", "-3"], "--nproc is -3"),
         (None, ["--precision", "fp8"], "precision"),
         (None, ["--batch", "-1"], "--batch is -1"),
@@ -171,17 +171,17 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["gpu", "--device", "tpu"], "--device is 'tpu'"),
         (None, ["gpu", "--part", "a"], "--part"),
         (None, [*TASK, "--task.widht", "5"], "did you mean '--task.width'"),
-        (None, [*TASK, "--model", "gpt-tiny"], "--model says something of a language model"),
+        (None, [*TASK, "--model", "gpt-tiny"], "--model is for language models"),
         (None, [*TASK, "--against", "fsdp9"], "fsdp9"),
         (None, ["--task", f"{own_tasks.__file__}:OnMeta", "--device", "cpu"], "meta device"),
         (None, ["--task", f"{own_tasks.__file__}:Nobody"], "Nobody"),
         (checkpoint.run, ["--mib", "0"], "mib is 0"),
         (checkpoint.run, ["--to", "/proc/none"], "nothing can be written to '/proc/none'"),
-        (scale.run, ["--sizes", "8,many"], "no numbers of ranks"),
-        (scale.run, ["--sizes", "8,8"], "stands there once"),
+        (scale.run, ["--sizes", "8,many"], "takes numbers of ranks"),
+        (scale.run, ["--sizes", "8,8"], "different numbers of ranks"),
         (scale.run, ["--sizes", "0"], "1 or more"),
         (scale.run, ["--gbps", "0"], "more than 0"),
-        (offload.run, ["--model", "nowhere/at/all"], "no folder and no preset"),
+        (offload.run, ["--model", "nowhere/at/all"], "neither a folder nor a preset"),
         (gpu.run, ["--parts", "az"], "parts 'z' do not exist"),
     ],
 )
@@ -192,21 +192,21 @@ def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, sa
 
 
 @pytest.mark.parametrize(("run", "words"), [(None, ["bench", "gpu"]), (gpu.run, [])], ids=["command", "script"])
-def test_without_an_accelerator_the_cpu_has_to_be_asked_for(capsys, monkeypatch, tmp_path, run, words):
+def test_without_an_accelerator_cpu_must_be_asked_for(capsys, monkeypatch, tmp_path, run, words):
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
     monkeypatch.chdir(tmp_path)
     refused(capsys, words, "no accelerator is found", run)
 
 
-def test_where_nothing_can_be_written_nothing_is_measured(capsys, monkeypatch, tmp_path):
+def test_nothing_is_measured_if_the_result_cannot_be_written(capsys, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
     for words in (["host"], ["gpu", "--device", "cpu"]):
         refused(capsys, ["bench", *words], "nothing can be written to 'runs/bench'")
 
 
-def test_peaks_are_known_by_name():
+def test_peak_flops_are_found_by_device_name():
     assert known_peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
     assert known_peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
     assert known_peak_flops("NVIDIA L40S", bf16=True) == 362e12
@@ -216,7 +216,7 @@ def test_peaks_are_known_by_name():
     assert describe("cpu")["device"] == "cpu"
 
 
-def test_the_group_that_does_nothing_moves_while_models_are_set_up():
+def test_the_still_group_communicates_during_setup_only():
     group = StillGroup(3, 8)
     assert (group.rank(), group.size()) == (3, 8)
     out = torch.zeros(8, 2)
@@ -249,13 +249,13 @@ def test_no_figure_is_cut_on_a_narrow_screen(monkeypatch, capsys, width):
     assert "backward ms:" not in said, "what is empty is left out of a card"
 
 
-def test_text_tables_line_up():
+def test_text_tables_are_aligned():
     lines = as_text(Table(title="t", columns=["", "ms"], rows=[["a", "1.0"], ["a long name", "22.0"]])).splitlines()
     assert lines[0] == "t"
     assert {len(line) for line in lines[1:]} == {len("a long name  22.0")}
 
 
-def test_what_of_the_optimizer_a_step_hides():
+def test_the_hidden_share_of_the_optimizer():
     def steps(step: float, optimizer: float, shown: float) -> list[dict[str, float]]:
         return [{"step": step, "optimizer": optimizer, "shown": shown, "loss": 1.0}] * 3
 
@@ -274,13 +274,13 @@ def test_what_of_the_optimizer_a_step_hides():
     offload.check({offload.OURS: found, offload.DISK: found})
     other = dataclasses.replace(found, losses=[1.0] * 5 + [1.0 + 1e-7])
     offload.check({offload.OURS: found, offload.PEER: other})
-    with pytest.raises(BenchError, match="losses of accordion disk are not those of accordion"):
+    with pytest.raises(BenchError, match="losses of accordion disk differ from those of accordion"):
         offload.check({offload.OURS: found, offload.DISK: other})
     bare = offload.measured([ranks] * 2, {"arena": 0, "disk": 0})
     assert bare.hidden is bare.gained is bare.disk_rate is None
 
 
-def test_whose_offload_is_measured(monkeypatch):
+def test_peers_whose_offload_cannot_run_are_left_out(monkeypatch):
     monkeypatch.setattr(offload, "find_spec", lambda name: None)
     kinds, left_out = offload.kinds_of("fsdp2,deepspeed")
     assert kinds == [offload.OURS, offload.HOST, offload.DISK, offload.PEER, offload.PEER_HOST]
@@ -290,12 +290,12 @@ def test_whose_offload_is_measured(monkeypatch):
     kinds, left_out = offload.kinds_of("deepspeed")
     assert kinds[3:] == [offload.DEEPSPEED_HOST]
     assert list(left_out) == [offload.DEEPSPEED_DISK]
-    with pytest.raises(UsageError, match="contender 'fsdp3' has no offload to compare; did you mean 'fsdp2'"):
+    with pytest.raises(UsageError, match="the offload of 'fsdp3' cannot be compared; did you mean 'fsdp2'"):
         offload.kinds_of("fsdp3")
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available() or sys.platform != "linux", reason="of MKL, read off Linux")
-def test_what_the_matrix_library_keeps_for_itself_is_not_ours():
+def test_caches_of_the_matrix_library_are_not_counted():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     library.mkl_serv_mem_stat.restype = ctypes.c_int64
     count = ctypes.c_int()

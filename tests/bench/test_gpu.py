@@ -1,4 +1,4 @@
-"""`accordion bench gpu` and `benchmarks/gpu.py`: what they check and measure, in small shapes on CPU."""
+"""`accordion bench gpu` and `benchmarks/gpu.py` with small shapes on CPU."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_device_work_belongs_to_the_range_that_launched_it():
     assert gpu.device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
 
 
-def test_strategies_that_share_a_device_have_the_losses_of_ddp(tmp_path, monkeypatch, capsys):
+def test_strategies_on_a_shared_device_have_the_losses_of_ddp(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu, "SIZES", TINY)
     assert cli.main(["bench", "gpu", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert "torch.profiler tells it of CUDA" in said
+    assert "torch.profiler shows on CUDA" in said
     data = json.loads((tmp_path / "runs" / "bench" / "gpu.json").read_text())
     assert data["failures"] == data["2 ranks"]["wrong"] == data["4 ranks"]["wrong"] == []
     assert len(data["4 ranks"]["losses"]) == 7
@@ -55,7 +55,7 @@ def test_strategies_that_share_a_device_have_the_losses_of_ddp(tmp_path, monkeyp
 
 
 class Stage:
-    """Takes the place of a team; `fails`: (name, method) of the question that fails."""
+    """Stands in for a `WorkerTeam`; `fails`: (name, method) of the call that fails."""
 
     def __init__(self, fails: tuple[str, str]) -> None:
         self.fails, self.begun = fails, list[str]()
@@ -85,7 +85,7 @@ class _Team:
         return {"losses": [[2.0, 1.0]], "memory": [{"allocated": 2**30}], "turn": [turn]}[method]
 
 
-def test_a_strategy_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
+def test_a_strategy_that_fails_is_reported_and_new_ranks_start(monkeypatch):
     stage = Stage(("full_shard", "losses"))
     monkeypatch.setattr(gpu, "WorkerTeam", stage)
     losses, failed = gpu.losses_of(2, "cpu")
@@ -98,7 +98,7 @@ def test_a_strategy_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [("fsdp2", "losses"), ("fsdp2", "turn"), ("plain", "memory")])
-def test_a_contender_of_the_script_that_fails_is_told_of_and_the_others_are_measured(monkeypatch, fails):
+def test_a_contender_that_fails_is_reported_and_the_others_are_measured(monkeypatch, fails):
     monkeypatch.setattr(script, "WorkerTeam", Stage(fails))
     tables = [table for table, _ in script.one_rank(tiny_sizes(), "cpu")]
     assert [len(table.rows) for table in tables] == [3, 3]
@@ -109,7 +109,7 @@ def test_a_contender_of_the_script_that_fails_is_told_of_and_the_others_are_meas
         assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
-def test_shapes_for_a_gpu_are_those_of_the_textbook_and_a_smaller_gpu_gets_smaller_ones():
+def test_shapes_have_the_published_parameter_counts_and_shrink_with_memory():
     seventy, case = Case(preset=PUBLISHED["llama3-70b"], batch=1, seq=1), full_sizes().one_rank
     assert 70e9 < seventy.num_params < 71e9
     assert script.STATE_BYTES * 70e9 / 16 == 52.5e9
@@ -121,7 +121,7 @@ def test_shapes_for_a_gpu_are_those_of_the_textbook_and_a_smaller_gpu_gets_small
     assert [(case.preset.layers, case.batch) for case in cases] == [(16, 4), (16, 4), (8, 2), (4, 1), (2, 1)]
 
 
-def test_plain_training_with_masters_by_hand_is_that_of_the_optimizer():
+def test_masters_kept_by_hand_train_as_float32_parameters_do():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4).to(torch.bfloat16)
     before = [p.detach().float() for p in model.parameters()]
@@ -141,8 +141,8 @@ def test_plain_training_with_masters_by_hand_is_that_of_the_optimizer():
         assert p.grad is None
 
 
-def test_ranks_of_several_nodes_reduce_as_such_a_job_does():
-    """FSDP2 beside them sums in the same dtype."""
+def test_simulated_ranks_of_several_nodes_use_reduce_scatter():
+    """FSDP2 sums in the same dtype."""
     preset = LlamaShape(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
     case = Case(preset=preset, batch=1, seq=16, meta=True)
 
@@ -183,7 +183,7 @@ if __name__ == "__main__":
     ids=["a part", "all parts", "command"],
 )
 def test_a_gpu_is_measured_with_torch_numpy_and_safetensors_alone(words, parts, tmp_path):
-    """A second run adds to the file of the first."""
+    """A second run adds to the first one's file."""
     words = [*words, "--device", "cpu", *(["--tiny"] if parts else [])]
     root = Path(accordion.__file__).parents[2]
     environ = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}

@@ -119,7 +119,7 @@ def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
 
 
 def test_meshes_of_their_own_are_not_planned():
-    with pytest.raises(acc.UsageError, match=r"meshes is given, and a plan makes its own.*expert_parallel"):
+    with pytest.raises(acc.UsageError, match=r"meshes is set, but a plan creates its own.*expert_parallel"):
         planned_of(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=2, meshes={"*": None})
 
 

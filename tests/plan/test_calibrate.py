@@ -1,4 +1,4 @@
-"""One measured step: what it makes of the times of its own configuration and of others."""
+"""Calibration by one measured step: times of its own configuration and of others."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def plain() -> Plan:
 
 @pytest.fixture(scope="module")
 def calibrated(plain: Plan) -> Plan:
-    """By a step that took three times as long."""
+    """A plan calibrated by a step that took three times as long."""
     return planned(measured_step_s=3 * plain.chosen.steps["middle"].seconds)
 
 
-def test_a_measured_step_calibrates_its_own_configuration_and_others(plain, calibrated):
+def test_a_measured_step_calibrates_all_configurations(plain, calibrated):
     measured_s = 3 * plain.chosen.steps["middle"].seconds
     steps = calibrated.chosen.steps
     assert {name: step.seconds for name, step in steps.items()} == pytest.approx(
@@ -40,7 +40,7 @@ def test_a_measured_step_calibrates_its_own_configuration_and_others(plain, cali
     assert plain.as_dict()["assumed"]["time"].startswith("uncalibrated")
 
 
-def test_kernels_are_scaled_and_messages_that_nothing_waits_for_are_not(calibrated):
+def test_kernels_are_scaled_and_hidden_messages_are_not(calibrated):
     for rate in ("middle", "high"):  # at the low one a step this small waits for the host
         scale = calibrated.cluster.scales[rate]
         assert scale.kernels > 1.5
@@ -50,14 +50,14 @@ def test_kernels_are_scaled_and_messages_that_nothing_waits_for_are_not(calibrat
     assert max(found) > 1.001 * min(found)  # of messages one GPU says nothing: a range
 
 
-def test_a_step_that_would_exceed_the_peaks_is_refused():
+def test_a_step_faster_than_the_peaks_is_refused():
     with pytest.raises(
         acc.UsageError, match=r"measured_step_s is 1e-06, and full_shard.* at the peaks of a100-80 .*check the time"
     ):
         planned(measured_step_s=1e-6)
 
 
-def test_what_calibrates_is_one_configuration():
+def test_a_measured_step_needs_one_configuration():
     with pytest.raises(acc.UsageError, match="looks through several"):
         planned(measured_step_s=0.5, checkpoint_activations=None)
     with pytest.raises(acc.UsageError, match="strategy,checkpointing,micro-batch,GPUs"):

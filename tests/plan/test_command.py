@@ -1,4 +1,4 @@
-"""`accordion plan` as people type it: flags, JSON, wrong input in one line."""
+"""`accordion plan` on the command line: flags, JSON, and wrong input, which is reported in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--gpu", "'--gpu' is given no value"),
         ("--gpu= --gpus 8", "not in the table"),
         ("--gpu h100,memory=80", "memory_gib"),
-        ("--gpu h100,watts=many", "write a number after it"),
+        ("--gpu h100,watts=many", "which is no number"),
         ("--gpu h100,tflops=-1", "positive"),
         ("--gpu h100,memory_gib=nan", "positive"),
         ("--gpu h100,link_gbps=inf", "positive"),
@@ -49,8 +49,8 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--gpus 8.5", "8,16,32"),
         ("--gpus 1000000", "1 to 65,536"),
         ("--seq 99999999999999999999", "up to 1,000,000,000"),
-        ("--seq 900000000", "900,000,000 tokens at a time"),
-        ("--micro-batch 100000 --seq 100000", "fits no card"),
+        ("--seq 900000000", "900,000,000 tokens; it takes up to"),
+        ("--micro-batch 100000 --seq 100000", "no GPU holds more"),
         ("--lengths 4096", "mean,longest"),
         ("--accumulate 9999999999", "up to 1,000,000,000"),
         ("--units Nonsense", "auto, blocks, min_params"),
@@ -75,14 +75,14 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--offload all", "write optimizer=host"),
         ("--offload params=host", "is not planned"),
         ("--calibrate 1", "looks through several"),
-        ("--calibrate full_shard,none,1,8", "begins with no number"),
+        ("--calibrate full_shard,none,1,8", "must begin with a number"),
         ("--precision fp8", "bf16"),
         ("--precision bf16,reduce=fp16", "bf16,reduce=bf16"),
         (f"--html {NO_FOLDER}", "no folder"),
         ("--html .", "is a folder"),
     ],
 )
-def test_bad_input_is_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, words, said):
+def test_bad_input_gives_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, words, said):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.main(["plan", *words.split()]) == cli.BAD_INPUT
     text = capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_pat
     assert said in text
 
 
-def test_every_flag_is_hyphened_and_told(capsys):
+def test_help_lists_every_flag_with_hyphens(capsys):
     assert cli.main(["plan", "--help"]) == 0
     said = capsys.readouterr().out
     for field in fields(Options):
@@ -99,7 +99,7 @@ def test_every_flag_is_hyphened_and_told(capsys):
 
 
 class ReachedError(Exception):
-    """All flags were taken."""
+    """Raised in place of planning: all flags were accepted."""
 
 
 WORDS = (
@@ -112,7 +112,7 @@ WORDS = (
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
-    """Flags and values as they come; what is wrong with them is told in one line before anything is traced."""
+    """Random flags and values: what is wrong with them is reported in one line before anything is traced."""
 
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedError
@@ -144,7 +144,7 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """What a process prints: which modules it has before it draws, the table of cards, and whether it froze all as it ended."""
+    """Lines that a process prints: its modules before it draws, the table of GPUs, and if it froze all objects at its end."""
     asked = (
         "import atexit, gc, sys, accordion.plan.cli.command; "
         "print(*{'rich', 'plotly', 'transformers'} & set(sys.modules)); "
@@ -155,24 +155,24 @@ def lines() -> list[str]:
     return found.stdout.splitlines()
 
 
-def test_what_draws_on_the_screen_is_not_imported_for_json(lines):
+def test_json_does_not_import_the_drawing_libraries(lines):
     assert lines[0] == ""
 
 
 @pytest.mark.parametrize(
     ("written", "name"), [("h100-80", "h100"), ("H100-80GB", "h100"), ("a100", "a100-80"), ("RTX-4090", "rtx4090")]
 )
-def test_cards_answer_to_the_names_that_people_write(written, name):
+def test_a_gpu_is_found_by_its_common_names(written, name):
     assert gpu_named(written) is not None
     assert gpu_named(written).source == GPUS[name].source
 
 
-def test_no_second_goes_into_a_last_garbage_collection(lines):
+def test_the_process_ends_without_a_garbage_collection(lines):
     assert lines[-1] == "True"
 
 
-def test_a_plan_that_was_made_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
-    """The same answer without a trace, until an option, the configuration or a version is another. One plan is really made."""
+def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
+    """Equal output without a trace, until an option, the configuration or a version changes. Only one plan is really made."""
     module = import_module("accordion.plan.cli.planned")
     plain, answers = module.planned, list[cache.SavedAnswer]()
 

@@ -150,6 +150,6 @@ def test_a_model_that_lies_over_a_mesh_already_is_refused():
     finally:
         dist.destroy_process_group()
     with pytest.raises(
-        acc.UsageError, match=r"parameter '1.weight' lies over a mesh already, .*not planned.*expert_parallel"
+        acc.UsageError, match=r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_parallel"
     ):
         planned(model, lambda m, x: m(x).sum(), torch.zeros(2, 8), gpus=2)

@@ -1,4 +1,4 @@
-"""What users run, by flag: each changes what is traced, by as much as arithmetic says."""
+"""Options for common trainings: each changes the trace by as much as arithmetic says."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(folder) -> Plan:
     return planned(folder)
 
 
-def test_a_fused_loss_has_no_logits_in_float32_and_a_chunked_one_has_no_logits(folder):
+def test_a_fused_loss_has_no_float32_logits_and_a_chunked_loss_has_none(folder):
     plain, fused, chunked = (planned(folder, micro_batch=4, kernels=Kernels(loss=loss)) for loss in LOSSES)
     # In float32: log-probabilities, their gradient, and that of the copy.
     assert peak(plain) - peak(fused) >= 1.9 * 4 * LOGITS
@@ -63,19 +63,19 @@ def test_a_fused_loss_has_no_logits_in_float32_and_a_chunked_one_has_no_logits(f
     off = logits_off(plain.log, plain.logits_bytes)
     assert off == pytest.approx(peak(plain) - peak(chunked), rel=0.15)  # which holds some rows of them
     advised = [part.advice for part in plain.peak_parts if part.advice]
-    assert advised == [f"a chunked loss would take about {off / 2**30:,.1f} GiB off"]
+    assert advised == [f"a chunked loss would save about {off / 2**30:,.1f} GiB"]
     assert "float32 logits" not in " ".join(part.name for part in fused.peak_parts)
     for other in (fused, chunked):
         assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)
     assert fused.chosen.steps["middle"].seconds < plain.chosen.steps["middle"].seconds
 
 
-def test_rows_of_a_chunk_take_what_hidden_states_do():
+def test_a_chunk_of_logits_takes_as_much_memory_as_hidden_states():
     assert rows_at_a_time(16384, 128256, 4096) == 512  # 16,384 / 32, as Liger's kernel has it
     assert rows_at_a_time(4, 128256, 4096) == 1
 
 
-def test_attention_by_kernel_differs_in_time_and_eager_in_memory(folder, plain):
+def test_attention_kernels_differ_in_time_and_eager_in_memory_too(folder, plain):
     seconds = {}
     for kernel in ("fa1", "fa2", "fa3"):
         made = planned(folder, kernels=Kernels(attention=kernel), gpu=replace(GPUS["h100"], tflops=1.0))
@@ -87,7 +87,7 @@ def test_attention_by_kernel_differs_in_time_and_eager_in_memory(folder, plain):
     assert "attention" not in eager.chosen.steps["middle"].by_kind
 
 
-def test_gradients_summed_in_bf16_are_half_the_message(folder):
+def test_gradients_reduced_in_bf16_halve_the_messages(folder):
     wide, narrow = (
         planned(folder, gpus=16, precision=acc.Precision(params=torch.bfloat16, reduce=dtype))
         for dtype in (torch.float32, torch.bfloat16)
@@ -103,7 +103,7 @@ def held(plan: Plan, category: str) -> int:
     return sum(a.num_bytes for a, _ in plan.log.held if a.category.value == category)
 
 
-def test_states_in_fewer_bits_take_fewer_bytes(folder, plain):
+def test_optimizer_states_in_fewer_bits_take_fewer_bytes(folder, plain):
     own = plain.num_params / 2  # of two ranks
     for optimizer, each in (
         ("adamw", 8),
@@ -116,7 +116,7 @@ def test_states_in_fewer_bits_take_fewer_bytes(folder, plain):
         assert held(made, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
 
 
-def test_a_model_that_is_all_bf16_has_no_masters(folder, plain):
+def test_bf16_pure_has_no_masters(folder, plain):
     pure = planned(
         folder,
         precision=acc.Precision(params=torch.bfloat16, master=None),
@@ -126,7 +126,7 @@ def test_a_model_that_is_all_bf16_has_no_masters(folder, plain):
         assert held(pure, category) == pytest.approx(held(plain, category) / 2, rel=0.01)
 
 
-def test_adapters_alone_are_trained_and_frozen_weights_may_have_four_bits(folder, plain):
+def test_lora_trains_only_adapters_and_frozen_weights_may_have_four_bits(folder, plain):
     lora, narrow = (planned(folder, kernels=Kernels(lora_rank=8, four_bits=bits)) for bits in (False, True))
     per_block = 4 * (WIDTH + WIDTH) + 3 * (WIDTH + MLP)  # attention's four products and the three of the MLP
     trained = 8 * per_block * LAYERS
@@ -143,7 +143,7 @@ def test_adapters_alone_are_trained_and_frozen_weights_may_have_four_bits(folder
         planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
 
 
-def test_what_is_padded_is_computed_and_not_counted(folder, plain):
+def test_padding_is_computed_and_not_counted_as_trained(folder, plain):
     padded = planned(folder, mean_tokens=SEQ // 4)
     assert peak(padded) == peak(plain)
     assert padded.chosen.tokens_per_s(padded.space.tokens) == pytest.approx(plain.chosen.tokens_per_s(SEQ) / 4)
@@ -151,7 +151,7 @@ def test_what_is_padded_is_computed_and_not_counted(folder, plain):
         planned(folder, mean_tokens=SEQ + 1)
 
 
-def test_less_power_is_slower_products(capsys):
+def test_a_power_limit_slows_products(capsys):
     slower = at_watts(GPUS["h100"], 350)
     assert slower.products == pytest.approx(GPUS["h100"].products * 0.5 ** (1 / 3))
     assert slower.elementwise == GPUS["h100"].elementwise
@@ -163,12 +163,12 @@ def test_less_power_is_slower_products(capsys):
 
 
 @pytest.mark.parametrize("card", ["v100-16", "t4"])
-def test_a_card_without_bf16_says_so(folder, card):
+def test_bf16_is_refused_on_a_gpu_without_it(folder, card):
     with pytest.raises(acc.UsageError, match="does not compute with bf16; take --precision fp16"):
         planned(folder, gpu=card)
 
 
-def test_where_the_time_goes_sums_up_to_the_step(folder, plain):
+def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
     told = plain.as_dict()["time"]
     step = plain.chosen.steps["middle"]
     assert sum(p["seconds"] for p in told["by_kind"] if not p["hidden"]) == pytest.approx(step.seconds, rel=1e-6)
@@ -181,7 +181,7 @@ def test_where_the_time_goes_sums_up_to_the_step(folder, plain):
     assert step.by_kind["products"] == pytest.approx(4 * plain.chosen.steps["middle"].by_kind["products"], rel=1e-3)
 
 
-def test_a_run_has_hours_and_a_price(folder, plain):
+def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
     made = planned(folder, tokens=1e9, price=2.5)
     cost = made.run_cost
     slow = made.chosen.tokens_per_s(SEQ, "low")
@@ -191,14 +191,14 @@ def test_a_run_has_hours_and_a_price(folder, plain):
     assert plain.run_cost is None
 
 
-def test_what_is_live_at_the_peak_is_all_of_it(plain):
+def test_the_parts_of_the_peak_sum_up_to_it(plain):
     assert sum(p.num_bytes for p in plain.peak_parts) == peak(plain)
 
 
 WORDS = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --gpus 2 --units blocks"
 
 
-def test_the_command_takes_words_for_what_is_trained_and_where(folder, capsys):
+def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
     words = [
         "plan",
         "--model",
@@ -225,7 +225,7 @@ def test_the_command_takes_words_for_what_is_trained_and_where(folder, capsys):
         assert part in shown
 
 
-def test_weights_in_four_bits_are_heeded_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
+def test_four_bit_weights_are_used_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for told, said in (
         ({"quant_method": "fp8"}, "quantized by fp8"),

@@ -1,4 +1,4 @@
-"""Pages in a browser: a plan's names the peak as JSON does and answers the pointer; all fit a phone."""
+"""A plan's HTML page, also in a browser: it names the peak as JSON does, shows values on hover, and fits a phone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan():
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
-def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan, tmp_path):
+def test_the_page_names_the_peak_shows_values_on_hover_and_fits_a_phone(plan, tmp_path):
     page = tmp_path / "plan.html"
     page.write_text(as_html(plan), encoding="utf-8")
     found = plan.as_dict()
@@ -52,7 +52,7 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
 
 
 def assert_fits(seen: browser.Browser) -> None:
-    """A desk and a phone, with nothing cut off, no error and nothing asked of the network."""
+    """Check on a desktop's and a phone's screen: nothing is cut off, no error, no request to the network."""
     for width, height in (DESK, PHONE):
         seen.resize(width, height)
         seen.until(f"innerWidth === {width} && document.querySelector('#chart-0 .main-svg').clientWidth <= {width}")
@@ -66,7 +66,7 @@ def assert_fits(seen: browser.Browser) -> None:
     assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_the_longest_operators_name_is_as_wide_as_a_phone():
+def test_the_longest_operator_name_is_broken_to_a_phones_width():
     name = "aten._scaled_dot_product_efficient_attention_backward.default"
     pieces = PIECES.findall(name)
     assert "".join(pieces) == name
@@ -74,13 +74,13 @@ def test_the_longest_operators_name_is_as_wide_as_a_phone():
     assert PIECES.findall("peak 13.4 GiB") == ["peak 13.4 GiB"]
 
 
-def test_the_label_of_the_peak_takes_no_width_from_the_curve(plan):
+def test_the_peak_label_does_not_extend_the_axis(plan):
     chart = memory_chart(plan)
     assert list(chart.layout.xaxis.range) == [0, len(chart.data[0].y) - 1]
     assert chart.layout.annotations[0].xref == "x domain"
 
 
-def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):
+def test_the_page_shows_what_its_figures_hold_for_and_marks_lower_bounds(plan):
     best = plan.found.best
     bounds = [replace(best, fits=False, memory=None, steps=None, least_bytes=n, bound="no") for n in (12 << 30, 0)]
     page = as_html(
@@ -90,22 +90,22 @@ def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):
         "sequence length 4,096, loss plain, computed in bfloat16, reduced in ",
         ", 1 node of 2 GPUs",
         "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it",
-        "batches/s a GPU",
+        "batches/s per GPU",
         "over 12.0",
     ):
         assert said in page
     assert ">0.0<" not in page
 
 
-def test_of_a_small_model_too_one_sees_where_the_bytes_go(plan):
+def test_a_small_models_bytes_are_shown_with_enough_digits(plan):
     table = next(t for t in of_plan(plan).tables if t.title.startswith("where the bytes go"))
     shown = {row[0]: float(row[1]) for row in table.rows}
     assert all(shown[key] > 0 for key in ("parameters", "optimizer", "activations", "all"))
     assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
 
 
-def test_every_stream_is_drawn():
-    """FSDP2 has one more that copies, offload those of copies, host and disk; all that takes time is on one of them."""
+def test_the_chart_has_every_stream():
+    """FSDP2 has one more, which copies; offload has those of copies, host and disk. All work is on one of them."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)])
     fixed = {"gpus": 2, "checkpoint_activations": "none", "strategy": "full_shard", "units": acc.only_blocks()}
     ours = {"compute", "gather", "reduce"}
@@ -121,8 +121,8 @@ def test_every_stream_is_drawn():
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
-def test_what_a_page_does_wrong_is_seen(tmp_path):
-    """The test above would fail on a page with an error, or one that asks the network for a script."""
+def test_the_browser_reports_errors_and_requests_of_a_page(tmp_path):
+    """The tests above would fail on a page with an error, or one that loads a script from the network."""
     page = tmp_path / "wrong.html"
     page.write_text(
         "<div class=main-svg></div><script src=http://127.0.0.1:9/x.js></script><script>throw Error()</script>"

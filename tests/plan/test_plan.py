@@ -295,7 +295,7 @@ def small() -> Plan:
     return planned(nn.Linear(64, 64), total, torch.randn(4, 64), **ONE_CHOICE)
 
 
-def test_any_module_is_planned_and_left_as_it_was():
+def test_any_module_is_planned_and_not_changed():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
     before = {name: p.clone() for name, p in model.named_parameters()}
     made = planned(
@@ -314,12 +314,12 @@ def test_any_module_is_planned_and_left_as_it_was():
     assert not torch.distributed.is_initialized()
 
 
-def test_a_model_that_needs_values_is_named_with_its_line():
+def test_the_error_names_the_line_that_needs_values():
     with pytest.raises(acc.UsageError, match=r"needs the values of a tensor at .*test_plan\.py:\d+ .*item"):
         planned(Asks(), total, torch.randn(4, 8), gpus=2)
 
 
-def test_numbers_of_numpy_are_values_too():
+def test_the_error_covers_conversions_to_numpy():
     def through_numpy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(torch.from_numpy(batch.numpy())).sum()
 
@@ -328,7 +328,7 @@ def test_numbers_of_numpy_are_values_too():
 
 
 @pytest.mark.parametrize(("loss", "said"), [(lambda m, x: 1.0, "a float"), (lambda m, x: m(x), r"of shape \(4, 8\)")])
-def test_a_loss_that_is_no_number_is_told_of(loss, said):
+def test_a_loss_that_is_no_scalar_is_reported(loss, said):
     with pytest.raises(acc.UsageError, match=f"the loss is {said}"):
         planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
 
@@ -347,7 +347,7 @@ def test_operators_that_a_gpu_runs_otherwise_stand_for_the_cpus():
     assert F.dropout.__module__ == "torch.nn.functional"
 
 
-def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
+def test_the_command_writes_json_and_html(tmp_path, capsys):
     config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 256}))
     words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
@@ -376,7 +376,7 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     assert 'src="http' not in page
 
 
-def test_the_fewest_gpus_are_told_only_where_others_were_looked_at(small):
+def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
     assert small.fits
     assert small.as_dict()["fewest_gpus"] is None
     open_ = {**ONE_CHOICE, "checkpoint_activations": None}
@@ -398,9 +398,7 @@ def test_the_fewest_gpus_are_told_only_where_others_were_looked_at(small):
          "--gpus 8x1"),
     ], lambda layers, width, asked, change: "--offload optimizer" in change or "--gpu h100" in change),
 )  # fmt: skip
-def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(
-    tmp_path, capsys, layers, width, asked, change
-):
+def test_if_nothing_fits_the_smallest_change_is_named_and_fits(tmp_path, capsys, layers, width, asked, change):
     config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 2 * width}))
     asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --json {asked}"
@@ -410,7 +408,7 @@ def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(
     found, traced = json.loads(said.out), [line for line in said.err.splitlines() if line.startswith("tracing")]
     assert found["fits"] is False
     assert len(traced) == len(set(traced)) > 0, "each configuration once, for the plan and for what would fit"
-    named = found["smallest_change"].partition(" would:")[0]
+    named = found["smallest_change"].partition(" needs ")[0]
     assert named == change
     words, flags = asked.split(), named.split()
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
@@ -420,7 +418,7 @@ def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
-def test_fits_leaves_the_margin(small):
+def test_fits_includes_the_margin(small):
     memory = small.chosen.memory
     assert memory is not None
     assert memory.needed_bytes == int(memory.largest_reserved * MARGIN) + OUTSIDE_BYTES

@@ -1,4 +1,4 @@
-"""The search: what is left by what is fixed, logs carried over from others, accumulation, offload, and the verdicts."""
+"""The search: fixed fields, logs derived from others, accumulation, offload, bounds and verdicts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GIB = 2**30
 # -- what is looked through
 
 
-def test_what_is_fixed_is_not_looked_for():
+def test_fixed_fields_are_not_searched():
     left = space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[2]).choices()
     assert left == [choice(checkpoint_activations="full", micro_batch=2)]
 
@@ -59,20 +59,20 @@ def test_accumulation_follows_from_the_global_batch():
         space(global_batch=7).choices()
 
 
-def test_meshes_of_a_hybrid_have_shards_over_one_node_and_more():
+def test_hybrids_are_tried_with_shards_over_one_two_and_four_nodes():
     fixed = {"strategies": ["hybrid_shard"], "checkpointing": ["none"], "micro_batches": [1], "gpus": [64]}
     assert [(c.replicas, c.shards) for c in space(**fixed).choices()] == [(8, 8), (4, 16), (2, 32)]
     assert [c.replicas for c in space(**fixed, replicas=2).choices()] == [2]
-    with pytest.raises(acc.UsageError, match="no configuration is left"):
+    with pytest.raises(acc.UsageError, match="there is no configuration to try"):
         space(**fixed, replicas=3).choices()
 
 
-def test_a_search_of_200_is_what_several_nodes_span():
+def test_several_nodes_give_about_200_choices():
     assert len(space(gpus=[16, 32]).choices()) >= 200
 
 
-def test_units_by_size_are_tried_beside_the_fastest():
-    """The embedding and the parts of a block apart: traced as the engine cuts them, each with a reason where it loses."""
+def test_units_by_size_are_tried_with_the_fastest_choices():
+    """The embedding and the parts of a block are units: traced as the engine makes them, each with a reason if it loses."""
     rules = unit_rules(gpt(3).make())
     assert rules == ["min_params:66048"]
     fixed = {"strategies": ["full_shard"], "checkpointing": ["none"], "micro_batches": [2], "units": [None, *rules]}
@@ -93,12 +93,12 @@ def test_units_by_size_are_tried_beside_the_fastest():
 @pytest.mark.parametrize(
     ("text", "said"), [("min_params:x", "not understood"), ("min_params:0", "positive"), ("a b", "auto")]
 )
-def test_units_that_make_no_sense_are_told_of(text, said):
+def test_invalid_units_are_reported(text, said):
     with pytest.raises(acc.UsageError, match=said):
         units_named(text)
 
 
-def test_units_that_the_model_lacks_are_told_of_before_a_trace():
+def test_units_that_the_model_lacks_are_reported_before_a_trace():
     heard: list[str] = []
     with pytest.raises(acc.UsageError, match="Foo"):
         planned(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
@@ -109,8 +109,8 @@ def test_units_that_the_model_lacks_are_told_of_before_a_trace():
 
 
 @pytest.mark.parametrize("sharding", [{"strategy": acc.SHARD_GRAD_OP}, {"checkpoint_activations": "full"}])
-def test_sizes_change_alike_under_another_strategy_and_checkpointing(sharding):
-    """What a larger micro-batch changes is traced once for all."""
+def test_sizes_change_equally_under_another_strategy_and_checkpointing(sharding):
+    """The change of a larger micro-batch is traced once for all of them."""
     base, more = (traced(2, 8, batch) for batch in (3, 6))
     mine, other = (traced(2, 8, batch, **sharding) for batch in (3, 6))
     made = alike(mine, base, more)
@@ -127,7 +127,7 @@ def test_sizes_change_alike_under_another_strategy_and_checkpointing(sharding):
 
 
 @pytest.mark.parametrize("strategy", [acc.FULL_SHARD, pytest.param(acc.SHARD_OPTIM, marks=pytest.mark.slow)])
-def test_micro_batches_between_the_first_and_the_last_are_worked_out(strategy):
+def test_micro_batches_in_between_are_interpolated(strategy):
     run, asked = replace(run_of(8, strategy=strategy), accumulate=5), choice(strategy=strategy.name, accumulate=5)
     part = replace(run, accumulate=asked.num_traced)
     whole, some = trace(gpt(2), run), trace(gpt(2), part)
@@ -142,7 +142,7 @@ def test_micro_batches_between_the_first_and_the_last_are_worked_out(strategy):
 
 
 def gathered(log: Log) -> dict[str, list[tuple[str, int]]]:
-    """Bytes of gathers by phase, with their axis."""
+    """Return the bytes and axis of gathers, by phase."""
     phase, found = "", dict[str, list[tuple[str, int]]]()
     for event in log.events:
         if isinstance(event, Enter):
@@ -152,8 +152,8 @@ def gathered(log: Log) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def test_a_backward_with_secondary_shards_gathers_nothing_over_all_ranks():
-    """The blocks but the last are gathered again, in messages of their full buffers; parts of those are the memory it takes."""
+def test_a_backward_with_secondary_shards_gathers_inside_the_node():
+    """All blocks but the last are gathered again, in messages of their full buffers; the secondary shards take memory."""
     plain, kept = (traced(4, 16, precision=NARROW, **given) for given in ({}, {"secondary": 8}))
     without, found = gathered(plain), gathered(kept)
     assert found["forward"] == without["forward"]
@@ -166,7 +166,7 @@ def test_a_backward_with_secondary_shards_gathers_nothing_over_all_ranks():
     assert [taken.count(n) - before.count(n) for n in parts] == [len(parts)] * len(parts), "one for each, of one size"
 
 
-def test_a_step_over_nodes_is_faster_with_secondary_shards_in_each():
+def test_secondary_shards_make_a_step_over_nodes_faster():
     cluster = replace(CLUSTER, network_gbps=1.0)
     asked = ({"precision": NARROW, **given} for given in ({}, {"secondary": 8}, {"secondary": 16}))
     plain, kept, inside = (step_of(traced(4, 16, **given), run_of(16, **given), cluster) for given in asked)
@@ -174,7 +174,7 @@ def test_a_step_over_nodes_is_faster_with_secondary_shards_in_each():
     assert inside.seconds == plain.seconds, "all ranks: nothing is kept"
 
 
-def test_a_search_tries_secondary_shards_in_each_node_beside_what_is_fastest():
+def test_secondary_shards_are_tried_with_the_fastest_choices():
     fixed = {"strategies": ["full_shard"], "checkpointing": ["none"], "micro_batches": [1], "precision": NARROW}
 
     def searched(**given: object) -> SearchResult:
@@ -200,7 +200,7 @@ def plain():
     return traced(3, 8)
 
 
-def test_offload_takes_states_off_the_device_and_leaves_no_gradient_behind(plain):
+def test_offload_moves_states_and_all_gradients_off_the_device(plain):
     before = peak_of(plain)
     for offload, kept in (("optimizer", 0.5), ("all", 0.0), ("disk", 0.0)):
         moved = offloaded(plain, choice(offload=OFFLOADS[offload]).offload, compute_bytes=2)
@@ -233,8 +233,8 @@ PLACES = {
 }
 
 
-def test_host_and_disk_have_what_the_tiers_state():
-    """Of a model whose parameters are large beside pages, for all ranks of a machine."""
+def test_host_and_disk_bytes_equal_those_that_tiers_state():
+    """For all ranks of a machine, and a model whose parameters are large compared with pages."""
     wide = gpt(2, width=1024)
     log = trace(wide, run_of(8))
     for places in PLACES.values():
@@ -244,7 +244,7 @@ def test_host_and_disk_have_what_the_tiers_state():
 
 
 def take_host_memory(mesh) -> int:
-    """Bytes of the arena that `shard` reports in its log."""
+    """Return the bytes of the arena that `shard` reports in its log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -255,8 +255,8 @@ def take_host_memory(mesh) -> int:
     return next(int(text.split()[1]) for text in said if text.startswith("offload: "))
 
 
-def test_host_memory_is_what_the_engine_takes(run_fake):
-    """On one rank of eight; states are the optimizer's own memory beside the arena."""
+def test_estimated_host_memory_equals_the_engines_arena(run_fake):
+    """On one rank of eight; the optimizer's states are not in the arena."""
     assert run_fake(8, 0, take_host_memory) == estimate_memory(gpt(4).make(), PLACES["all"], 8, precision=BF16).arena
 
 
@@ -267,14 +267,14 @@ CARD_GIB = 2.09  # three blocks need 2.092 with states on the card, and 2.088 wi
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    """A card on which states do not fit beside what a step needs."""
+    """A search on a GPU on which the states do not fit next to the rest of a step."""
     gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
     fixed = {"strategies": ["full_shard"], "checkpointing": ["none", "full"], "micro_batches": [2], "precision": BF16}
     looked = space(lambda size: gpt(3, batch=size), **fixed, gpus=[2], gpu=gpu, node=2, num_params=700_000)
     return search_in(looked)
 
 
-def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
+def test_an_offload_is_tried_if_the_one_before_does_not_fit(found):
     by = {(c.choice.checkpointing, offload_words(c.choice.offload)): c for c in found.candidates if c.choice.gpus == 2}
     assert {key for key, c in by.items() if key[1] == "none" and c.fits} == set()
     assert found.best is not None
@@ -292,14 +292,14 @@ def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
             assert c.memory.needed_bytes < CARD_GIB * GIB
 
 
-def test_what_comes_closest_was_worked_out(found):
-    """And is no choice that a bound ruled out, of which only the least is known."""
+def test_the_closest_candidate_was_evaluated(found):
+    """It is no choice that a bound ruled out, for which only a lower bound is known."""
     ruled_out = Candidate(choice=choice(gpus=2), fits=False, least_bytes=1, bound="takes more than full_shard")
     assert closest([ruled_out, *found.candidates], space(gpus=[2])).memory is not None
     assert closest([ruled_out], space(gpus=[2])) is ruled_out
 
 
-def test_a_machine_that_is_too_small_for_offload_says_so():
+def test_offload_that_no_machine_holds_is_reported():
     gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
     fixed = {
         "strategies": ["full_shard"],
@@ -315,7 +315,7 @@ def test_a_machine_that_is_too_small_for_offload_says_so():
     assert "of a machine's memory" in small.candidates[0].why
 
 
-def test_the_usual_machine_of_a_card_is_taken_and_named():
+def test_host_memory_defaults_to_the_usual_machine_of_a_gpu():
     usual, given = Cluster(gpu=GPUS["h100"]), Cluster(gpu=GPUS["h100"], host_memory_gib=512)
     assert usual.host_bytes == 2048 * GIB
     assert usual.host_is == "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it"
@@ -327,7 +327,7 @@ def test_the_usual_machine_of_a_card_is_taken_and_named():
 
 @pytest.fixture(scope="module")
 def traced_once():
-    """Each log once, for searches of the same model."""
+    """Trace each log once for all searches of the same model."""
     known, plain = dict[str, Log](), traces.log_of
 
     def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
@@ -347,7 +347,7 @@ def traced_once():
     ],
 )
 def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monkeypatch):
-    """Beside a search that works everything out; two billion parameters."""
+    """Compared with a search that evaluates everything; two billion parameters."""
     monkeypatch.setattr(traces, "log_of", traced_once)
     subject_for = partial(gpt, 40, width=2048)
     ways = ["none", "every:2", "full"] if memory_gib == 48.0 else ["full"]
@@ -370,8 +370,8 @@ def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monk
             assert (one.choice, one.memory, one.steps) == (other.choice, other.memory, other.steps)
 
 
-def test_what_would_be_faster_names_the_memory_that_is_lacking(found):
-    """Of the card or of the machine, and no negative number of either."""
+def test_next_gains_name_the_memory_that_is_lacking(found):
+    """Memory of the GPU or of the machine, and no negative number of either."""
     assert found.best is not None
     card = found.best.needed_bytes + GIB
     cluster = Cluster(gpu=replace(GPUS["l40s"], memory_gib=card / GIB), host_memory_gib=10)
@@ -380,11 +380,11 @@ def test_what_would_be_faster_names_the_memory_that_is_lacking(found):
     stub = SimpleNamespace(found=replace(found, candidates=[found.best, other]), space=space(), cluster=cluster)
     assert next_gains(stub)[0].costs == "12 GiB more in each machine"
     stub.cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=card / GIB - 2))
-    assert next_gains(stub)[0].costs == "1.0 GiB more on each card and 12 GiB more in each machine"
+    assert next_gains(stub)[0].costs == "1.0 GiB more on each GPU and 12 GiB more in each machine"
 
 
-def test_no_trace_keeps_less_on_the_host_than_its_bound():
-    """Of the same model, what is worked out from a log; and a choice whose states no machine holds is not traced."""
+def test_host_bytes_are_never_below_their_bound():
+    """Bytes derived from a log are not below the bound, and a choice whose states fit no machine is not traced."""
     subject = gpt(2, width=1024)
     elements = sum(p.numel() for p in subject.make().parameters())
     for gpus, optimizer in ((8, "adamw"), (16, "sgd")):
@@ -407,7 +407,7 @@ def test_no_trace_keeps_less_on_the_host_than_its_bound():
     assert disk.bound == "needs at least 20 of 20 GiB of a machine's memory"
 
 
-def test_no_strategy_is_said_to_take_less_than_its_states():
+def test_least_bytes_include_a_strategys_states():
     billion = 10**9
     looked = space(precision=BF16, num_params=billion)
     assert least_bytes(choice(), looked) == 1.5 * billion
@@ -418,8 +418,8 @@ def test_no_strategy_is_said_to_take_less_than_its_states():
     assert least_bytes(choice(offload=OFFLOADS["all"]), looked) == 0
 
 
-def test_a_strategy_that_could_not_win_is_not_traced():
-    """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
+def test_a_choice_that_cannot_be_chosen_is_not_traced():
+    """FULL_SHARD bounds the others in memory, and in time without waits. A trace would raise here."""
     cluster = replace(CLUSTER, network_gbps=0.1)
     evaluator = Evaluator(space(precision=BF16, cluster=cluster, num_params=10**6), lambda text: None)
     evaluator._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
@@ -427,8 +427,8 @@ def test_a_strategy_that_could_not_win_is_not_traced():
         (8, Floor(GIB, 0.625), "20 % slower"),
         (8, Floor(GIB, 0.495), "only 1 % faster"),
         (8, Floor(100 * GIB, 0.1), "107.0 GiB"),
-        (64, Floor(GIB, 0.1, gathered=(GIB,)), "if its messages alone took time"),
-        (64, Floor(GIB, 0.1, reduced=(GIB,)), "if its messages alone took time"),
+        (64, Floor(GIB, 0.1, gathered=(GIB,)), "if only its messages took time"),
+        (64, Floor(GIB, 0.1, reduced=(GIB,)), "if only its messages took time"),
     ):
         evaluator._floors[choice(gpus=gpus)] = floor
         candidate = evaluator.candidate(choice(strategy="shard_grad_op", gpus=gpus))
@@ -450,7 +450,7 @@ def test_a_strategy_that_could_not_win_is_not_traced():
     ],
 )
 def test_no_step_is_faster_than_its_messages(name):
-    """Seconds of the messages, from FULL_SHARD's own log, beside what is traced: close to it where only messages take time."""
+    """The messages' time, from FULL_SHARD's log, bounds the traced step, and is close to it if only messages take time."""
     cluster = replace(CLUSTER, network_gbps=0.01)
     looked, base = space(precision=BF16, cluster=cluster), choice(gpus=16, precision=BF16)
     asked = choice(strategy=name, gpus=16, replicas=2 if "hybrid" in name else 1, precision=BF16)
@@ -462,7 +462,7 @@ def test_no_step_is_faster_than_its_messages(name):
 
 
 @pytest.mark.parametrize("way", ["full", "every:2", "selective"])
-def test_no_step_is_faster_than_the_one_without_recomputation_and_what_it_computes_again(way):
+def test_recomputation_adds_its_forward_to_the_bound(way):
     looked, base = space(precision=BF16), choice(precision=BF16)
     log = trace(gpt(4), looked.setup(base))
     floor = floor_of(log, GIB, step_of(log, looked.setup(base), CLUSTER), base, CLUSTER)

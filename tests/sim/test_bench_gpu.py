@@ -48,7 +48,7 @@ def test_all_that_one_gpu_shows_is_measured_and_what_such_a_device_cannot_tell_i
         assert done.returncode == 0, done.stdout + done.stderr
         said += done.stdout
     assert "does not run" not in said
-    assert "torch.profiler tells it of CUDA" in said
+    assert "torch.profiler shows on CUDA" in said
     assert "peak unknown" in said
     folder = Path(tmp_path, "runs", "bench")
     safe = json.loads((folder / "gpu.json").read_text())

@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: this engine beside the ones that people use today, on one machine."""
+"""Measurements that anyone can repeat: this engine and its peers, on one machine."""

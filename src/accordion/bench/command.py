@@ -1,4 +1,4 @@
-"""`accordion bench`: its subcommands with their options, and what each of them measures and shows."""
+"""`accordion bench`: its subcommands and their options."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from accordion.tasks.flags import split_task
 from accordion.workers.ranks import WorkerTeam, World
 
 SUBCOMMANDS = {
-    "host": "host time of a sharded unit, with collectives that cost nothing",
-    "memory": "peak bytes of one of 8 simulated ranks, bf16 over fp32 parameters",
-    "gpu": "check the order of streams on one accelerator; needs torch, numpy and safetensors alone",
+    "host": "host time of a sharded unit, with collectives that do nothing",
+    "memory": "peak memory of one of 8 simulated ranks, bf16 over fp32 parameters",
+    "gpu": "check the order of streams on one accelerator; needs only torch, numpy and safetensors",
 }
 SIMULATED = 8  # ranks of `host` and `memory`
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Train the same model under each contender, and compare losses, times, bytes and what is sent.
+    """Train the same model under each contender, and compare losses, times, memory and bytes sent.
 
     Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
+        against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
             communication), or this engine under another strategy, such as accordion:shard_grad_op
-        task: a task of your own in place of `model`: file.py, file.py:Name or package.module:Name, with options as
+        task: a task of your own instead of `model`: file.py, file.py:Name or package.module:Name, with options as
             --task.width 64; each contender trains it with fused AdamW
         model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
-        batch: sequences, or samples of a task, of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
+        batch: sequences (samples of a task) per rank and step; 0: the model's default
+        seq: tokens per sequence; 0: the model's default
         precision: fp32, or bf16 over fp32 parameters
-        nproc: ranks on this machine; 0: one for each GPU found, else 2
-        device: auto takes the accelerators of this machine if there are some; cpu, or the type of a device
+        nproc: ranks on this machine; 0: one per GPU, or 2 without GPUs
+        device: auto (the accelerators of this machine, or CPU if there are none), cpu, or another device type
         rounds: turns of each contender, interleaved
     """
 
@@ -63,10 +63,10 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """Measure the host time of a unit of 9 parameters under each contender, over plain, as one of 8 simulated ranks.
+    """Measure the host time that each contender adds to a unit of 9 parameters, as one of 8 simulated ranks.
 
     Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, or a strategy: accordion:shard_grad_op
         rounds: turns of each contender, interleaved
     """
 
@@ -76,14 +76,14 @@ class HostOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """Measure the peak bytes of one of 8 simulated ranks in a step, in bf16 over fp32 parameters.
+    """Measure the peak memory of one of 8 simulated ranks in a step, in bf16 over fp32 parameters.
 
     Args:
-        against: contenders beside `accordion`, as of accordion bench, without deepspeed
-        model: as of accordion bench
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        device: auto takes an accelerator if there is one; cpu, or the type of a device
+        against: contenders next to `accordion`, as for accordion bench, but not deepspeed
+        model: as for accordion bench
+        batch: sequences per rank and step; 0: the model's default
+        seq: tokens per sequence; 0: the model's default
+        device: auto (an accelerator, or CPU if there is none), cpu, or another device type
     """
 
     against: str = "fsdp2"
@@ -94,19 +94,19 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand in `words`, or the comparison of contenders if there is none. Returns the exit code."""
+    """Run the subcommand named in `words`, or without one the comparison of contenders. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
-    own, words = ([], words[1:]) if name else split_task(words)
+    task_words, words = ([], words[1:]) if name else split_task(words)
     about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
     chosen_options = options.read(kind, words, f"accordion bench {name}".strip(), about)
     if chosen_options is None:
         return 0
-    if own and chosen_options.task is None:
-        raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
-    return measure(chosen_options, job if name else partial(_compare, own=own))
+    if task_words and chosen_options.task is None:
+        raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
+    return measure(chosen_options, job if name else partial(_compare, task_words=task_words))
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
@@ -120,12 +120,12 @@ def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
 
 
 def device_of(asked: str) -> str:
-    """Return the type of device to measure on. Raises `UsageError` for one that this machine has not."""
+    """Return the device type to measure on. Raises `UsageError` if this machine does not have the one asked for."""
     return devices_named(asked, "device", devices_here()).type
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Return ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than accelerators."""
+    """Return a world of `nproc` ranks; CPU ranks share the cores. Raises `UsageError` for more ranks than accelerators."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:
@@ -139,12 +139,12 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
 
 
 def names_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return this engine and those of `against` that are installed, and why others are left out."""
+    """Return this engine and the installed contenders of `against`, and by name why others are left out."""
     return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
 
 
-def _compare(o: CompareOptions, own: Sequence[str] = ()) -> Page:
-    """Compare contenders on a model, or on a task with the options `own`, which each rank loads by itself."""
+def _compare(o: CompareOptions, task_words: Sequence[str] = ()) -> Page:
+    """Compare contenders on a model, or on a task with the options `task_words`; each rank loads the task itself."""
     names, left_out = names_of(o.against)
     bf16, flops, make = o.precision == "bf16", None, start
     if o.task is None:
@@ -152,10 +152,8 @@ def _compare(o: CompareOptions, own: Sequence[str] = ()) -> Page:
     else:
         for key in ("model", "seq"):
             if getattr(o, key) != getattr(CompareOptions, key):
-                raise UsageError(
-                    f"--{key} says something of a language model, and --task names another; leave one out."
-                )
-        setting, flops = measured_task(o.task, [*own], o.batch, bf16=bf16)
+                raise UsageError(f"--{key} is for language models and cannot be combined with --task; leave one out.")
+        setting, flops = measured_task(o.task, [*task_words], o.batch, bf16=bf16)
         make = start_task
     comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, make, flops)
     sharding = [name for name in comparison.contenders if name in host.PEERS or pages.is_ours(name)]

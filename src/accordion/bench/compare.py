@@ -1,4 +1,4 @@
-"""`accordion bench`: contenders train the same model, each in processes of its own, in interleaved rounds."""
+"""`accordion bench`: train the same model under each contender in its own processes, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartil
 from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 LOSS_STEPS = 3
-STEPS = 4  # counted steps of a turn
-WARM = 1  # first steps of a turn, which are not counted: the caches hold another contender's data
-TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
+STEPS = 4  # measured steps per turn
+WARM = 1  # first steps of a turn, not measured: the caches hold another contender's data
+TOLERANCE = {False: 1e-4, True: 1e-2}  # relative tolerance of losses by `Setting.bf16`
 PARTS = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """The figures of one contender. Seconds are means over ranks, bytes the largest of any rank.
+    """The figures of one contender. Seconds are means over ranks; bytes are those of the rank with the most.
 
-    `steps`, `cpu`: seconds of the wall and of the processor by round.
+    `steps`, `cpu`: wall and CPU seconds of each step, by round.
     """
 
     times: dict[str, Spread]
@@ -47,10 +47,10 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs.
+    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: by (ours, theirs), the ratio of their step times.
 
-    `peak_flops`: the arithmetic of all ranks, operations a second. `peak_source`: of that figure. `left_out`: peers that did not
-    start, and why.
+    `peak_flops`: peak operations per second of all ranks together, from `peak_source`. `left_out`: peers that did not start,
+    and why.
     """
 
     machine: dict[str, Any]
@@ -74,10 +74,10 @@ def compare(
     make: Callable[..., Trainer] = start,
     flops: float | None = None,
 ) -> Comparison:
-    """Train under each of `names`, compare their losses, then measure `rounds` turns of each.
+    """Train under each contender in `names`, compare their losses, then measure `rounds` turns of each.
 
-    A peer that does not start is left out. Raises `BenchError` naming the contenders whose losses differ, before anything
-    is measured, and if one fails later. `make`: creates what runs in each rank. `flops`: of one rank's step, if known.
+    `make`: creates the trainer of one rank. `flops`: operations of one rank's step; None: count them. A peer that does not
+    start is left out. Raises `BenchError` if losses differ, before anything is measured, and if a contender fails later.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -119,19 +119,17 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Return the losses of the first steps. Raises `BenchError` if a contender's are not those of the others.
-
-    Without communication ranks diverge from the second step on, so plain's first loss alone counts.
-    """
+    """Return the comparison of the first steps' losses. Raises `BenchError` if a contender's losses differ."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)
         means = [mean(step) for step in zip(*by_rank, strict=True)]
+        # Without communication ranks diverge from the second step on, so only the first loss of "plain" counts.
         losses[team.name] = means[:1] if team.name == "plain" else means
     verdict = compare_losses(losses, TOLERANCE[setting.bf16])
     if verdict.wrong:
         raise BenchError(
-            f"the losses of {', '.join(verdict.wrong)} are not those of the others, so nothing is compared: {_short(losses)} "
+            f"the losses of {', '.join(verdict.wrong)} differ from those of the others, so nothing is measured: {_short(losses)} "
             f"(tolerance {verdict.tolerance:g}); leave a contender out with --against, or report it."
         )
     return verdict
@@ -142,7 +140,7 @@ def _short(losses: dict[str, list[float]]) -> str:
 
 
 def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float) -> ContenderResult:
-    """`tokens`: of a step of all ranks. `peak_s`: seconds that its operations take at the peak."""
+    """Return a contender's figures. `tokens`: of one step of all ranks. `peak_s`: seconds of its operations at the peak."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")
@@ -174,7 +172,7 @@ def step_flops(setting: Setting) -> float:
 
 
 def _peak(team: WorkerTeam, setting: Setting, world: World) -> tuple[float, str]:
-    """Return the peak of all ranks and its source: the data sheet if it is known, else a matrix product on all ranks at once."""
+    """Return the peak FLOP/s of all ranks and its source: the data sheet, or else a matrix product on all ranks at once."""
     name = name_of(world.device_type)
     known = known_peak_flops(name, setting.bf16)
     if known is not None:

@@ -1,4 +1,4 @@
-"""The contenders: how each of them takes the same plain model, and what a step of it is."""
+"""The contenders: how each of them shards or replicates the same model, and trains it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every contender trains, and how. `batch`: of one rank. `bf16`: computes in bf16 over parameters in float32.
-    `task`: class path and options of a task of the user's, of which `batch` are samples; empty where `model` is trained.
+    """The training that all contenders do. `batch`: of one rank. `bf16`: compute in bf16 over float32 parameters.
+
+    `task`: class path and options of the user's task, then `batch` counts its samples; empty if `model` is trained.
     """
 
     model: str = "gpt-30m"
@@ -46,12 +47,12 @@ def language_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 class Loop:
-    """One contender's model and optimizer on one rank: forward, backward, step. `loss(model, *batch)` is what is trained."""
+    """One contender's training loop on one rank: forward, backward, step. `loss(model, *batch)` returns the loss."""
 
     loss: Callable[..., Tensor] = staticmethod(language_loss)
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
-        """`cast`: the contender has no policy of its own for computing in bf16, so autocast is it."""
+        """`cast`: use autocast, for a contender without a mixed-precision policy of its own."""
         self._model, self._optimizer = model, optimizer
         self._autocast = (
             partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=True)
@@ -72,7 +73,7 @@ class Loop:
 
 
 class DeepSpeedLoop(Loop):
-    """DeepSpeed's engine owns backward and step."""
+    """A `Loop` in which DeepSpeed's engine runs backward and step."""
 
     def __init__(self, engine: Any) -> None:
         self._model, self._autocast = engine, contextlib.nullcontext
@@ -85,7 +86,7 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What the others gather together, as their programs write it: the repeated blocks."""
+    """Return the repeated blocks of a model, which programs of the other contenders wrap one by one."""
     return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
@@ -94,7 +95,7 @@ def mesh_of(seat: Seat) -> DeviceMesh:
 
 
 def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
-    """The same for all: torch's fused AdamW, the fastest that each of them takes."""
+    """Return the optimizer of all contenders: torch's fused AdamW, the fastest that each of them supports."""
     return torch.optim.AdamW(params, lr=setting.lr, fused=True)
 
 
@@ -150,15 +151,15 @@ WRAPPERS: Mapping[str, Callable[..., nn.Module]] = {
     OURS: ours,
     **{f"{OURS}:{name}": partial(ours, strategy=name) for name, s in STRATEGIES.items() if not s.hybrid},
 }
-CASTS = ("plain", "ddp")  # have no policy of their own for computing in bf16
+CASTS = ("plain", "ddp")  # contenders without a mixed-precision policy of their own
 PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed", "plain")
 NAMES = (*WRAPPERS, "deepspeed")
-ENVIRON: Mapping[str, Mapping[str, str]] = {"deepspeed": {"DS_ACCELERATOR": "cpu"}}  # read when it is imported
-NOT_HERE = {"deepspeed": "deepspeed"}  # name -> what must be installed for it
+ENVIRON: Mapping[str, Mapping[str, str]] = {"deepspeed": {"DS_ACCELERATOR": "cpu"}}  # deepspeed reads it at import
+NOT_HERE = {"deepspeed": "deepspeed"}  # contender -> package that it needs
 
 
 def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The contenders in order, each once, and those left out with the reason. Raises `UsageError` for unknown names."""
+    """Return the contenders, each once, and why others are left out. Raises `UsageError` for unknown names."""
     names = list(dict.fromkeys([*ours, *against]))
     for name in names:
         if name not in NAMES:
@@ -172,7 +173,7 @@ def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, st
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """`model` (on its device, equal on all ranks) under a contender."""
+    """Return the training loop of `model` under a contender. The model is on its device and equal on all ranks."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
@@ -183,9 +184,9 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """ZeRO-3, with its defaults but for what is said here; torch's fused AdamW steps, as with all others.
+    """Return the loop of DeepSpeed's ZeRO-3 with its defaults, the settings `zero`, and torch's fused AdamW.
 
-    `offloads`: on the host, where it wants its own AdamW unless told that it need not.
+    `offloads`: the optimizer steps on the host, which needs a setting to accept another AdamW than DeepSpeed's own.
     """
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]

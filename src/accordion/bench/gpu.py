@@ -1,7 +1,7 @@
-"""`accordion bench gpu`: check the order of streams on one accelerator. It needs torch, numpy and safetensors alone.
+"""`accordion bench gpu`: check the order of streams on one accelerator. It needs only torch, numpy and safetensors.
 
-Ranks that share the device train under `debug="streams"`, which makes a missing wait change the losses, beside
-DistributedDataParallel. Then torch's profiler shows on which stream each collective runs.
+Ranks that share the device train under `debug="streams"`, in which a missing wait changes the losses, and under
+DistributedDataParallel, whose losses must be the same. Then torch's profiler shows on which stream each collective runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World
 SIZES = {"vocab": 512, "width": 256, "blocks": 4, "heads": 4}  # of the GPT that is trained
 STEPS = 4
 TOLERANCE = 1e-3  # of losses, relative
-TIMEOUT_S = 110.0  # for one answer of a rank
+TIMEOUT_S = 110.0  # for one answer of a rank's process
 ON_SIDE_STREAM = {True: "yes", False: "NO", None: "not shown"}
 
 
@@ -48,7 +48,7 @@ class GpuOptions:
     """Check the order of streams on one accelerator.
 
     Args:
-        device: auto takes the accelerators of this machine; cpu checks the benchmark itself
+        device: auto (the accelerators of this machine), or cpu to check the benchmark itself
     """
 
     device: str = "auto"
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     devices = devices_named(options.device, "--device", devices_here())
     if devices.is_cpu and options.device != "cpu":
-        raise UsageError("no accelerator is found; check the driver, or check the benchmark with --device cpu.")
+        raise UsageError("no accelerator is found; check the driver, or test the benchmark itself with --device cpu.")
     check_folder(FOLDER)
     page, failures = checked(devices.type)
     print("\n\n".join([*map(as_text, page.tables), *page.notes]))
@@ -70,19 +70,19 @@ def run(words: Sequence[str]) -> int:
 
 
 def checked(device: str) -> tuple[Page, list[str]]:
-    """Run both checks on a type of device; return the page and, in words, each failure."""
+    """Run the checks on a device type, and return the page and a description of each failure."""
     rows, data, failures = list[list[str]](), dict[str, Any](), list[str]()
     for num_ranks in (2, 4):
         if not can_share(device) and num_ranks > torch.accelerator.device_count():
             rows.append(
-                ["left out", str(num_ranks), f"gloo takes no tensors of {device!r}; it takes a device a rank", ""]
+                ["left out", str(num_ranks), f"gloo does not support {device!r}: each rank needs its own device", ""]
             )
             continue
         losses, failed = losses_of(num_ranks, device)
         wrong = compare_losses(losses, TOLERANCE).wrong if losses else []
         data[f"{num_ranks} ranks"] = {"losses": losses, "wrong": wrong, "failed": failed}
         rows += [[name, str(num_ranks), f"{v[-1]:.5f}", "NO" if name in wrong else "yes"] for name, v in losses.items()]
-        rows += [[name, str(num_ranks), f"does not run: {said}", "NO"] for name, said in failed.items()]
+        rows += [[name, str(num_ranks), f"does not run: {error}", "NO"] for name, error in failed.items()]
         failures += [f"{name} on {num_ranks} ranks: {failed.get(name, 'wrong losses')}" for name in (*wrong, *failed)]
     streams: dict[str, dict[str, Any]] = {}
     try:
@@ -90,10 +90,10 @@ def checked(device: str) -> tuple[Page, list[str]]:
             streams = team.ask("streams")[0]
     except BenchError as error:
         failures.append(str(error))
-    failures += [f"{name} is on another stream" for name, s in streams.items() if s["on_side_stream"] is False]
+    failures += [f"{name} is not on the side stream" for name, s in streams.items() if s["on_side_stream"] is False]
     notes = [f"failed: {failure}" for failure in failures]
     if all(s["on_side_stream"] is None for s in streams.values()):
-        notes.append("not told here: on which stream a collective runs; torch.profiler tells it of CUDA")
+        notes.append("not checked: on which stream a collective runs, which torch.profiler shows on CUDA only")
     work = [[n, ", ".join(s["work"])[:90] or "none", ON_SIDE_STREAM[s["on_side_stream"]]] for n, s in streams.items()]
     page = Page(
         name="gpu",
@@ -112,7 +112,7 @@ def world_of(device: str, num_ranks: int, backend: str = "") -> World:
 
 
 def can_share(device: str) -> bool:
-    """Return if several ranks may use one such device: gloo does, libraries of devices want a device for each rank."""
+    """Return True if several ranks can share one device of this type: gloo supports it, device libraries do not."""
     return device in dist.Backend.backend_capability["gloo"]
 
 
@@ -121,7 +121,7 @@ def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict
     losses, failed = dict[str, list[float]](), dict[str, str]()
     world = world_of(device, num_ranks, "gloo" if can_share(device) else "")
     todo = ["ddp", *(name for name, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4)]
-    while todo:  # in new ranks after each failure
+    while todo:  # new processes after each failure
         try:
             with WorkerTeam(f"{num_ranks} ranks", world, SharedDevice, (SIZES,)) as team:
                 while todo:
@@ -133,7 +133,7 @@ def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict
 
 
 class SharedDevice:
-    """One of the ranks that share a device."""
+    """One of several ranks that train on the same device."""
 
     def __init__(self, seat: Seat, sizes: dict[str, int]) -> None:
         self._seat, self._sizes = seat, sizes
@@ -162,17 +162,16 @@ class SharedDevice:
 
 
 class Collectives:
-    """One rank with the backend of its device, which finds the stream of each collective."""
+    """A single rank with its device's backend, to find the stream on which each collective runs."""
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
         self._link = Communicator(dist.group.WORLD, seat.device)
 
     def streams(self) -> dict[str, dict[str, Any]]:
-        """Return, for each collective, its device work, and if all of it ran on the side stream.
+        """Return for each collective its "work" on the device, and "on_side_stream": True if all of it ran there.
 
-        A sleep on the side stream shows under which number the profiler knows that stream. `on_side_stream` is None on
-        the CPU, and on a device on which nothing sleeps or which the profiler does not see.
+        "on_side_stream" is None on CPU, and on devices that cannot sleep or that the profiler does not support.
         """
         side_stream = SideStream(self._device, DivergenceMonitor([], [0]))
         calls = self._calls()
@@ -183,7 +182,7 @@ class Collectives:
         torch.accelerator.synchronize()
         with torch.profiler.profile() as profile:
             with record_function("accordion::sleep"), side_stream.entered():
-                _torch.sleep_on_device()
+                _torch.sleep_on_device()  # shows the profiler's number for the side stream
             for name, call in calls.items():
                 side_stream.stream.wait_event(side_stream.compute().record_event())
                 with record_function(f"accordion::{name}"), side_stream.entered():
@@ -203,12 +202,12 @@ class Collectives:
         }
 
     def _calls(self) -> dict[str, Callable[[], Any]]:
-        whole, own, other = (torch.ones(4096, device=self._device) for _ in range(3))
+        whole, part, other = (torch.ones(4096, device=self._device) for _ in range(3))
         link = self._link
         return {
-            "gather": lambda: link.gather([whole, other], [own, own]),
-            "exchange": lambda: link.exchange([(whole, own, [], []), (other, own, [], [])]),
-            "reduce_scatter": lambda: link.scatter_sum([whole, other], [own, own]),
+            "gather": lambda: link.gather([whole, other], [part, part]),
+            "exchange": lambda: link.exchange([(whole, part, [], []), (other, part, [], [])]),
+            "reduce_scatter": lambda: link.scatter_sum([whole, other], [part, part]),
         }
 
 
@@ -218,10 +217,8 @@ def wait(pending: Any) -> None:
 
 
 def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, int]]]:
-    """Return (kernel or copy, stream) of each range `accordion::<name>` in a trace of the profiler, by name.
-
-    Work belongs to the range in which the host launched it: launch and work have one correlation id.
-    """
+    """Return, for each range `accordion::<name>` of a profiler trace, its work as (kernel or copy, stream), by name."""
+    # Work belongs to the range in which the host launched it: launch and work have the same correlation id.
     complete = [e for e in events if e.get("ph") == "X" and "ts" in e]
     prefix = "accordion::"
     ranges = [e for e in complete if str(e.get("name", "")).startswith(prefix) and e.get("cat") == "user_annotation"]

@@ -1,4 +1,4 @@
-"""Host time of a sharded unit: what the engine takes of the processor, with collectives that cost nothing."""
+"""Host time of a sharded unit: CPU time of the engine, with collectives that do nothing."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
 
 WARM = 5
-STEPS = 5  # counted steps of a turn
+STEPS = 5  # measured steps per turn
 PEERS = ("fsdp2", "fsdp1")
 Group = Literal["still", "fake"]
 
 
 class HostLoop:
-    """One rank of a world that does not exist, with tiny units under one contender."""
+    """One simulated rank that trains tiny units under one contender."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
         self._blocks = blocks
         self._model = WRAPPERS[contender](NineNet(rows, blocks), seat, False)
         self._x = torch.randn(4, 8)
-        for _ in range(WARM):  # orders are learned, buffers made
+        for _ in range(WARM):  # the engine learns the order of units and allocates buffers
             self._step()
         group: Any = dist.group.WORLD
         if isinstance(group, StillGroup):
@@ -47,22 +47,19 @@ class HostLoop:
             p.grad = None
 
     def turn(self, count: int) -> list[float]:
-        """CPU seconds a unit of `count` steps (forward and backward), after one that is not counted.
-
-        The time of this process and not of the wall: other programs of the machine do not count.
-        """
+        """Return the CPU seconds per unit of each of `count` steps (forward and backward), after one that is not measured."""
         self._step()
-        found = []
+        times = []
         for _ in range(count):
-            start = time.process_time()
+            start = time.process_time()  # of this process only: other programs on the machine do not count
             self._step()
-            found.append((time.process_time() - start) / self._blocks)
-        return found
+            times.append((time.process_time() - start) / self._blocks)
+        return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Of one contender in one kind of group. `unit`: seconds a unit and step; `extra`: over plain, by round."""
+    """One contender's CPU seconds per `unit` and step, and what is `extra` to plain (`by_round`: medians)."""
 
     unit: Spread
     extra: Spread
@@ -74,14 +71,14 @@ def check(contenders: Sequence[str]) -> None:
     for name in contenders:
         if name in ("plain", "ddp", "deepspeed"):
             raise UsageError(
-                f"host time is of engines that shard, not of {name!r}; take {', '.join(PEERS)} or a strategy."
+                f"host time is measured for engines that shard, not for {name!r}; take {', '.join(PEERS)} or a strategy."
             )
 
 
 def measure(
     contenders: Sequence[str], num_ranks: int, rounds: int, groups: Sequence[Group], *, blocks: int = 32
 ) -> dict[str, dict[str, HostTime]]:
-    """Return the host time of each contender, by kind of group, as the first of `num_ranks` ranks."""
+    """Return the host time on the first of `num_ranks` simulated ranks, by kind of group and contender."""
     names = ["plain", *contenders]
     args = (max(64, num_ranks), blocks)
     times: dict[str, dict[str, HostTime]] = {}
@@ -89,22 +86,22 @@ def measure(
         world = World(num_ranks=num_ranks, group=group)
         with ExitStack() as stack:
             teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, *args))) for name in names]
-            asked = interleaved(teams, rounds, "turn", STEPS)
-        times[group] = summary({name: [answers[0] for answers in asked[name]] for name in names})
+            turns = interleaved(teams, rounds, "turn", STEPS)
+        times[group] = summary({name: [answers[0] for answers in turns[name]] for name in names})
     return times
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
-    """`turns`: seconds a unit, by contender and round; plain among them, over which all others are."""
+    """Return the host time of each contender. `turns`: seconds per unit, by contender ("plain" is one) and round."""
     medians = {name: [quartiles(turn).median for turn in rounds] for name, rounds in turns.items()}
-    found = {}
+    times = {}
     for name, ours in medians.items():
         extra = [a - b for a, b in zip(ours, medians["plain"], strict=True)]
-        found[name] = HostTime(unit=extremes(ours), extra=extremes(extra), by_round=extra)
-    return found
+        times[name] = HostTime(unit=extremes(ours), extra=extremes(extra), by_round=extra)
+    return times
 
 
 def ratio_of(times: dict[str, HostTime], ours: str, theirs: str) -> Spread:
-    """Ours over theirs, of what each adds to plain, by rounds."""
+    """Return the ratio, over rounds, of what the contenders `ours` and `theirs` add to plain."""
     pairs = zip(times[ours].by_round, times[theirs].by_round, strict=True)
     return extremes([a / b for a, b in pairs])

@@ -1,4 +1,4 @@
-"""Meters of memory and wire that trust nothing: storages and collectives as the dispatcher sees them."""
+"""Meters of memory and of bytes sent, from the storages and collectives that torch's dispatcher sees."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Mode: Any = _torch.DispatchMode
 
 
 class Allocations(StorageWatch):
-    """Owns the count of live bytes: every storage that an operator makes, until it dies or is resized.
+    """Counts live bytes while active: each storage that an operator makes, until it is freed or resized.
 
-    What the backend takes for itself is not seen: gloo copies each message once more, NCCL does not. The profiler's
-    memory events will not do: they miss what gloo's threads free.
+    Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory
+    events are no alternative, since they miss what gloo's threads free.
     """
 
     def __init__(self) -> None:
@@ -28,24 +28,24 @@ class Allocations(StorageWatch):
         self.live_bytes = 0
         self._history = [0]
         self._marks: dict[str, int] = {}
-        self._sizes: dict[int, int] = {}  # by address of the storage; -1 for those that were there before
-        self._starts: dict[int, int] = {}  # addresses of their memory
+        self._sizes: dict[int, int] = {}  # storage's key -> bytes; -1 for storages that existed before
+        self._starts: dict[int, int] = {}  # storage's key -> address of its memory
 
     def mark(self, name: str) -> None:
-        """Give this moment a name."""
+        """Record the present moment under a name."""
         assert name not in self._marks, name
         self._marks[name] = len(self._history) - 1
 
     def live(self, mark: str) -> int:
-        """Bytes that were live at a mark."""
+        """Return the bytes that were live at a mark."""
         return self._history[self._marks[mark]]
 
     def peak(self, start: str, end: str) -> int:
-        """The most bytes that were live at any time between two marks."""
+        """Return the most bytes that were live at any time between two marks."""
         return max(self._history[self._marks[start] : self._marks[end] + 1])
 
     def count(self, sizes: range) -> int:
-        """Storages that are live now and have a size among `sizes`."""
+        """Return the number of live storages whose size is in `sizes`."""
         return sum(size in sizes for size in self._sizes.values())
 
     @property
@@ -53,12 +53,12 @@ class Allocations(StorageWatch):
         return list(self._marks)
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = storages_of((args, kwargs))
-        for storage in given:
+        inputs = storages_of((args, kwargs))
+        for storage in inputs:
             if self.watch(storage):
                 self._sizes[_torch.storage_key(storage)] = -1
         out = func(*args, **kwargs)
-        for storage in [*given, *storages_of(out)]:
+        for storage in [*inputs, *storages_of(out)]:
             if self.watch(storage):
                 self._sizes[_torch.storage_key(storage)] = 0
             self.resized(_torch.storage_key(storage), storage)
@@ -67,8 +67,8 @@ class Allocations(StorageWatch):
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
         if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
             start = storage.data_ptr()
-            others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
-            # A slice of a storage is in the memory of another one.
+            others = list(self._starts.items())  # a copy, since any storage may be freed and removed during the loop
+            # A storage inside the memory of another one is a slice, which takes no memory of its own.
             is_part = any(first <= start < first + self._sizes.get(o, 0) for o, first in others if o != key)
             size = 0 if is_part else storage.nbytes()
             self._change(size - self._sizes[key])
@@ -86,12 +86,13 @@ class Allocations(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Storages of the tensors in a tree that have memory."""
+    """Return the storages of the tensors in `tree`, without DTensors and tensors that have no memory."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
     return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]
 
 
-FACTORS = {  # part of an operator's name -> index of the argument with the full tensors, messages of their size x (n - 1) / n
+# Part of an operator's name -> (index of the argument with the full tensors, how often (n - 1) / n of their bytes are sent).
+FACTORS = {
     "gather": (0, 1),
     "reduce_scatter": (1, 1),
     "alltoall": (1, 1),
@@ -102,10 +103,10 @@ FACTORS = {  # part of an operator's name -> index of the argument with the full
 
 
 class Wire(_Mode):  # type: ignore[misc]
-    """Owns the counts of what one rank sends while it is active: bytes and launches, by kind of collective.
+    """Counts what this rank sends while active: bytes and launches, by kind of collective.
 
-    Bytes are those that the best algorithm sends: (n - 1) / n of the full tensors for a gather, a reduce-scatter, an all-to-all
-    and a broadcast, twice that for an all-reduce, and the whole message for a send. What is said through a store is not counted.
+    Bytes are those of the best algorithm: (n - 1) / n of the full tensors for an all-gather, a reduce-scatter, an all-to-all
+    and a broadcast, twice that for an all-reduce, the whole message for a send. Traffic of a store is not counted.
     """
 
     def __init__(self) -> None:
@@ -126,10 +127,10 @@ class Wire(_Mode):  # type: ignore[misc]
             self.num_bytes[name] += sum(t.nbytes for t in args[0])
             self.launches[name] += 1
             return
-        found = next((factor for part, factor in FACTORS.items() if part in name), None)
-        if found is None or name.startswith("recv"):
+        factor = next((factor for part, factor in FACTORS.items() if part in name), None)
+        if factor is None or name.startswith("recv"):
             return
-        index, times = found
+        index, times = factor
         full = sum(leaf.nbytes for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor))
         num_ranks = max(filter(None, map(ranks_of, tree_leaves(list(args)))), default=1)
         self.num_bytes[name.strip("_")] += times * full * (num_ranks - 1) // num_ranks
@@ -137,7 +138,7 @@ class Wire(_Mode):  # type: ignore[misc]
 
 
 def ranks_of(value: Any) -> int | None:
-    """Ranks of a boxed process group; None for anything else."""
+    """Return the number of ranks of a boxed process group; None for any other value."""
     if not isinstance(value, torch.ScriptObject):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The models that are trained: a GPT in plain torch, those of transformers, and a net of tiny units that is all host time."""
+"""The models that are trained: a GPT in plain torch, models of transformers, and a net of tiny units for host time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's shape without ties or dropout: (batch, seq) tokens to (batch, seq, vocab) logits."""
+    """GPT-2 without tied weights and dropout: (batch, seq) tokens to (batch, seq, vocab) logits."""
 
     def __init__(self, *, vocab: int, width: int, blocks: int, heads: int, positions: int = 1024) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 
 class NineBlock(nn.Module):
-    """Nine parameters, two vectors and seven matrices, and next to no arithmetic."""
+    """A block of nine parameters, two vectors and seven matrices, with almost no arithmetic."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class NineBlock(nn.Module):
 
 
 class NineNet(nn.Module):
-    """Units of nine parameters of `rows` rows each."""
+    """A net of `blocks` units of nine parameters with `rows` rows each."""
 
     def __init__(self, rows: int, blocks: int, width: int = 8) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model: how it is made, its vocabulary, and the batch with which it is measured unless another is asked for."""
+    """A model to measure: a function that makes it, its vocabulary, and the default batch."""
 
     make: Callable[[], nn.Module]
     vocab: int
@@ -98,14 +98,14 @@ GPTS = {
 
 
 def shape_of(name: str) -> BenchModel:
-    """Return a GPT, or from fresh weights what `accordion train` trains: one of its presets, or a folder of transformers.
+    """Return a GPT, or a preset of `accordion train` or a transformers folder, with new weights.
 
     Raises `UsageError` for any other name.
     """
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():
-        raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, [*GPTS, *TRAINED])}")
+        raise UsageError(f"model {name!r} is neither a folder nor a preset; {nearest(name, [*GPTS, *TRAINED])}")
     from accordion.models.language import language_model
     from accordion.train.model import check_folder, configuration
 
@@ -127,19 +127,19 @@ def _fresh(config: Any) -> nn.Module:
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (batch, seq) of one rank in one step, on the CPU; the same for every contender."""
+    """Return one rank's tokens and targets (batch, seq) in one step, on the CPU; equal for every contender."""
     generator = torch.Generator().manual_seed(1 + 100_000 * step + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def batches_of(rank: int, shape: tuple[int, int], vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `batch_of` of each step, without end."""
+    """Yield the batch of each step, without end."""
     for step in count():
         yield batch_of(step, rank, shape, vocab)
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in float32 of logits, or of the `logits` of a transformers output."""
+    """Return the mean cross entropy in float32 of `output`: logits, or a transformers output with `logits`."""
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""`accordion bench --task`: a task of the user's under each contender, loaded in each rank from the same words."""
+"""`accordion bench --task`: train the user's task under each contender; each rank loads the task itself."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from accordion.train.batches import rows_of
 from accordion.workers.ranks import Seat
 
 PROG = "accordion bench"
-BATCH = 8  # samples of one rank in a step, where nobody says
+BATCH = 8  # default samples per rank and step
 
 
 def measured_task(class_path: str, words: list[str], batch: int, *, bf16: bool) -> tuple[Setting, float]:
-    """What every contender trains, and the operations of one rank's step: the model and its loss are computed here once.
+    """Return the setting for a task, and the operations of one rank's step, from one forward and backward in this process.
 
-    Raises `UsageError` for what cannot be measured, `TaskError` where the user's code fails, before any rank starts.
+    Raises `UsageError` if the task cannot be measured, and `TaskError` if the user's code fails, before any rank starts.
     """
     task, size = read_task(class_path, words, PROG), batch or BATCH
     with of_the_task("model()"):
@@ -45,13 +45,13 @@ def _real(task: LoadedTask) -> nn.Module:
     model = model_of(task)
     if any(p.is_meta for p in model.parameters()):
         raise UsageError(
-            f"the model of the task {task.name!r} is on the meta device, where the others cannot begin; give bench a real one."
+            f"the model of task {task.name!r} is on the meta device, which other contenders do not support; return a real one."
         )
     return model
 
 
 def start_task(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """The trainer of one rank, for a team of `contender`."""
+    """Return the trainer of one rank of a task under `contender`."""
     class_path, *words = setting.task
     task = read_task(class_path, words, PROG)
 
@@ -66,7 +66,7 @@ def start_task(seat: Seat, contender: str, setting: Setting) -> Trainer:
 
 
 def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:
-    """This rank's, without end: in the order of the data, so that no contender's draws matter."""
+    """Yield this rank's batches, without end and in the order of the data, so that they are equal for all contenders."""
     data = data_of(task, "train", seat.rank, seat.num_ranks)
     if is_loader(data):
         while True:
@@ -77,5 +77,5 @@ def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:
             yield task.collate([data[i % len(data)] for i in range(begin, begin + size)])
         else:
             samples = list(islice(iter(data), begin, begin + size))
-            # From the beginning again where an iterable is shorter.
+            # If the data ends before, begin again.
             yield task.collate(samples if len(samples) == size else list(islice(iter(data), size)))

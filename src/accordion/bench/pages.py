@@ -1,4 +1,4 @@
-"""The page of each subcommand: which figures it shows, in which units."""
+"""The tables and notes of each subcommand."""
 
 from __future__ import annotations
 
@@ -10,24 +10,34 @@ from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
 from accordion.pages.page import Page, Table, mebi, spread
 
-ROUNDS = "ratios: median (least-most) over rounds"
-ON_CPU = "bytes on CPU: storages that operators made (the inside of operators and of gloo left out); reserved: the resident set"
+ROUNDS = "ratios: median (lowest-highest) over rounds"
+ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor gloo's; reserved: the resident set"
 
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
-    s, over = c.setting, "samples/s" if c.setting.task else "tokens/s"
+    """Return the page of `accordion bench`. `host`: host time by contender. `left_out`: reason by contender."""
+    s = c.setting
     about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch}{'' if s.task else f' x {s.seq}'}"
     notes = [
         f"{about}, {'bf16 over fp32' if s.bf16 else 'fp32'}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
-        "times: median (quartiles) of steps, ms, the mean over ranks; cpu: of the process, all threads; " + ROUNDS,
+        "times: median (quartiles) of steps, ms, the mean over ranks; cpu: CPU time of all threads; " + ROUNDS,
         f"MFU: of {c.peak_flops / 1e12:.3f} TFLOP/s, {c.peak_source}",
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
-        "host time: of a unit of 9 parameters over plain, 8 simulated ranks, see `accordion bench host`",
+        "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
-    columns = (*PARTS, "step", "cpu")
-    times = [
+    return Page(
+        name="bench",
+        notes=notes,
+        tables=[_times(c, host), _sizes(c), *_ratios(c)],
+        data={"comparison": c, "host": host, "left_out": left_out},
+    )
+
+
+def _times(c: Comparison, host: Mapping[str, HostTime]) -> Table:
+    columns, rate = (*PARTS, "step", "cpu"), "samples/s" if c.setting.task else "tokens/s"
+    rows = [
         [
             name,
             *(spread(m.times[part], 1e3) for part in columns),
@@ -37,7 +47,12 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         ]
         for name, m in c.contenders.items()
     ]
-    sizes = [
+    heads = ["contender", *(f"{part} ms" for part in columns), rate, "MFU %", "host us/unit"]
+    return Table(title="time", columns=heads, rows=rows)
+
+
+def _sizes(c: Comparison) -> Table:
+    rows = [
         [
             name,
             *(mebi(n) for n in (m.rest_bytes, m.allocated_bytes, m.reserved_bytes, sum(m.sent_bytes.values()))),
@@ -45,32 +60,22 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         ]
         for name, m in c.contenders.items()
     ]
-    mine, theirs = (list(dict.fromkeys(names)) for names in zip(*c.ratios, strict=True)) if c.ratios else ([], [])
-    ratios = [
-        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in mine])
-        for title, of in (
-            ("step time, row over column", c.ratios),
-            ("processor time of a step, row over column", c.cpu_ratios),
-        )
+    heads = ["contender", "between steps", "peak allocated", "peak reserved", "sent in a step", "collectives"]
+    return Table(title="memory and bytes sent per rank, MiB", columns=heads, rows=rows)
+
+
+def _ratios(c: Comparison) -> list[Table]:
+    """Return a table for each kind of ratio, with this engine's strategies as rows; none if there are no peers."""
+    ours, theirs = (list(dict.fromkeys(names)) for names in zip(*c.ratios, strict=True)) if c.ratios else ([], [])
+    kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
+    return [
+        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
+        for title, of in (kinds.items() if theirs else ())
     ]
-    head = ["contender", "between steps", "peak allocated", "peak reserved", "sent in a step", "collectives"]
-    return Page(
-        name="bench",
-        notes=notes,
-        tables=[
-            Table(
-                title="time",
-                columns=["contender", *(f"{part} ms" for part in columns), over, "MFU %", "host us/unit"],
-                rows=times,
-            ),
-            Table(title="bytes of a rank, MiB", columns=head, rows=sizes),
-            *(ratios if theirs else []),
-        ],
-        data={"comparison": c, "host": host, "left_out": left_out},
-    )
 
 
 def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -> Page:
+    """Return the page of `accordion bench host`. `times`: host time by kind of group and contender."""
     rows = []
     for group, by_name in times.items():
         peers = [name for name in by_name if not is_ours(name) and name != "plain"]
@@ -81,9 +86,9 @@ def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -
     return Page(
         name="host",
         notes=[
-            "forward and backward of units of 9 parameters as one of 8 simulated ranks; CPU time of one thread, us a unit",
+            "forward and backward of units of 9 parameters as one of 8 simulated ranks; CPU time of one thread per unit",
             "still: collectives do nothing and return finished work; fake: torch's fake group, which copies every chunk",
-            "over plain: what the engine adds to the same model without it; " + ROUNDS,
+            "over plain: time that the engine adds to the same model; " + ROUNDS,
         ],
         tables=[Table(title="host time", columns=["group", "contender", "us/unit", "over plain", "ratio"], rows=rows)],
         data={"machine": machine, "host": times},
@@ -91,7 +96,7 @@ def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -
 
 
 def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench memory`. `memory`: by contender, bytes between steps and at the peak."""
+    """Return the page of `accordion bench memory`. `memory`: bytes by contender, "rest" between steps and "allocated"."""
     peers = [name for name in memory if not is_ours(name)]
     rows = [
         [
@@ -106,11 +111,11 @@ def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[st
     return Page(
         name="memory",
         notes=[about, *([ON_CPU] if machine["device"] == "cpu" else [])],
-        tables=[Table(title="bytes of a rank, MiB", columns=columns, rows=rows)],
+        tables=[Table(title="memory per rank, MiB", columns=columns, rows=rows)],
         data={"machine": machine, "bytes": memory},
     )
 
 
 def is_ours(name: str) -> bool:
-    """Return if a contender is this engine, under whatever strategy."""
+    """Return True if a contender is this engine, under any strategy."""
     return name.partition(":")[0] == OURS

@@ -1,4 +1,4 @@
-"""One rank of `accordion bench`: it trains under one contender, and measures a turn when the parent asks."""
+"""One rank of `accordion bench`: train under one contender, and measure when the parent process asks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from accordion.train.batches import on_device
 from accordion.workers.ranks import Seat
 
 STATUS = Path("/proc/self/status")
-MATMUL_ROWS = {"cpu": 1024}  # of others 8192
+MATMUL_ROWS = {"cpu": 1024}  # of other devices 8192
 Times = dict[str, float]
 
 
 class Clock:
-    """Marks of one step: host time, and on an accelerator the device's own, read after the turn."""
+    """Marks points of one step: host and CPU time, and on an accelerator an event that is read after the turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -40,7 +40,7 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Seconds of forward, backward and optimizer, of the whole step, until the host was through with it; CPU seconds."""
+        """Return the seconds of forward, backward, optimizer and the whole step; of the step on the host; CPU seconds."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -52,15 +52,15 @@ class Clock:
 
 
 class Trainer:
-    """Owns the model, the optimizer and the meter of memory of one rank of one contender."""
+    """Trains one rank under one contender, and measures losses, times, memory and bytes sent."""
 
     def __init__(
         self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]], *, bf16: bool = False
     ) -> None:
-        """`build` makes the model and its loop. `batches`: the arguments of each forward of this rank. `bf16`: of products."""
+        """`build` makes the model's loop. `batches`: arguments of each forward. `bf16`: dtype for `matmul_flops`."""
         self._device, self._batches, self._bf16 = seat.device, batches, bf16
         self._num_steps = 0
-        # Before the model: what is there already it cannot count.
+        # Created before the model, since it does not count storages that exist already.
         self._allocations = Allocations() if seat.device.type == "cpu" else None
         with self._allocations or nullcontext():
             self._loop = build()
@@ -83,16 +83,17 @@ class Trainer:
         return loss.detach(), clock
 
     def losses(self, count: int) -> list[float]:
-        """This rank's loss in each of the first steps."""
+        """Run `count` steps, and return this rank's loss in each."""
         with self._allocations or nullcontext():
-            found = [float(self._step()[0]) for _ in range(count)]
-        self._let_go()
-        return found
+            losses = [float(self._step()[0]) for _ in range(count)]
+        self._free_cache()
+        return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """`warm` steps that are not counted, then the times of `count` steps.
+        """Run `warm` steps, then return the times of `count` more.
 
-        An accelerator is not waited for between them, as in a job that runs; host times are those of one more step, which it is.
+        As in a real job, the host does not wait for an accelerator between the steps. Host times are those of one more step,
+        which begins with an idle device.
         """
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
@@ -100,15 +101,15 @@ class Trainer:
             return [clock.times() for clock in clocks]
         self._synchronise()
         last = self._step()[1]
-        self._let_go()
+        self._free_cache()
         host = {key: last.times()[key] for key in ("host", "cpu")}
         return [clock.times() | host for clock in clocks]
 
     def memory(self) -> dict[str, int]:
-        """Bytes between steps, and the peaks in a step, of tensors and of what the process takes for them.
+        """Return the bytes of tensors between steps ("rest"), and the peaks of a step: "allocated" and "reserved".
 
-        On CPU tensors are the storages that operators made, the inside of operators and of the backend left out, and the
-        process is its resident set.
+        On CPU, "allocated" counts storages that operators made, without temporaries inside operators and the backend, and
+        "reserved" is the resident set.
         """
         if self._allocations is None:
             self._synchronise()
@@ -118,12 +119,12 @@ class Trainer:
             self._step()
             self._synchronise()
             peaks = {"allocated": memory.max_memory_allocated(), "reserved": memory.max_memory_reserved()}
-            self._let_go()
+            self._free_cache()
             return {"rest": rest, **peaks}
         with self._allocations as meter:
             rest = meter.live_bytes
             start, end = f"start {self._num_steps}", f"end {self._num_steps}"
-            if STATUS.exists():  # of Linux: let the peak of the resident set start anew
+            if STATUS.exists():  # on Linux: reset the peak of the resident set
                 STATUS.with_name("clear_refs").write_text("5")
             meter.mark(start)
             self._step()
@@ -134,14 +135,14 @@ class Trainer:
         return {"rest": rest, "allocated": meter.peak(start, end), "reserved": resident}
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """What this rank sends in a step: bytes and launches, by kind of collective."""
+        """Run a step, and return the "bytes" and "launches" that this rank sends, by kind of collective."""
         with Wire() as wire:
             self._step()
-        self._let_go()
+        self._free_cache()
         return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
 
     def matmul_flops(self) -> float:
-        """Floating-point operations a second of this rank in a matrix product, all ranks at once; the best of ten."""
+        """Return this rank's FLOP/s in a matrix product while all ranks run one; the best of ten."""
         dtype = torch.bfloat16 if self._bf16 else torch.float32
         n = MATMUL_ROWS.get(self._device.type, 8192)
         a = torch.randn(n, n, device=self._device, dtype=dtype)
@@ -155,8 +156,8 @@ class Trainer:
             best = min(best, time.perf_counter() - start)
         return 2 * n**3 / best
 
-    def _let_go(self) -> None:
-        """Be through with it, and leave the accelerator's memory to the contender whose turn comes."""
+    def _free_cache(self) -> None:
+        """Wait for the device, and free its cached memory for the next contender."""
         self._synchronise()
         if self._device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -167,7 +168,7 @@ class Trainer:
 
 
 def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """The trainer of one rank, for a team of `contender`."""
+    """Return the trainer of one rank under `contender`."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

@@ -1,1 +1,1 @@
-"""How results are shown: tables on the screen, JSON, and HTML files that need nothing beside them."""
+"""Results as tables on the screen, as JSON, and as self-contained HTML files."""

@@ -1,4 +1,4 @@
-"""On what was measured: the machine, its versions, and the most arithmetic that it can do."""
+"""The machine of a measurement: its hardware, its versions, and its peak arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion import _torch
 from accordion.devices import name_of, num_cores
 from accordion.version import VERSION
 
-# Dense bf16, without sparsity: NVIDIA's data sheets of each product. The first name found in the device's name counts.
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first name that is part of the device's name counts.
 PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -28,7 +28,7 @@ PEAK_BF16_FLOPS = {
 
 
 def describe(device_type: str) -> dict[str, Any]:
-    """Plain data for the head of a result."""
+    """Return the machine's description as plain data, for the data of a page."""
     driver = _torch.runtime_version(device_type)
     return {
         "system": platform.platform(),
@@ -45,7 +45,7 @@ def describe(device_type: str) -> dict[str, Any]:
 
 
 def known_peak_flops(device_name: str, bf16: bool) -> float | None:
-    """The data sheet's operations a second; None where no data sheet is known, and for float32."""
+    """Return the data sheet's bf16 FLOP/s; None for float32, and if the device is not in the table."""
     if not bf16:
         return None
     return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
@@ -61,7 +61,7 @@ def _processor() -> str:
 
 
 def memory_bytes() -> int:
-    """The memory of this machine; 0 if the system does not tell."""
+    """Return the memory of this machine; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""A result as plain data: tables of text and all numbers; for the screen, JSON and HTML alike."""
+"""A result as plain data: tables of text, and all numbers. It serves the screen, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion.errors import UsageError
 from accordion.pages.stats import Spread
 
 FOLDER = Path("runs/bench")
-"""The folder of all results of benchmarks, below the current one."""
+"""Folder for all results of benchmarks, relative to the current one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A whole result. `name`: of its files. `title`: of its HTML. `data`: all numbers, for JSON."""
+    """A result to show. `name`: of its files. `title`: of its HTML page. `data`: all numbers, for JSON."""
 
     name: str
     notes: Sequence[str]
@@ -35,7 +35,7 @@ class Page:
 
 
 def spread(s: Spread, scale: float = 1.0, digits: int = 1) -> str:
-    """`median (low-high)`, scaled."""
+    """Format a spread as `median (low-high)`, each multiplied by `scale`."""
     return f"{s.median * scale:,.{digits}f} ({s.low * scale:,.{digits}f}-{s.high * scale:,.{digits}f})"
 
 
@@ -63,7 +63,7 @@ def write(page: Page, folder: Path) -> Path:
 
 
 def plain_data(value: Any) -> Any:
-    """Return `value` as JSON takes it: dataclasses as mappings, tuples of names as `a / b`."""
+    """Return `value` as JSON data: dataclasses become mappings, and keys that are tuples of names become `a / b`."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, Mapping):
@@ -74,7 +74,7 @@ def plain_data(value: Any) -> Any:
 
 
 def as_text(table: Table) -> str:
-    """The table in columns of characters."""
+    """Return the table as plain text in aligned columns."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     lines = [
         "  ".join(

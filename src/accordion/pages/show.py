@@ -1,4 +1,4 @@
-"""Show a page as tables on the screen; the parts of HTML files that need nothing beside them."""
+"""Print a page as tables, and make the parts of self-contained HTML files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accordion.pages.page import Page, Table
 if TYPE_CHECKING:
     import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-MANY = 3  # words of a cell that is no figure with its unit
-PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
+MANY = 3  # a cell with so many words is text, not a figure with its unit
+PLAIN_WIDTH = 200  # width of tables if the output is no terminal
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
@@ -36,7 +36,7 @@ CONFIG = {"responsive": True, "displayModeBar": False}
 
 
 def show(page: Page) -> None:
-    """Print the page's notes and tables; a row as a card where the screen is too narrow for the table."""
+    """Print the page's tables and notes. If the screen is too narrow for a table, print each row as a list."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -46,7 +46,7 @@ def show(page: Page) -> None:
             drawn.add_column(column, justify="left" if i == 0 or i in words else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
-        # rich breaks what it prints between words alone, and the first column nowhere.
+        # rich breaks cells only between words, and those of the first column not at all.
         columns = list(zip(table.columns, *table.rows, strict=True))
         parts = [
             [part for cell in column for part in (cell.split() if i else [cell])] for i, column in enumerate(columns)
@@ -65,18 +65,18 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Columns that say something in words, or hold no figure at all, and are read from their left."""
+    """Return the columns to align left: those with text, or without any digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]
-        says = any(sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY for cell in cells)
-        if says or not any(map(str.isdigit, "".join(cells))):
+        is_text = any(sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY for cell in cells)
+        if is_text or not any(map(str.isdigit, "".join(cells))):
             words.add(i)
     return words
 
 
 def drawn(charts: Sequence[go.Figure]) -> list[str]:
-    """Return figures of plotly as HTML; the first has plotly's script."""
+    """Return plotly charts as HTML; the first one includes plotly's script."""
     return [
         chart.to_html(config=CONFIG, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}")
         for i, chart in enumerate(charts)
@@ -84,7 +84,7 @@ def drawn(charts: Sequence[go.Figure]) -> list[str]:
 
 
 def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
-    """Return a chart whose legend is below, so that a phone shows it whole."""
+    """Set a chart's title, unit and height, with the legend below so that it fits a phone. Returns the chart."""
     chart.update_layout(
         title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
         legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,
@@ -93,7 +93,7 @@ def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.F
 
 
 def html_table(table: Table) -> str:
-    """A phone shows each row as a card."""
+    """Return the table as HTML; on a phone, each row of more than two columns is shown as a card."""
     words = _words(table)
     kinds = [' class="words"' if i in words else "" for i in range(len(table.columns))]
     head = "".join(f"<th{k}>{escape(c)}</th>" for c, k in zip(table.columns, kinds, strict=True))

@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios of rounds; pure numbers."""
+"""Medians, spreads and ratios of rounds of measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A median and how far what it is of lies apart."""
+    """Median, lowest and highest of `count` values (for `quartiles`, first and third quartile)."""
 
     median: float
     low: float
@@ -18,7 +18,7 @@ class Spread:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """The median of single measurements with their first and third quartile, by the nearest rank."""
+    """Return the median of single measurements with the first and third quartile, by the nearest rank."""
     ordered, last = sorted(values), len(values) - 1
     return Spread(
         median=median(ordered),
@@ -29,15 +29,13 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def extremes(values: Sequence[float]) -> Spread:
-    """The median of rounds with the least and the largest of them."""
+    """Return the median, lowest and highest of rounds."""
     return Spread(median=median(values), low=min(values), high=max(values), count=len(values))
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Ours over theirs: of the medians of each round, since a round's turns lie close in time and share a slow phase.
-
-    `ours`, `theirs`: measurements by round.
-    """
+    """Return the spread over rounds of the ratio of medians. `ours`, `theirs`: measurements by round."""
+    # By round, since the turns of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -47,7 +45,7 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the losses say. `wrong`: contenders whose losses are not those of the others."""
+    """Result of comparing losses. `wrong`: contenders whose losses differ from those of the others."""
 
     losses: dict[str, list[float]]
     tolerance: float
@@ -55,17 +53,17 @@ class Verdict:
 
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
-    """Hold each contender's losses against the median over contenders, step by step.
+    """Compare each contender's losses with the median over contenders, step by step.
 
-    `losses`: by contender, from the first step on; a shorter list is compared as far as it goes. `tolerance`: relative. What
-    is not finite, or missing altogether, is wrong; who was wrong in one step has no say in the next. Of two that disagree
-    both are.
+    `losses`: by contender, from the first step on; lists may be shorter than others. `tolerance`: relative. Losses that are
+    not finite, and empty lists, are wrong. A contender that is wrong in one step is left out of the next steps' median. If
+    two contenders disagree, both are wrong.
     """
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
-        there = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}
-        if not there:
+        at_step = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}
+        if not at_step:
             break
-        middle = median(there.values())
-        wrong |= {name for name, v in there.items() if not abs(v - middle) <= tolerance * abs(middle)}
+        middle = median(at_step.values())
+        wrong |= {name for name, v in at_step.items() if not abs(v - middle) <= tolerance * abs(middle)}
     return Verdict(losses=losses, tolerance=tolerance, wrong=[name for name in losses if name in wrong])

@@ -1,4 +1,4 @@
-"""`plan`: what a training step of a model takes on given cards, and which configuration to take."""
+"""`plan`: what a training step of a model takes on given GPUs, and which configuration to take."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def plan(
     """Predict memory and time of a training step, and choose a configuration. Needs no GPU, no weights and no other rank.
 
     Args:
-        subject: what is trained, or the name of a model.
-        cluster: the cards, or words for them: "h100,network_gbps=25" are eight.
-        sharding: as for `accordion.shard`: nothing of it is looked for. Or a mapping of some of its fields: the other ones
-            are looked for, with bf16 as the precision. None: all are.
-        search: what is looked through of that which `sharding` leaves open.
-        say: receives a line for each trace.
+        subject: the workload, or the name of a model.
+        cluster: the GPUs, or a description of them: "h100,network_gbps=25" is eight H100.
+        sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names; the
+            search chooses the others, and the precision is bf16 unless named. None: the search chooses all of them.
+        search: the values to try for what `sharding` does not fix.
+        say: called with a line of text for each trace.
 
-    Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
+    Call it in a process without a process group. Raises `UsageError`, which names the line if a model needs tensor values.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -60,15 +60,15 @@ def plan(
         check_experts(task.model, task.name, search.expert_parallel)
         task = replace(task, remarks=[*task.remarks, EVENLY.format(search.expert_parallel)])
     space = _space(workload, cluster, base, search, task, "units" in fixed)
-    num_params = sum(p.numel() for p in task.model.parameters())  # which the first trace shortens
+    num_params = sum(p.numel() for p in task.model.parameters())  # the first trace shortens the model
     space, measured = calibrated(space)
-    found = search_in(space, say, fewest=True)
-    made = Plan(task=task, workload=workload, space=space, found=found, num_params=num_params, measured=measured)
-    return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+    result = search_in(space, say, fewest=True)
+    answer = Plan(task=task, workload=workload, space=space, found=result, num_params=num_params, measured=measured)
+    return replace(answer, log=log_of_choice(result, answer.chosen.choice, space))
 
 
 def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """(what all configurations share, names of the fields that are not looked for)."""
+    """Return what all configurations share, and the names of the fields that are not searched."""
     if isinstance(sharding, Sharding):
         return sharding, [f.name for f in fields(Sharding)]
     words = dict(sharding or {})
@@ -76,7 +76,7 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """The search without what is fixed, and what FSDP2 or a module's own batch do not have."""
+    """Return the search without the fields in `fixed`, and without values that the workload does not support."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])
@@ -93,11 +93,11 @@ def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: 
 
 
 def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` for values that do not go together."""
+    """Raise `UsageError` for values that contradict each other."""
     tokens = workload.seq * min(search.micro_batches)
     if isinstance(workload.model, str) and tokens > LARGEST_TOKENS:
         raise UsageError(
-            f"micro_batch x seq is {tokens:,} tokens at a time; it takes up to {LARGEST_TOKENS:,}: what is larger fits no card."
+            f"micro_batch x seq is {tokens:,} tokens; it takes up to {LARGEST_TOKENS:,}, since no GPU holds more."
         )
     if cluster.num_gpus % search.expert_parallel:  # smaller numbers of GPUs that it does not divide are left out
         raise UsageError(
@@ -105,8 +105,8 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
         )
     if base.meshes:
         raise UsageError(
-            "meshes is given, and a plan makes its own; leave it out, plan the model with all of its experts, and say with "
-            "expert_parallel over how many ranks they are spread."
+            "meshes is set, but a plan creates its own; leave it out, plan the model with all of its experts, and set "
+            "expert_parallel to the number of ranks that share them."
         )
     if base.precision is not None and base.precision.params == torch.bfloat16 and cluster.gpu.half != "bf16":
         raise UsageError(f"{cluster.gpu.name} does not compute with bf16; take --precision {cluster.gpu.half} or fp32.")
@@ -117,15 +117,15 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
 
 
 def _check_beside_experts(workload: Workload, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` for options that are not planned with experts over some of the ranks."""
+    """Raise `UsageError` for options that cannot be planned together with `expert_parallel`."""
     hybrid = next((s.name for s in search.strategies if s.hybrid), None)
-    beside = {
+    unsupported = {
         f"engine {workload.engine!r}": workload.engine != "accordion",
         f"strategy {hybrid!r}": hybrid is not None,
         f"replicas={search.replicas}": search.replicas is not None,
         f"{COPIES}={copy_ranks(base)}": copy_ranks(base) > 0,
     }
-    for name, is_asked in beside.items():
+    for name, is_asked in unsupported.items():
         if is_asked:
             raise UsageError(
                 f"expert_parallel with {name} is not planned; leave one of them out, or take full_shard, shard_grad_op, "
@@ -136,9 +136,9 @@ def _check_beside_experts(workload: Workload, base: Sharding, search: Search) ->
 def _space(
     workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained, has_units: bool
 ) -> Space:
-    choose_units(task.model, base.units)  # names that the model lacks are reported before anything is traced
+    choose_units(task.model, base.units)  # raises for names that the model lacks, before anything is traced
     if workload.engine == "fsdp2" and base.units is None:
-        base, has_units = replace(base, units=only_blocks()), True  # as programs write it; it warns of parts of them
+        base, has_units = replace(base, units=only_blocks()), True  # as programs do; FSDP2 warns about parts of blocks
     units = search.units or (None, *unit_rules(task.model))
     trained_tokens = workload.seq if workload.mean_tokens is None or workload.packed else workload.mean_tokens
     return Space(
@@ -154,9 +154,9 @@ def _space(
     )
 
 
-def log_of_choice(found: SearchResult, choice: Choice, space: Space) -> Log | None:
-    """The log of a choice that was traced, with its offload; None if it was not traced."""
-    if moved_as(choice) in found.logs:
-        return found.logs[moved_as(choice)]
-    log = found.logs.get(traced_as(choice))
+def log_of_choice(result: SearchResult, choice: Choice, space: Space) -> Log | None:
+    """Return the log of a traced choice, including its offload; None if the choice was not traced."""
+    if moved_as(choice) in result.logs:
+        return result.logs[moved_as(choice)]
+    log = result.logs.get(traced_as(choice))
     return None if log is None else offloaded(log, choice.offload, space.compute_bytes)

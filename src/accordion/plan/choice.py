@@ -1,4 +1,4 @@
-"""One configuration as plain data, and what a plan looks through."""
+"""One configuration as plain data (`Choice`), and the values that a plan tries (`Search`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from accordion.plan.trace.setup import COPIES, TrainingSetup, copy_ranks, with_c
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
 from accordion.units import UnitChoice, units_named
 
-ON_DISK = f"{DISK}FOLDER"  # in words of a plan, for a folder that its reader chooses
+ON_DISK = f"{DISK}FOLDER"  # as a plan prints it: its reader chooses the folder
 STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -42,16 +42,16 @@ ACTIVATIONS = (DEVICE, HOST, ON_DISK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One configuration.
+    """One configuration of a training step.
 
     Args:
         sharding: the arguments of `accordion.shard`.
-        micro_batch: samples that a rank takes at a time.
+        micro_batch: samples of one rank in one forward.
         gpus: number of ranks.
-        accumulate: micro-batches of a step.
-        replicas: copies of the model with a hybrid strategy, else 1.
-        no_sync: micro-batches but the last reduce nothing.
-        expert_parallel: ranks that share the experts of a mixture; 1: each has all.
+        accumulate: micro-batches per step.
+        replicas: copies of the model under a hybrid strategy, otherwise 1.
+        no_sync: gradients are reduced in the last micro-batch of a step only.
+        expert_parallel: number of ranks that share the experts of a mixture; 1: each rank has all of them.
     """
 
     sharding: Sharding
@@ -77,7 +77,7 @@ class Choice:
         parts += [f"accumulate {self.accumulate}{unreduced}"] if self.accumulate > 1 else []
         parts += [f"offload {offload_words(replace(offload, activations=DEVICE))}"] if offload.is_any else []
         parts += [f"units {unit_words(self.units)}"] if self.units is not None else []
-        return ", ".join([*parts, f"{self.gpus} GPUs"])
+        return ", ".join([*parts, f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"])
 
     @property
     def strategy(self) -> Strategy:
@@ -97,21 +97,21 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Micro-batches that are traced: all others are like the second, which is like the last where each one reduces."""
+        """Number of micro-batches to trace. The others equal the second, as the last one does if every one reduces."""
         each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
         return min(self.accumulate, 2 if each_reduces else 3)
 
     @property
     def shards(self) -> int:
-        """Ranks over which parameters are sharded."""
+        """Number of ranks over which parameters are sharded."""
         return self.gpus // self.replicas
 
     def but(self, **fields: Any) -> Choice:
-        """This choice with other fields of its sharding."""
+        """Return this choice with other values for fields of its sharding."""
         return replace(self, sharding=replace(self.sharding, **fields))
 
     def keeping(self, ranks: int) -> Choice:
-        """This choice with copies of units that `ranks` neighbours keep for the backward; without any if that is no gain."""
+        """Return this choice with secondary shards over `ranks` neighbouring ranks, or without them if they gain nothing."""
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
@@ -124,7 +124,7 @@ class Choice:
         engine: str = "accordion",
         device: Literal["cuda", "cpu"] = "cuda",
     ) -> TrainingSetup:
-        """Return the choice to trace for this one: no more micro-batches than differ, with the host in place of a disk."""
+        """Return the setup of this choice's trace: only micro-batches that differ, and the host in place of a disk."""
         return TrainingSetup(
             engine=engine,
             ranks=self.gpus,
@@ -140,7 +140,7 @@ class Choice:
 
 
 def in_memory(offload: Offload) -> Offload:
-    """`offload` with the host's memory in place of a disk: a trace has no files."""
+    """Return `offload` with the host in place of a disk, since a trace has no files."""
     return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
 
 
@@ -149,13 +149,13 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """The choice of which the trace without offloaded states is that of `choice`."""
+    """Return the choice whose trace, made without offloaded states, serves for `choice`."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
-    """The choice of which the trace with offload is that of `choice`: a disk is as far from the device as the host."""
+    """Return the choice whose trace, made with offload, serves for `choice`: the device moves the same bytes for a disk."""
     return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
 
 
@@ -165,18 +165,18 @@ class Search:
 
     Args:
         strategies: strategies, or their names.
-        checkpointing: ways of `checkpoint_activations`.
-        micro_batches: samples that a rank takes at a time.
-        offloads: places of parameters and states; each is tried if the one before it does not fit.
-        activations: places of the inputs of recomputed units; all but the first are tried only if nothing fits.
-        units: choices of units; all but the first are tried next to the fastest configurations. None: rules by the sizes
-            of the model's parts.
-        replicas: copies of the model with a hybrid strategy. None: shards over one, two and four nodes.
-        copies: whether copies kept by the ranks of a node are tried next to the fastest configurations.
-        accumulate: micro-batches of a step.
-        global_batch: samples of a step over all GPUs, from which `accumulate` follows.
-        no_sync: micro-batches of a step but the last reduce nothing.
-        expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose experts evenly.
+        checkpointing: values of `checkpoint_activations`.
+        micro_batches: samples of one rank in one forward.
+        offloads: placements of parameters and states; each is tried if the one before it does not fit.
+        activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
+        units: choices of units; the first is tried everywhere, the others with the fastest configurations. None: rules by
+            the sizes of the model's parts.
+        replicas: copies of the model under a hybrid strategy. None: shards over one, two and four nodes.
+        copies: also try the fastest configurations with secondary shards over the ranks of a node.
+        accumulate: micro-batches per step.
+        global_batch: samples per step over all GPUs; sets `accumulate`.
+        no_sync: reduce gradients in the last micro-batch of a step only.
+        expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens.
     """
 
     strategies: Sequence[Strategy] = STRATEGIES
@@ -216,7 +216,7 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """This search without what `sharding` fixes: its fields in `fixed`. Raises `UsageError` if they contradict."""
+        """Return this search with the fields of `sharding` named in `fixed` set. Raises `UsageError` if they contradict."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}
@@ -227,7 +227,7 @@ class Search:
             offload = sharding.offload
             if offload.activations != DEVICE and narrow.get("checkpointing") == ["none"]:
                 raise UsageError(
-                    f"offload {offload_words(offload)!r} takes the inputs of recomputed units off the device, and "
+                    f"offload {offload_words(offload)!r} moves the inputs of recomputed units off the device, but "
                     "checkpoint_activations is 'none'; take full, selective or every:2, or leave one of them out."
                 )
             narrow |= {"offloads": [replace(offload, activations=DEVICE)], "activations": [offload.activations]}
@@ -247,17 +247,17 @@ class Search:
         s, offload = sharding.strategy, sharding.offload
         if self.replicas is not None and not s.hybrid:
             raise UsageError(
-                f"replicas is {self.replicas}, of which strategy {s.name!r} keeps none; take hybrid_shard, or leave it out."
+                f"replicas is {self.replicas}, but strategy {s.name!r} has no replicas; take hybrid_shard, or leave it out."
             )
         if offload.is_any and s.grads is not Place.SHARD:
             raise UsageError(
-                f"offload {offload_words(offload)!r} with strategy {s.name!r} is not planned: gradients are whole on each rank; "
+                f"offload {offload_words(offload)!r} cannot be planned with strategy {s.name!r}, which does not shard gradients; "
                 "take full_shard."
             )
 
 
 def check_offload(offload: Offload) -> None:
-    """Raise `UsageError` for places that are not planned."""
+    """Raise `UsageError` for placements that cannot be planned."""
     planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
     if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Cards and links: what their makers state, and what is assumed to be reached of it."""
+"""GPUs, links and machines: the figures of their makers, and the share of them that training is assumed to reach."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from accordion.errors import UsageError, nearest
 from accordion.plan.efficiency import ATTENTION, GUESSED, MADE, efficiency_of
 
 GIB, GB = 2**30, 10**9
-OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
-MARGIN = 1.05  # on what is reserved
-TIGHT_BYTES = 2 * GIB  # with less than this left published runs lost 15 to 35 % of their speed to the allocator
-LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, start to end, beside its bytes
+OUTSIDE_BYTES = 2 * GIB  # GPU memory that torch does not count: context, NCCL's buffers, kernels
+MARGIN = 1.05  # factor on reserved bytes
+TIGHT_BYTES = 2 * GIB  # with less left, published runs lost 15 to 35 % of their speed to the allocator
+LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, on top of the time for its bytes
 PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI-SIG
-HOST_MEMORY_GBPS = (
-    150.0  # GB/s of a machine that its ranks' optimizers reach together: a guess, a third of two sockets of DDR4
-)
-HOST_GIB = 64.0  # of a machine's memory for each card that is in no table, and for those of workstations
+# GB/s of memory bandwidth that the optimizers of a machine's ranks reach together: a guess, a third of two sockets of DDR4.
+HOST_MEMORY_GBPS = 150.0
+HOST_GIB = 64.0  # host memory per GPU of workstations, and of GPUs that are not in the table
 DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
-LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
-LARGEST = 10**9  # of numbers that are asked for
-LARGEST_GPUS = 1 << 16  # a trace knows each rank of its world by number
+LAUNCH_S = 4e-6  # the host's shortest time for one operator: the device waits for it if a kernel is shorter
+LARGEST = 10**9  # largest number that an option takes
+LARGEST_GPUS = 1 << 16  # a trace has a number for each rank of its world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
-    to others in its node, `host_gbps` GB/s to the host and from it at the same time. `fp32_tflops`: products of float32 as
-    torch does them by default, without TF32.
+    """A GPU model: the peaks of its data sheet, and the shares of them that training reaches.
 
-    What training reaches of them: `products` and `attention` (the forward) of the arithmetic, `elementwise` of the memory's
-    bandwidth. `slow`, `fast`: of a step's speed by these, what nine in ten steps lie between. `rows`: published
-    steps that say so; 0: a guess. `kind`: of whose efficiency they are; "" for the guess. `latency_s`: of one collective in a
-    node, beside its bytes. `half`: what 16-bit numbers it computes with. `watts`: at which it reaches its peaks; 0: not known.
-    `host_gib`: GiB of a usual machine's memory, for each card in it.
+    Args:
+        tflops, fp32_tflops: peak arithmetic, dense bf16; and float32 without TF32, torch's default.
+        bandwidth_gbps, link_gbps: peak GB/s of its memory; and of what one GPU sends to the others in its node.
+        host_gbps: peak GB/s to the host, and from the host at the same time.
+        products, attention, elementwise: share reached of the peak arithmetic in matrix products and in the forward of
+            attention, and of the memory bandwidth in element-wise kernels.
+        slow, fast: nine in ten steps are between these multiples of the speed that follows from the shares.
+        rows, kind: number of published steps that the shares were fitted to, and on which kind of GPU; 0 and "": guessed.
+        latency_s: of one collective in a node, on top of the time for its bytes.
+        half, watts: 16-bit dtype that it computes with; power at which it reaches its peaks, 0 if unknown.
+        host_gib: memory of a usual machine, per GPU.
     """
 
     name: str
@@ -62,50 +65,49 @@ class Gpu:
 
     @property
     def efficiency_is(self) -> str:
-        """Where the shares of its peaks come from."""
+        """Describe the source of the shares of the peaks."""
         if self.rows:
-            return f"of {self.rows} published steps on such cards ({MADE})"
-        return "guessed: no published step on such a card was fitted"
+            return f"of {self.rows} published steps on such GPUs ({MADE})"
+        return "guessed: no published step on such a GPU was fitted"
 
 
 PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_gbps", "source")
 
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """A card of the table.
+    """Return a GPU of the table.
 
     Args:
-        peaks: in the order of `PEAKS`.
-        like: the kind of card whose efficiency it has, as far as anybody knows.
-        more: other fields.
+        peaks: values of the fields in `PEAKS`, in this order.
+        like: kind of GPU whose efficiency is used.
+        more: values of other fields.
     """
-    own = efficiency_of(like)
-    ranges = own if name in own.cards else GUESSED
-    shares = {"products": own.products, "elementwise": own.elementwise, "attention": own.attention[ATTENTION]}
+    kind = efficiency_of(like)
+    ranges = kind if name in kind.cards else GUESSED
+    shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
     shares |= {"slow": ranges.slow, "fast": ranges.fast, "rows": ranges.rows}
     return Gpu(name=name, kind=like, **{**dict(zip(PEAKS, peaks, strict=True)), **shares, **more})
 
 
 def at_watts(gpu: Gpu, watts: float) -> Gpu:
-    """A card with less power than the data sheet's: power grows with the cube of the clock (voltage follows it), and what
-    computes goes with the clock. Raises `UsageError`.
-    """
+    """Return `gpu` as it runs with a power limit of `watts`. Raises `UsageError`."""
     if not gpu.watts:
-        raise UsageError(f"the power of card {gpu.name!r} is not known; leave watts out, or give tflops.")
+        raise UsageError(f"the power of GPU {gpu.name!r} is not known; leave watts out, or give tflops.")
     if not 0.2 * gpu.watts <= watts <= gpu.watts:
         raise UsageError(f"watts is {watts:g}; {gpu.name} takes {0.2 * gpu.watts:g} to {gpu.watts:g} W.")
+    # Voltage follows the clock, so power grows with the cube of the clock; arithmetic is proportional to the clock.
     slower = (watts / gpu.watts) ** (1 / 3)
     return replace(gpu, products=gpu.products * slower, attention=gpu.attention * slower, watts=watts)
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """A card that runs attention with that kernel, at the share of its peak that is known of it."""
+    """Return `gpu` with the share of the peak that attention reaches with `kernel`."""
     known = efficiency_of(gpu.kind).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
 
-# Memory in GiB as the driver shows it, where known, else the data sheet's. `host_gib`: of the nodes of eight that clouds rent out
-# with such cards: AWS's p3, p3dn, p4d, p4de, p5, p5e, p6, g4dn (of four), g5 and g6e, Azure's ND MI300X.
+# Memory is in GiB as the driver shows it if that is known, otherwise the data sheet's. `host_gib` is that of the nodes of eight
+# that clouds rent out: AWS's p3, p3dn, p4d, p4de, p5, p5e, p6, g4dn (of four), g5 and g6e, Azure's ND MI300X.
 GPUS: Mapping[str, Gpu] = {
     g.name: g
     for g in (
@@ -115,7 +117,7 @@ GPUS: Mapping[str, Gpu] = {
              host_gib=144),
         _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", like="h100", host_gbps=PCIE_5,
              watts=700, host_gib=256),
-        at_watts(  # the same chip asks for as many bytes
+        at_watts(  # the chip is an H100's, so element-wise kernels move as many bytes a second
             _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450,
                  "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs", watts=700, like="h100", host_gbps=PCIE_5,
                  host_gib=256, elementwise=efficiency_of("h100").elementwise * 3350 / 2400), 500,
@@ -149,16 +151,18 @@ ALIASES: Mapping[str, str] = {
     "h100-80": "h100", "a100": "a100-80", "v100": "v100-16", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
     "gh200-96": "gh200",
 }  # fmt: skip
-NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card
+NETWORK_GBPS = 50.0  # GB/s per GPU between nodes: InfiniBand NDR, 400 Gbit/s per GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """One end, or the middle, of what is reached. `end`: which of the card's `slow` and `fast` kernels have: -1, 0 (neither), 1.
+    """Low, middle or high assumption of what training reaches.
 
-    `link`: of the link in a node. `network`: of all links between nodes that an axis of the mesh has. `host`: of the guessed
-    rates of a machine's memory and disk. `caller_s`: of Python and torch on the host for one kernel; the device waits for it
-    where it has nothing else left to do.
+    Args:
+        end: speed of kernels: -1 takes the GPU's `slow`, 1 its `fast`, 0 the middle.
+        link, network: share reached of the link in a node; and of all links between nodes that an axis of the mesh has.
+        host: multiple of the guessed rates of a machine's memory and disk.
+        caller_s: seconds of Python and torch on the host per kernel. The device waits for them if its queue is empty.
     """
 
     end: int
@@ -168,28 +172,27 @@ class Rates:
     caller_s: float = 0.0
 
     def kernels(self, gpu: Gpu) -> float:
-        """By how much a card's kernels are faster than in the middle."""
+        """Return the speed of `gpu`'s kernels as a multiple of the middle assumption."""
         return (1.0, gpu.fast, gpu.slow)[self.end]
 
 
-# Links: NCCL's tests in nodes of 8. Network: what published steps leave room for; a ring over nodes enters and leaves each by
-# all of its links at best.
-# Caller: transformers' Llama of 8 layers, tensors of a few numbers, on one CPU core of 2.5 GHz: 20 to 40 us of a step for each of
-# its operators that runs a kernel, 24 in the middle. A faster host is not waited for, so the middle and high ends leave it out.
+# Links: NCCL's tests in nodes of 8. Network: the range that published steps allow; at best, a ring over nodes enters and leaves
+# each node by all of its links.
+# Caller: a step of transformers' Llama (8 layers, tensors of a few numbers, one CPU core of 2.5 GHz) takes 20 to 40 us for each
+# operator that runs a kernel, 24 in the middle. The device does not wait for a faster host, so middle and high leave it out.
 REACHED: Mapping[str, Rates] = {
     "low": Rates(end=-1, link=0.55, network=0.35, host=0.67, caller_s=25e-6),
     "middle": Rates(end=0, link=0.73, network=0.60, host=1.00),
     "high": Rates(end=1, link=0.89, network=1.00, host=1.33),
 }
-ATTENTION_BACKWARD = (
-    0.87  # of the forward's share: FlashAttention-2's paper has 44 to 63 % of an A100 where forwards have 50 to 73
-)
-MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this share of a step: published steps
+# Multiple of the forward's share: FlashAttention-2's paper has 44 to 63 % of an A100's peak in backwards, 50 to 73 % in forwards.
+ATTENTION_BACKWARD = 0.87
+MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this share of a step, in published steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much longer kernels and messages take than assumed, by a measured step."""
+    """Factors on the assumed time of kernels and messages, fitted to a measured step."""
 
     kernels: float = 1.0
     messages: float = 1.0
@@ -197,20 +200,20 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal machines with equal cards.
+    """Equal machines with equal GPUs.
 
     Args:
-        gpu: a card of the table by its name, or a description.
-        gpus: number of cards in all; of several numbers the largest is what is asked for.
-        node: cards of one machine.
-        network_gbps: GB/s that one card sends to other machines.
-        host_memory_gib: memory of one machine. None: that of the card's usual machine.
+        gpu: a GPU of the table by its name, or a description.
+        gpus: total number of GPUs; of several numbers, the largest is planned for and the others are tried too.
+        node: GPUs per machine.
+        network_gbps: GB/s that one GPU sends to other machines.
+        host_memory_gib: memory of one machine. None: that of a usual machine with such GPUs.
         disk_gbps: GB/s of the disk of one machine.
-        price: dollars for an hour of one card.
-        measured_step_s: seconds of one measured step on these cards, which calibrates all times.
-        measured_at: its configuration, "full_shard,selective,2,8": strategy, checkpointing, micro-batch and cards. Without it
-            the only configuration that is planned.
-        scales: by assumed rates, what the measured step made of their times.
+        price: dollars per hour of one GPU.
+        measured_step_s: seconds of one measured step on these GPUs, to calibrate all times.
+        measured_at: configuration of the measured step, as "full_shard,selective,2,8": strategy, checkpointing, micro-batch
+            and number of GPUs. May be empty if the plan is of one configuration only.
+        scales: by name of the rates in `REACHED`, the factors on their times from the measured step.
     """
 
     gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
@@ -240,32 +243,30 @@ class Cluster:
             value = getattr(self, name)
             check_rate(name, 1 if value is None else value, most)
         if self.measured_at and self.measured_step_s is None:
-            raise UsageError(
-                f"measured_at {self.measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
-            )
+            raise UsageError(f"measured_at is {self.measured_at!r} without measured_step_s; pass its seconds too.")
 
     @property
     def num_gpus(self) -> int:
-        """Number of cards that is asked for."""
+        """Number of GPUs to plan for."""
         return max(self.gpus)
 
     @property
     def tellable(self) -> float:
-        """The share of a time below which a difference between two is not taken as one."""
+        """Relative difference between two times below which they are not told apart."""
         return 0.05 if self.scales else 0.10
 
     @property
     def host_bytes(self) -> int:
-        """Memory of one machine."""
+        """Host memory of one machine."""
         return int((self.host_memory_gib or self.gpu.host_gib * self.node) * GIB)
 
     @property
     def host_is(self) -> str:
-        """The memory of one machine in words, with where the number is from."""
+        """Describe the memory of one machine, and the source of the number."""
         gib = self.host_bytes / GIB
         size = f"{gib / 1024:.3g} TiB" if gib >= 1024 else f"{gib:,.0f} GiB"
-        given = "as given" if self.host_memory_gib else "the usual one; host_memory_gib changes it"
-        return f"host memory: {size} a node of {self.node}, {given}"
+        source = "as given" if self.host_memory_gib else "the usual one; host_memory_gib changes it"
+        return f"host memory: {size} a node of {self.node}, {source}"
 
     @property
     def card_bytes(self) -> int:
@@ -273,13 +274,11 @@ class Cluster:
 
 
 def gpu_named(name: str, watts: float | None = None, **rates: float) -> Gpu:
-    """Return the card of that name, corrected by `rates`.
+    """Return the GPU called `name`, corrected by `rates`. Raises `UsageError` for unknown names.
 
     Args:
-        watts: power of the card, if that is less than its data sheet's.
-        rates: memory_gib, tflops, bandwidth_gbps and link_gbps; all four describe a card that is in no table.
-
-    Raises `UsageError`.
+        watts: power limit of the GPU, if lower than the data sheet's.
+        rates: memory_gib, tflops, bandwidth_gbps and link_gbps; all four describe a GPU that is not in the table.
     """
     for key, value in rates.items():
         check_rate(key, value)
@@ -304,11 +303,7 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that words describe: a card, and more with commas between, `h100,memory_gib=94,price=2.5`.
-
-    Args:
-        text: the words.
-        more: other fields of the cluster.
+    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`; `more` sets other fields.
 
     Raises `UsageError`.
     """
@@ -321,14 +316,14 @@ def cluster_of(text: str, **more: Any) -> Cluster:
         try:
             values[key] = float(number)
         except ValueError:
-            raise UsageError(f"--gpu has {word!r}; write a number after it, such as {key}=80.") from None
+            raise UsageError(f"--gpu has {word!r}, which is no number; write it as {key}=80.") from None
     card = {key: value for key, value in values.items() if key in CARD_WORDS}
     gpu = gpu_named(name, **card)
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """Return the words of which `cluster_of` makes a cluster, without its number of cards."""
+    """Return the text from which `cluster_of` makes this cluster, without its number of GPUs."""
     gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
     words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
     words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
@@ -336,6 +331,6 @@ def cluster_words(cluster: Cluster) -> str:
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:
-    """Raises `UsageError`."""
+    """Raise `UsageError` unless `value` is between 0 and `most`, both excluded."""
     if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -1,4 +1,4 @@
-"""What a plan's step is made of, in people's words: where the time goes, what the peak is, and what a run of many steps costs."""
+"""Names for the parts of a step's time and of its peak memory, and the cost of a run of many steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accordion.plan.replay.peak import MemoryPeak, name_of, peak_of
 from accordion.plan.replay.timeline import KERNELS_OF, Step
 
 MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
-WAITED_FOR = {  # streams, as a user thinks of them
+WAITED_FOR = {  # stream -> what a wait for it is called
     "gather": "waiting for parameters (gather)",
     "copy in": "waiting for parameters (gather)",
     "reduce": "waiting for gradients (reduce)",
@@ -33,12 +33,15 @@ WAITED_FOR = {  # streams, as a user thinks of them
     STORE: "waiting for the host",
     HOST: "waiting for the host",
 }
-BESIDE = {FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host"}
+OTHER_STREAMS = {  # kind of work -> its name
+    "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
+    FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
-    """`seconds` of a step for one thing; `waited`: of them, for others. `hidden`: beside the compute stream, in no sum."""
+    """Seconds of one kind of work or one unit. `waited`: those spent waiting. `hidden`: on another stream, not in the sum."""
 
     name: str
     seconds: float
@@ -47,42 +50,42 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """The compute stream's seconds by what it does, the most first, which sum up to the step; then what is done beside it."""
+    """Return the compute stream's time by kind, longest first (the sum is the step), then the work on other streams."""
     waits: dict[str, float] = {}
     for stream, seconds in step.waits.items():
         name = WAITED_FOR.get(stream, "waiting for others")
         waits[name] = waits.get(name, 0.0) + seconds
     others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
-    own = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
-    parts = [TimePart(name=name, seconds=s) for name, s in own.items() if s > 0]
+    compute = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
+    parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
     parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
-    aside = [
-        TimePart(name=BESIDE.get(name, name), seconds=s, hidden=True)
+    hidden = [
+        TimePart(name=OTHER_STREAMS.get(name, name), seconds=s, hidden=True)
         for name, s in step.by_kind.items()
-        if name not in own and s > 0
+        if name not in compute and s > 0
     ]
-    return [*sorted(parts, key=lambda p: -p.seconds), *sorted(aside, key=lambda p: -p.seconds)]
+    return [*sorted(parts, key=lambda p: -p.seconds), *sorted(hidden, key=lambda p: -p.seconds)]
 
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
-    """The compute stream's seconds by phase and unit, in the order of a step; equal blocks that follow each other as one."""
-    found: dict[str, list[float]] = {}
+    """Return the compute stream's time by phase and unit, in the order of a step; repeated blocks are one entry."""
+    totals: dict[str, list[float]] = {}
     counts: dict[str, set[str]] = {}
     for place, (seconds, waited) in step.by_place.items():
-        own = name_of(place, units)
-        stem = ".".join("*" if part.isdecimal() else part for part in own.split("."))
+        unit = name_of(place, units)
+        stem = ".".join("*" if part.isdecimal() else part for part in unit.split("."))
         name = f"{place.phase.value} {stem or '(before the model)'}".strip()
         if place.phase is StepPhase.STEP:
             name = "optimizer's step, clipping"
-        sums = found.setdefault(name, [0.0, 0.0])
+        sums = totals.setdefault(name, [0.0, 0.0])
         sums[0] += seconds
         sums[1] += waited
-        counts.setdefault(name, set()).add(own)
+        counts.setdefault(name, set()).add(unit)
     return [
         TimePart(
             name=f"{name}, {len(counts[name])} of them" if name.endswith(".*") else name, seconds=seconds, waited=waited
         )
-        for name, (seconds, waited) in found.items()
+        for name, (seconds, waited) in totals.items()
         if seconds > 0
     ]
 
@@ -90,8 +93,8 @@ def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
 # -- the peak
 
 
-LOGITS = "the loss's float32 logits and what is made of them"
-WORDS = (  # (part of an operator's name, what memory it takes is to a user)
+LOGITS = "the loss's float32 logits and tensors of their size"
+WORDS = (  # (part of an operator's name, what the memory that it allocates is called)
     ("_log_softmax_backward", "the gradient of the loss in float32, for each token and each word of the vocabulary"),
     ("_log_softmax", "the loss's log-probabilities in float32, for each token and each word of the vocabulary"),
     ("_fused_", "the optimizer's states"),
@@ -110,7 +113,7 @@ OF_CATEGORY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPart:
-    """Bytes that are live at the peak, in words. `advice`: what would take some of them off."""
+    """Bytes that are live at the peak, and their name. `advice`: a change that would save some of them."""
 
     name: str
     num_bytes: int
@@ -118,23 +121,23 @@ class PeakPart:
 
 
 def peak_parts(peak: MemoryPeak, logits_bytes: int) -> list[PeakPart]:
-    """What is live at the peak, the most first. `logits_bytes`: of a micro-batch's logits in float32; 0: not known."""
-    found: dict[str, int] = {}
-    for held in peak.live:
-        each = held.num_bytes // held.count
-        name = next((words for part, words in WORDS if part in held.operator), OF_CATEGORY[held.category])
-        if logits_bytes and each == logits_bytes and held.category in ("activations", "other"):
+    """Return the parts of the peak, largest first. `logits_bytes`: of a micro-batch's float32 logits; 0: not known."""
+    sizes: dict[str, int] = {}
+    for live in peak.live:
+        each = live.num_bytes // live.count
+        name = next((words for part, words in WORDS if part in live.operator), OF_CATEGORY[live.category])
+        if logits_bytes and each == logits_bytes and live.category in ("activations", "other"):
             name = LOGITS
-        elif logits_bytes and 2 * each == logits_bytes and held.category in ("activations", "other"):
+        elif logits_bytes and 2 * each == logits_bytes and live.category in ("activations", "other"):
             name = "logits in 16 bits"
-        found[name] = found.get(name, 0) + held.num_bytes
-    rest = peak.num_bytes - sum(found.values())
-    parts = [PeakPart(name=name, num_bytes=n) for name, n in sorted(found.items(), key=lambda item: -item[1])]
+        sizes[name] = sizes.get(name, 0) + live.num_bytes
+    rest = peak.num_bytes - sum(sizes.values())
+    parts = [PeakPart(name=name, num_bytes=n) for name, n in sorted(sizes.items(), key=lambda item: -item[1])]
     return [*parts, PeakPart(name="the rest", num_bytes=rest)] if rest > 0 else parts
 
 
 def logits_off(log: Log, logits_bytes: int) -> int:
-    """By how many bytes the peak is lower if no logits, in float32 or 16 bits, ever stand whole."""
+    """Return by how many bytes the peak falls if whole logits, in float32 or 16 bits, are never allocated."""
     of_logits = {
         e.number
         for e in log.events
@@ -142,8 +145,8 @@ def logits_off(log: Log, logits_bytes: int) -> int:
         and e.category in (Category.ACTIVATIONS, Category.OTHER)
         and e.num_bytes in (logits_bytes, logits_bytes // 2)
     }
-    kept: list[Event] = [e for e in log.events if not (isinstance(e, (Alloc, Free)) and e.number in of_logits)]
-    return peak_of(log).num_bytes - peak_of(replace(log, events=kept)).num_bytes
+    others: list[Event] = [e for e in log.events if not (isinstance(e, (Alloc, Free)) and e.number in of_logits)]
+    return peak_of(log).num_bytes - peak_of(replace(log, events=others)).num_bytes
 
 
 # -- a whole run
@@ -151,7 +154,7 @@ def logits_off(log: Log, logits_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """Of a run over so many tokens, from the fast end to the slow one. `dollars`: None where no price was given."""
+    """Time and price of a run over `tokens`, as (lowest, highest). `dollars`: None if no price was given."""
 
     tokens: float
     hours: tuple[float, float]
@@ -163,7 +166,7 @@ class RunCost:
 
 
 def cost_of(tokens: float, rates: Sequence[float], gpus: int, price: float | None) -> RunCost:
-    """`rates`: useful tokens a second of one GPU. `price`: dollars for an hour of one GPU."""
+    """Return the cost of a run. `rates`: useful tokens per second of one GPU. `price`: dollars per hour of one GPU."""
     seconds = sorted(tokens / (rate * gpus) for rate in rates)
     hours = (seconds[0] / 3600, seconds[-1] / 3600)
     gpu_hours = (hours[0] * gpus, hours[1] * gpus)

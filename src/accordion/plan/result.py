@@ -1,4 +1,4 @@
-"""What a plan says, as plain data and as text: for the screen, JSON and the page alike."""
+"""`Plan`, the result of planning, as plain data and as text for the screen, JSON and the HTML page."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from accordion.version import VERSION
 FIELDS = [f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "reduce_op")]
 
 NOT_KNOWN = (
-    "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
+    "not in these figures: GPU memory that other libraries take, fragmentation beyond the allocator's own, a slow link or node, "
     "waiting for data and for the host"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer.
+    """The result of `accordion.plan`.
 
     Args:
-        task: the workload with its model.
-        found: every candidate.
-        log: of the best one, or of the one that comes closest.
-        num_params: of the whole model.
-        measured: which step, if any, was measured and calibrates the times.
+        task: the workload's model.
+        found: every candidate that was evaluated, and the best.
+        log: events of a step of the chosen configuration, if it was traced.
+        num_params: parameters of the whole model.
+        measured: description of the measured step that calibrates the times; empty if there is none.
     """
 
     task: Trained
@@ -74,25 +74,25 @@ class Plan:
 
     @property
     def seq(self) -> int:
-        """Tokens of a sample; 0 for a model without a vocabulary."""
+        """Tokens per sample; 0 for a model without a vocabulary."""
         return self.workload.seq if self.task.vocab else 0
 
     @property
     def time_is(self) -> str:
-        """How far times are to be trusted."""
+        """Describe how far times can be trusted."""
         if self.measured:
             return f"calibrated by one measured step: {self.measured}"
-        return "uncalibrated: rates assumed, no step measured"
+        return "uncalibrated: rates are assumed, no step was measured"
 
     @property
     def is_tight(self) -> bool:
-        """It fits with so little left that published runs lost time to the allocator."""
+        """True if it fits, but with so little memory left that published runs lost time to the allocator."""
         memory = self.chosen.memory
         return self.fits and memory is not None and self.cluster.card_bytes - memory.needed_bytes < TIGHT_BYTES
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest that fits, or what comes closest to fitting."""
+        """The fastest candidate that fits, or the one that comes closest to fitting."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
@@ -103,18 +103,18 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """In words: fits, does not fit, or why nobody can say."""
+        """ "fits", "does not fit", or the reason why that is not known."""
         if self.fits:
             return "fits"
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Useful operations over the card's bf16 peak, recomputation left out."""
+        """Return the model FLOPs (without recomputation) per second as a share of the GPU's bf16 peak."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON holds: the chosen configuration, and each other under `candidates`."""
+        """Return the data of `--json`: the chosen configuration, and the others under `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def planned_for(self) -> str:
-        """The sequence length, precision, loss and nodes that figures hold for."""
+        """The sequence length, loss, precision and nodes that the figures hold for."""
         precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
         num_nodes = self.chosen.choice.gpus // node
         parts = [f"sequence length {self.seq:,}", f"loss {self.workload.kernels.loss}"] if self.seq else []
@@ -154,7 +154,7 @@ class Plan:
         )
 
     def inputs(self) -> dict[str, Any]:
-        """All that the plan was made from, versions included."""
+        """Return everything that the plan was made from, including versions."""
         space, cluster, kernels = self.space, self.cluster, self.workload.kernels
         lengths = {"seq": self.seq, "mean_tokens": self.workload.mean_tokens or self.seq} if self.seq else {}
         return {
@@ -189,27 +189,27 @@ class Plan:
 
     @property
     def peak_parts(self) -> list[PeakPart]:
-        """The peak of the chosen configuration in people's words."""
+        """The parts of the chosen configuration's peak."""
         memory = self.chosen.memory
         if memory is None:
             return []
         parts = peak_parts(memory.peak, self.logits_bytes)
         if self.log is None or all(p.name != LOGITS for p in parts):
             return parts
-        off = logits_off(self.log, self.logits_bytes)
+        saved = logits_off(self.log, self.logits_bytes)
         return [
-            replace(p, advice=f"a chunked loss would take about {gib(off)} GiB off") if p.name == LOGITS else p
+            replace(p, advice=f"a chunked loss would save about {gib(saved)} GiB") if p.name == LOGITS else p
             for p in parts
         ]
 
     @property
     def logits_bytes(self) -> int:
-        """Of a micro-batch's logits in float32; 0 for a model without a vocabulary."""
+        """Size of a micro-batch's logits in float32; 0 for a model without a vocabulary."""
         return 4 * self.task.vocab * self.seq * self.chosen.choice.micro_batch
 
     @property
     def run_cost(self) -> RunCost | None:
-        """Of a run over `tokens`; None where none were asked for."""
+        """Cost of a run over the workload's `tokens`; None if they are not given or there are no times."""
         c = self.chosen
         tokens = self.workload.tokens
         if tokens is None or c.steps is None:
@@ -242,7 +242,7 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return a configuration as plain data: the fields of its sharding in words, and the rest."""
+        """Return a configuration as plain data, with the fields of its sharding as text."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {
@@ -279,7 +279,7 @@ class Plan:
         }
 
     def assumptions(self) -> dict[str, Any]:
-        """Return what the figures rest on."""
+        """Return the assumptions behind the figures."""
         gpu = self.cluster.gpu
         return {
             "torch": torch.__version__,
@@ -291,10 +291,10 @@ class Plan:
             },
             "tellable": self.cluster.tellable,
             "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
-            "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
+            "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
             "optimizer": self.space.optimizer,
             "host": (
-                f"{self.cluster.host_is}; what is offloaded x {HOST_MARGIN} must fit into it; {gpu.host_gbps:g} GB/s to it a "
+                f"{self.cluster.host_is}; offloaded bytes x {HOST_MARGIN} must fit into it; {gpu.host_gbps:g} GB/s to it per "
                 f"GPU; optimizers there reach {HOST_MEMORY_GBPS:g} GB/s together (a guess); disk {self.cluster.disk_gbps:g} GB/s"
             ),
             "substituted": {} if self.log is None else self.log.substituted,
@@ -309,14 +309,14 @@ def _name_of(dtype: object) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what a plan depends on."""
-    found = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-    return {**found, "transformers": version("transformers")} if find_spec("transformers") is not None else found
+    """Return the versions of the packages that a plan depends on."""
+    names = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+    return {**names, "transformers": version("transformers")} if find_spec("transformers") is not None else names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextGain:
-    """Another configuration, by how much it is faster, and what it costs."""
+    """A change that would make the step faster, by which share, and what it costs."""
 
     name: str
     gain: float
@@ -324,28 +324,28 @@ class NextGain:
 
 
 def next_gains(plan: Plan) -> list[NextGain]:
-    """What would make a step faster by the tenth that can be told apart, the cheapest of each kind: memory, or other cards."""
+    """Return what would be faster by `Cluster.tellable` or more: two configurations that lack least memory, faster links."""
     best = plan.found.best
     if best is None or best.steps is None:
         return []
-    own, found = best.tokens_per_s(plan.space.tokens), list[tuple[float, NextGain]]()
+    best_rate, gains = best.tokens_per_s(plan.space.tokens), list[tuple[float, NextGain]]()
     for c in plan.found.candidates:
         if c.fits or c.memory is None or c.steps is None or c.choice.gpus != best.choice.gpus:
             continue
-        gain = c.tokens_per_s(plan.space.tokens) / own - 1
+        gain = c.tokens_per_s(plan.space.tokens) / best_rate - 1
         card = (c.needed_bytes - plan.cluster.card_bytes) / GIB
         host = (c.host_bytes * HOST_MARGIN - plan.cluster.host_bytes) / GIB
-        lacks = [f"{card:,.1f} GiB more on each card"] if card >= 0 else []
+        lacks = [f"{card:,.1f} GiB more on each GPU"] if card >= 0 else []
         lacks += [f"{host:,.0f} GiB more in each machine"] if host > 0 else []
         if gain >= plan.cluster.tellable and lacks:
-            found.append((max(card, 0.0), NextGain(name=str(c.choice), gain=gain, costs=" and ".join(lacks))))
-    found.sort(key=lambda pair: (pair[0], -pair[1].gain))
+            gains.append((max(card, 0.0), NextGain(name=str(c.choice), gain=gain, costs=" and ".join(lacks))))
+    gains.sort(key=lambda pair: (pair[0], -pair[1].gain))
     step = best.steps["middle"]
     without = step.exposed_s / (step.seconds - step.exposed_s) if step.seconds > step.exposed_s else 0.0
     host = sum(s for stream, s in step.waits.items() if WAITED_FOR.get(stream) == WAITED_FOR[HOST])
     costs = "another host, or disk" if host > step.exposed_s / 2 else "another network"
     faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs=costs)]
-    return [*(n for _, n in found[:2]), *(faster if without >= plan.cluster.tellable else [])]
+    return [*(n for _, n in gains[:2]), *(faster if without >= plan.cluster.tellable else [])]
 
 
 def gib(num_bytes: float) -> str:

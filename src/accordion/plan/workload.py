@@ -1,4 +1,4 @@
-"""`Workload`: what is trained, of which a plan is made."""
+"""`Workload`: the model, loss and batches that a plan is made for."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Workload:
     """The model that is trained, its loss and its batches.
 
     Args:
-        model: the name of a preset, a folder of transformers or a config.json, or "file.py:build", a function that gives a
-            module which makes logits of tokens; or any module.
-        loss: function of a module and a batch that gives a 0-d tensor; for a module.
-        batch: an example of one rank, whose size is the micro-batch; for a module.
-        seq: tokens of a sample of a named model.
-        mean_tokens: mean length of samples that are padded to `seq`; the other tokens are not counted as trained.
-        packed: such samples fill rows of `seq`, and each attends to itself alone.
+        model: any module; or the name of a preset, a transformers folder or a config.json, or "file.py:build", a function
+            that returns a language model (tokens to logits).
+        loss: for a module: function of the module and a batch that returns a 0-d tensor.
+        batch: for a module: an example batch of one rank; its size is the micro-batch.
+        seq: tokens per sample of a named model.
+        mean_tokens: mean length of samples that are padded to `seq`; padding does not count as trained tokens.
+        packed: samples of `mean_tokens` are packed into rows of `seq` tokens instead, and each attends to itself alone.
         kernels: loss, attention and adapters of a named model.
         optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
-        engine: "fsdp2" plans PyTorch's own in this one's place.
-        tokens: tokens of a whole run, for its hours and price.
+        engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
+        tokens: tokens of a whole run, to compute its hours and price.
     """
 
     model: str | nn.Module
@@ -69,9 +69,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) and self.loss is None:
-            raise UsageError(
-                "a Workload with a module takes loss, a function of the model and the batch; none was given."
-            )
+            raise UsageError("a Workload with a module needs loss, a function of the model and the batch.")
         for kind, name, known in (("optimizer", self.optimizer, OPTIMIZERS), ("engine", self.engine, ENGINES)):
             if name not in known:
                 raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, list(known))}")
@@ -85,7 +83,7 @@ class Workload:
 
     @property
     def traced_kernels(self) -> Kernels:
-        """`kernels` with the attention of packed samples, all as long as their mean."""
+        """Return `kernels` with the attention of packed samples, each taken to be of the mean length."""
         if not self.packed or self.mean_tokens is None:
             return self.kernels
         return replace(self.kernels, attention_share=self.mean_tokens / self.seq)
@@ -93,15 +91,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A workload with its model.
+    """A workload's model, ready to be traced.
 
     Args:
-        name: of the model.
-        model: on the meta device, until the first trace, which may shorten it.
-        subject_for: its training with a micro-batch of that size.
-        counted: "tokens" or "batches": what its speed counts.
-        remarks: what a reader should know of how it is planned.
-        vocab: number of tokens that it knows; 0 for other models.
+        name: name of the model.
+        model: the model on the meta device. The first trace may remove repeated blocks from it.
+        subject_for: function of a micro-batch size that returns the training to trace.
+        counted: "tokens" or "batches", the unit of its speed.
+        remarks: notes for the user on how the model is planned.
+        vocab: size of the vocabulary; 0 if the model has none.
     """
 
     name: str
@@ -113,7 +111,7 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Return a workload with its model. Raises `UsageError`."""
+    """Build the model of a workload on the meta device. Raises `UsageError`."""
     if not isinstance(workload.model, str):
         assert workload.loss is not None
         return _of_module(workload.model, workload.loss, workload.batch)
@@ -138,14 +136,14 @@ def trained(workload: Workload) -> Trained:
 
 
 def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Trained:
-    """Any module, with one micro-batch, as large as `batch`. Raises `UsageError`."""
+    """Return any module as `Trained`; its only micro-batch size is that of `batch`. Raises `UsageError`."""
     plain = _torch.without_compile(model)
     compiled = plain is not model or _torch.is_compiled(plain)
     distributed = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if distributed is not None:
         raise UsageError(
-            f"parameter {distributed!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts "
-            "are spread by expert_parallel."
+            f"parameter {distributed!r} is a DTensor already, which cannot be planned; plan the model before it is distributed. "
+            "Experts are spread by expert_parallel."
         )
     subject = subject_of(plain, loss, batch)
     return Trained(
@@ -158,13 +156,13 @@ def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
 
 
 def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
-    """Return the training of any module with a batch like `batch`."""
+    """Return the training of `model` with `loss` on a batch of the sizes and dtypes of `batch`."""
     batch_like = partial(tree_map_only, Tensor, partial(torch.empty_like, device="cpu"), batch)
     return Subject(make=partial(on_meta, model), batch=batch_like, loss=loss)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a module without memory: the same classes, names, shapes and ties."""
+    """Return a copy of a module on the meta device, with the same classes, names, shapes and ties."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)

@@ -1,1 +1,1 @@
-"""The command line of `accordion.plan`: what it reads, shows and writes."""
+"""The command line of `accordion plan`: options, cache, screen and HTML page."""

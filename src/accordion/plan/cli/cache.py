@@ -1,4 +1,4 @@
-"""Answers on named models, kept in the user's cache folder: what was traced and worked out once is read the next time."""
+"""Cache of plans of named models, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accordion.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAnswer:
-    """The answer of the command. `data`: for JSON. `page`: for the screen."""
+    """The output of `accordion plan`. `data`: for JSON. `page`: for the screen."""
 
     fits: bool
     data: dict[str, Any]
@@ -29,12 +29,12 @@ class SavedAnswer:
 
 
 def cache_folder() -> Path:
-    """The folder in which this user's plans are kept."""
+    """Return the folder of this user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the file for the plan of a named model; None for code of the user's, which may change unseen."""
+    """Return the file for the plan of a named model; None for a model of the user's code, whose changes are not seen."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
@@ -59,19 +59,19 @@ def _text(file: Path) -> str:
 
 
 def read(place: Path | None) -> SavedAnswer | None:
-    """The answer that a file holds; None if there is none, or one that is broken."""
+    """Return the answer in the file `place`; None if it is missing or broken."""
     if place is None:
         return None
     try:
-        told = json.loads(read_text(place))
-        tables = [Table(**table) for table in told["page"].pop("tables")]
-        return SavedAnswer(fits=told["fits"], data=told["data"], page=Page(**told["page"], tables=tables))
+        saved = json.loads(read_text(place))
+        tables = [Table(**table) for table in saved["page"].pop("tables")]
+        return SavedAnswer(fits=saved["fits"], data=saved["data"], page=Page(**saved["page"], tables=tables))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def write(place: Path | None, answer: SavedAnswer) -> None:
-    """Keep an answer, in one step. A folder that cannot be written keeps none."""
+    """Save an answer atomically; do nothing if the folder cannot be written."""
     if place is None:
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""`accordion plan`: says what was planned before with the same options, or plans."""
+"""`accordion plan`: print the cached plan for the same options, or make one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 
 def run(words: list[str]) -> int:
-    """The subcommand. Returns the exit code: 1 if nothing fits."""
-    own: list[str] = []
+    """Run the subcommand with the options in `words`. Returns the exit code: 1 if nothing fits."""
+    task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         from accordion.tasks.flags import split_task
 
-        own, words = split_task(words)
+        task_words, words = split_task(words)
     o = read(Options, words, "accordion plan", ABOUT)
     if o is None:
         return 0
@@ -32,11 +32,11 @@ def run(words: list[str]) -> int:
     if o.html is not None:
         check_place(Path(o.html))
     place = cache.place_of(o)
-    answer = cache.read(place) if o.html is None and not own else None
+    answer = cache.read(place) if o.html is None and not task_words else None
     if answer is None:
-        from accordion.plan.cli.planned import planned  # with torch and transformers, which an answer does not need
+        from accordion.plan.cli.planned import planned  # imports torch, which a cached plan does not need
 
-        answer = planned(o, own)
+        answer = planned(o, task_words)
         cache.write(place, answer)
     if o.json:
         print(json.dumps(answer.data, indent=1))
@@ -46,15 +46,14 @@ def run(words: list[str]) -> int:
 
 
 def show(page: Page) -> None:
-    """On the screen; what draws there is not needed for JSON, and takes a while to import."""
-    from accordion.pages import show
+    from accordion.pages import show  # slow to import, and not needed for JSON
 
     show.show(page)
 
 
 def check_place(path: Path) -> None:
-    """Before a search that takes a minute: the file can be written. Raises `UsageError`."""
+    """Raise `UsageError` if `path` is a folder or its folder is missing, before a search that takes a minute."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
-        found = "is a folder" if path.is_dir() else f"has no folder {str(folder)!r} to lie in"
-        raise UsageError(f"--html {str(path)!r} {found}; name a file.")
+        problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(folder)!r}"
+        raise UsageError(f"--html {str(path)!r} {problem}; name a file.")

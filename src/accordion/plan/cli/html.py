@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing beside it: memory in a step, the streams, and the map of choices."""
+"""Write a plan as one self-contained HTML file: memory along a step, the streams, and a map of the choices."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from accordion.plan.replay.timeline import Stretch
 from accordion.plan.result import Plan, gib
 from accordion.plan.search.evaluate import Candidate
 
-STREAMS = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
+STREAMS = (  # bottom to top; the first line is of offload; "all-reduce" and "copy in" are FSDP2's
     *(DISK_STREAM, STEPPER, HOST, STORE, FETCH),
     *("all-reduce", "reduce", "gather", "copy in", "compute"),
 )
-PIECES = re.compile(r".{1,38}(?:[._ ]|$)|.{1,38}")  # of a label, each as wide as a phone shows
-ROOM = 1.45  # above the curve, for the label
+PIECES = re.compile(r".{1,38}(?:[._ ]|$)|.{1,38}")  # parts of a label that are not wider than a phone
+ROOM = 1.45  # height of the chart as a multiple of the curve's, to leave room for the label
 
 
 def write(plan: Plan, path: Path) -> None:
-    """Write the page. Raises `UsageError` where the file cannot be written."""
+    """Write the plan's HTML page to `path`. Raises `UsageError` if the file cannot be written."""
     try:
         path.write_text(as_html(plan), encoding="utf-8")
     except OSError as error:
@@ -36,10 +36,10 @@ def write(plan: Plan, path: Path) -> None:
 
 
 def as_html(plan: Plan) -> str:
-    """The whole page, plotly's script included once."""
+    """Return the plan's HTML page, with plotly's script included once."""
     page = of_plan(plan)
     charts = [memory_chart(plan), streams_chart(plan)] if plan.log is not None else []
-    if len(plan.found.candidates) > 1:  # of one choice there is no map
+    if len(plan.found.candidates) > 1:  # one choice needs no map
         charts.append(map_chart(plan))
     verdict, *tables = map(html_table, page.tables)
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
@@ -48,17 +48,17 @@ def as_html(plan: Plan) -> str:
 
 
 def peak_label(plan: Plan) -> str:
-    """How high and where the peak is, as JSON has it; a line each, for a phone."""
+    """Return the peak's size, place and operator, each on lines short enough for a phone."""
     memory = plan.chosen.memory
     assert memory is not None
     peak = memory.peak
-    where = " ".join(part for part in (peak.phase, peak.unit) if part)
-    lines = (f"peak {gib(peak.num_bytes)} GiB", where, peak.operator)
+    place = " ".join(part for part in (peak.phase, peak.unit) if part)
+    lines = (f"peak {gib(peak.num_bytes)} GiB", place, peak.operator)
     return "<br>".join(escape(piece) for line in lines for piece in PIECES.findall(line))
 
 
 def memory_chart(plan: Plan) -> go.Figure:
-    """Allocated bytes by category along a step, stacked, the peak named."""
+    """Return the chart of allocated bytes along a step, stacked by category, with a label at the peak."""
     assert plan.log is not None
     curve = curve_of(plan.log)
     names = [f"{place.phase.value} {name_of(place, plan.log.units)}".strip() for place, _ in curve]
@@ -72,7 +72,7 @@ def memory_chart(plan: Plan) -> go.Figure:
     totals = [sum(live.values()) / GIB for _, live in curve]
     top = max(range(len(totals)), key=totals.__getitem__)
     side = "right" if top > len(totals) / 2 else "left"
-    # Of the frame, not of the axis: a label beside a point at the end would have the axis go on to keep it whole.
+    # The label is placed in the frame, not at the point: next to a point at the end, it would make plotly extend the axis.
     chart.add_annotation(x=1 if side == "right" else 0, xref="x domain", y=1, yref="y domain", yanchor="top", showarrow=False,
                          text=peak_label(plan), xanchor=side, align=side, bgcolor="white", font={"size": 11})  # fmt: skip
     highest = max(totals) * ROOM
@@ -85,7 +85,7 @@ def memory_chart(plan: Plan) -> go.Figure:
 
 
 def streams_chart(plan: Plan) -> go.Figure:
-    """What each stream does when, at middle rates."""
+    """Return the chart of what each stream does over time, at middle rates."""
     steps = plan.chosen.steps
     assert steps is not None
     stretches = steps["middle"].stretches
@@ -93,10 +93,10 @@ def streams_chart(plan: Plan) -> go.Figure:
     chart = go.Figure()
     shown = [stream for stream in STREAMS if any(s.stream == stream for s in stretches)]
     for stream in shown:
-        mine: Sequence[Stretch] = [s for s in stretches if s.stream == stream]
+        bars: Sequence[Stretch] = [s for s in stretches if s.stream == stream]
         chart.add_trace(
-            go.Bar(name=stream, orientation="h", y=[stream] * len(mine), base=[s.start_s * 1e3 for s in mine],
-                   x=[s.seconds * 1e3 for s in mine], text=[s.label for s in mine], textposition="none",
+            go.Bar(name=stream, orientation="h", y=[stream] * len(bars), base=[s.start_s * 1e3 for s in bars],
+                   x=[s.seconds * 1e3 for s in bars], text=[s.label for s in bars], textposition="none",
                    hovertemplate="%{text}<br>from %{base:.2f} ms, %{x:.2f} ms<extra></extra>",
                    marker_line={"width": 0.5, "color": "white"})
         )  # fmt: skip
@@ -109,7 +109,7 @@ def streams_chart(plan: Plan) -> go.Figure:
 
 
 def map_chart(plan: Plan) -> go.Figure:
-    """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
+    """Return the map of GPUs and micro-batches, coloured by the fastest choice that fits; hovering an empty cell shows why."""
     sizes = plan.space.search.micro_batches
     counts = sorted({c.choice.gpus for c in plan.found.candidates})
     cells = [[_cell(plan, gpus, size) for size in sizes] for gpus in counts]
@@ -119,7 +119,7 @@ def map_chart(plan: Plan) -> go.Figure:
             y=[str(gpus) for gpus in counts],
             z=[[speed for speed, _ in row] for row in cells],
             text=[[text for _, text in row] for row in cells],
-            colorscale="Viridis", colorbar={"title": f"{plan.task.counted}/s a GPU"}, xgap=2, ygap=2,
+            colorscale="Viridis", colorbar={"title": f"{plan.task.counted}/s per GPU"}, xgap=2, ygap=2,
             hovertemplate="%{text}<extra></extra>", hoverongaps=True,
         )
     )  # fmt: skip
@@ -128,8 +128,8 @@ def map_chart(plan: Plan) -> go.Figure:
 
 
 def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
-    mine = [c for c in plan.found.candidates if (c.choice.gpus, c.choice.micro_batch) == (gpus, size)]
-    fitting = [c for c in mine if c.fits]
+    candidates = [c for c in plan.found.candidates if (c.choice.gpus, c.choice.micro_batch) == (gpus, size)]
+    fitting = [c for c in candidates if c.fits]
 
     def speed(c: Candidate) -> float:
         return c.tokens_per_s(plan.space.tokens)
@@ -138,6 +138,6 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
         best = max(fitting, key=speed)
         return speed(
             best
-        ), f"{best.choice}<br>{speed(best):,.0f} {plan.task.counted}/s a GPU, needs {gib(best.needed_bytes)} GiB"
-    least = min(mine, key=lambda c: c.needed_bytes, default=None)
+        ), f"{best.choice}<br>{speed(best):,.0f} {plan.task.counted}/s per GPU, needs {gib(best.needed_bytes)} GiB"
+    least = min(candidates, key=lambda c: c.needed_bytes, default=None)
     return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"

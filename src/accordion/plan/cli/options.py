@@ -1,4 +1,4 @@
-"""The options of `accordion plan`; imports no torch, so that help comes at once."""
+"""The options of `accordion plan`. Imports no torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from accordion.models.llama import PUBLISHED
 from accordion.plan.hardware import GPUS
 
 ABOUT = (
-    "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
-    f"fixes is not looked for. Presets: {', '.join(PUBLISHED)}. Cards: {', '.join(GPUS)}."
+    "Predict memory and time of a training step on given GPUs, and choose the fastest configuration that fits. The search "
+    f"covers what no flag fixes. Presets: {', '.join(PUBLISHED)}. GPUs: {', '.join(GPUS)}."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits.
+    """Predict memory and time of a training step on given GPUs, and choose the fastest configuration that fits.
 
     Args:
         model: a preset, a folder with a transformers config.json, or that file; or file.py:build or package.module:build, a
-            function without arguments that gives a language model
-        task: a task of your own in its place, file.py, file.py:Name or package.module:Name, with options as --task.width 64 and
-            batches of --micro-batch samples (8)
-        gpu: a card, or "table" to show all. More words correct it: memory_gib, tflops (dense bf16), bandwidth_gbps, link_gbps
-            (in a node) and watts of the card, network_gbps of a card to other nodes, host_memory_gib and disk_gbps of a node,
-            price in dollars for an hour of a card; h100,host_memory_gib=512,price=2.5 for example
-        gpus: GPUs in all, eight to a node; 2x4 for two nodes of four; 8,16,32 looks at smaller numbers too
-        seq: tokens of a sequence
-        lengths: tokens of a sample as mean,longest in place of --seq: all are padded to the longest, and the mean counts as
-            trained; mean,longest,packed: samples of the mean length fill rows of the longest, and each attends to itself alone
-        micro_batch: sequences of one rank at a time; without it: look for it
-        accumulate: micro-batches of a step
-        no_sync: micro-batches of a step but the last reduce nothing, and full gradients stay on each rank
-        global_batch: sequences of a step over all GPUs; accumulation follows from it
-        engine: accordion, or fsdp2: PyTorch's own in its place
-        optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or adamw_bf16, adamw_8bit, adamw_4bit: AdamW with
-            moments in so many bits
+            function without arguments that returns a language model
+        task: plan a task of your own instead: file.py, file.py:Name or package.module:Name, with options as --task.width 64;
+            a batch has --micro-batch samples (default 8)
+        gpu: name of a GPU, or "table" to list all. NAME=VALUE after commas correct it: memory_gib, tflops (dense bf16),
+            bandwidth_gbps, link_gbps (in a node) and watts of the GPU; network_gbps of one GPU to other nodes; host_memory_gib
+            and disk_gbps of a node; price in dollars per GPU-hour. Example: h100,host_memory_gib=512,price=2.5
+        gpus: total number of GPUs, eight per node; 2x4 is two nodes of four; 8,16,32 also tries the smaller numbers
+        seq: tokens per sequence
+        lengths: mean,longest: tokens per sample, instead of --seq. Samples are padded to the longest, and the mean counts as
+            trained. mean,longest,packed: samples of the mean length fill rows of the longest, and each attends to itself alone
+        micro_batch: sequences of one rank in one forward; searched if left out
+        accumulate: micro-batches per step
+        no_sync: reduce gradients in the last micro-batch of a step only; full gradients stay on each rank
+        global_batch: sequences per step over all GPUs; sets --accumulate
+        engine: accordion, or fsdp2 for PyTorch's own fully_shard
+        optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or AdamW with moments of fewer bits: adamw_bf16,
+            adamw_8bit, adamw_4bit
         loss: plain (a float32 copy of the logits), fused (one kernel over them) or chunked (head and loss by rows, no logits)
-        attention: auto (FlashAttention-2 where it can be), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
-        lora: rank of adapters next to frozen weights; more words: targets=q_proj+v_proj for the layers that have them (all
-            linear ones but the head), base=nf4 for frozen weights in four bits (QLoRA)
-        precision: dtype of the computation, over float32 masters: bf16, fp16 or fp32; bf16-pure: no masters; with
-            reduce=bf16 gradients are summed in it: bf16,reduce=bf16
-        strategy: of accordion.shard, such as full_shard; without it: look for it
-        units: modules that are gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
-        offload: none, or places of states: optimizer=host (with masters and gradients), params=host too, optimizer=disk:/folder,
-            and activations=host or activations=disk:/folder for inputs of recomputed units; without it: the first that fits
-        checkpoint_activations: none, every:K, selective or full; without it: look for it
-        sharding: more fields of accordion.Sharding as NAME=VALUE, with commas between
-        replicas: copies of the model with a hybrid strategy; without it: look for it
-        expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose them evenly
-        tokens: of a whole run, whose hours and GPU-hours are shown, and its price if --gpu has one
-        calibrate: seconds of one measured step on such cards, which calibrate all times; of the configuration that the other
-            options fix, or of strategy,checkpointing,micro-batch,GPUs after a comma: 2.84,full_shard,selective,2,8
-        json: print JSON alone
-        html: file for a page with the pictures
+        attention: auto (FlashAttention-2 if possible), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
+        lora: rank of adapters next to frozen weights, then optionally targets=q_proj+v_proj for the layers that have them
+            (default: all linear layers but the head) and base=nf4 for frozen weights in four bits (QLoRA)
+        precision: dtype of the computation over float32 masters: bf16, fp16 or fp32; bf16-pure has no masters; with
+            bf16,reduce=bf16 gradients are summed in bf16
+        strategy: strategy of accordion.shard, such as full_shard; searched if left out
+        units: modules that are gathered together: auto, blocks, min_params:N or names of classes; searched if left out
+        offload: none, or optimizer=host (with masters and gradients) or optimizer=disk:/folder, with params=host, and
+            activations=host or activations=disk:/folder for inputs of recomputed units; the first that fits if left out
+        checkpoint_activations: none, every:K, selective or full; searched if left out
+        sharding: more fields of accordion.Sharding as NAME=VALUE, separated by commas
+        replicas: copies of the model under a hybrid strategy; searched if left out
+        expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens
+        tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
+        calibrate: seconds of one measured step on such GPUs, to calibrate all times. The step is of the configuration that
+            the other options fix, or of strategy,checkpointing,micro-batch,GPUs: 2.84,full_shard,selective,2,8
+        json: print JSON only
+        html: file for an HTML page with charts
     """
 
     model: str = "llama3-8b"

@@ -1,4 +1,4 @@
-"""The page of a plan: which figures stand where, in which units."""
+"""The tables of a plan, for the screen and the HTML page."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from accordion.plan.parts import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, Plan, gib, next_gains
 from accordion.plan.search.evaluate import Candidate
 
-SHOWN = 24  # candidates on the screen; JSON has all
+SHOWN = 24  # number of candidates in the table; JSON has all
 
 
 def of_table() -> Page:
-    """The cards that are known."""
+    """Return the table of GPUs for `--gpu table`."""
     rows = [
         [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}",
          f"{g.host_gbps:g}", g.source]
         for g in GPUS.values()
     ]  # fmt: skip
-    columns = ["card", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
-    return Page(name="gpus", title="Cards", notes=[], tables=[Table(title="cards", columns=columns, rows=rows)])
+    columns = ["GPU", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
+    return Page(name="gpus", title="GPUs", notes=[], tables=[Table(title="GPUs", columns=columns, rows=rows)])
 
 
 def of_plan(plan: Plan, change: str = "") -> Page:
-    """Verdict, where the bytes go, what the step takes, and why others lost."""
+    """Return a plan's page. `change`: the smallest change that fits, if nothing does."""
     tables = [_verdict(plan)]
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _peak(plan), _bytes(plan), _live(plan)]
@@ -48,14 +48,14 @@ def _verdict(plan: Plan) -> Table:
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
         rows += [
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
-            ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, by how the allocator takes memory"],
-            ["needed of the card", _needed(plan)],
+            ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, depending on expandable_segments"],
+            ["GPU memory needed", _needed(plan)],
             [
                 "step, calibrated" if plan.measured else "step, uncalibrated",
                 _range([s.seconds for s in c.steps.values()], "s"),
             ],
-            ["of it waiting for others", _range([s.exposed_s for s in c.steps.values()], "s")],
-            [f"{plan.task.counted}/s a GPU", _range(list(rates.values()), "")],
+            ["of it waiting", _range([s.exposed_s for s in c.steps.values()], "s")],
+            [f"{plan.task.counted}/s per GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
     cost = plan.run_cost
@@ -81,14 +81,14 @@ def _verdict(plan: Plan) -> Table:
 
 
 def _time(plan: Plan) -> list[Table]:
-    """Where the step's time goes, at middle rates."""
+    """Return the tables of the step's time at middle rates; none if the step was not traced."""
     steps = plan.chosen.steps
     if steps is None or plan.log is None:
         return []
     step = steps["middle"]
 
     def share(part: TimePart) -> str:
-        return "beside it" if part.hidden else f"{part.seconds / step.seconds:.0%}"
+        return "other stream" if part.hidden else f"{part.seconds / step.seconds:.0%}"
 
     kinds = [[p.name, _ms(p.seconds), share(p)] for p in by_kind(step)]
     units = [[p.name, _ms(p.seconds), _ms(p.waited), share(p)] for p in by_unit(step, plan.log.units)]
@@ -116,13 +116,13 @@ def _peak(plan: Plan) -> Table:
 def _needed(plan: Plan) -> str:
     memory = plan.chosen.memory
     assert memory is not None
-    more = f", {gib(memory.possible_bytes)} if {memory.peak.unsure_operator} takes inside all it may"
-    of = f"{gib(memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"
-    return of + (more if memory.possible_bytes > memory.needed_bytes else "")
+    more = f", {gib(memory.possible_bytes)} if {memory.peak.unsure_operator} allocates the most it may"
+    needed = f"{gib(memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"
+    return needed + (more if memory.possible_bytes > memory.needed_bytes else "")
 
 
 def _range(values: Sequence[float], unit: str) -> str:
-    """Low to high in two or three digits: no more is known."""
+    """Return "low to high unit", rounded to the digits that are known."""
     low, high = min(values), max(values)
     return f"{_digits(low)} to {_digits(high)} {unit}".rstrip()
 
@@ -138,14 +138,14 @@ def _bytes(plan: Plan) -> Table:
     parts = partial(_part, peak.num_bytes)
     rows = [[key, parts(value), parts(peak.highest[key])] for key, value in peak.breakdown.items()]
     rows.append(["all", parts(peak.num_bytes), ""])
-    where = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
+    place = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
     return Table(
-        title=f"where the bytes go; the peak is at {where}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
+        title=f"where the bytes go; the peak is at {place}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
     )
 
 
 def _part(whole: int, num_bytes: int) -> str:
-    """GiB of something; of a small whole, in more digits."""
+    """Return `num_bytes` in GiB, with more digits if the whole that it is part of is small."""
     return gib(num_bytes) if whole >= 10 * GIB else f"{num_bytes / GIB:.3f}"
 
 
@@ -154,7 +154,7 @@ def _live(plan: Plan) -> Table:
     assert memory is not None
     parts = partial(_part, memory.peak.num_bytes)
     rows = [[h.operator, h.category, str(h.count), parts(h.num_bytes)] for h in memory.peak.live[:8]]
-    return Table(title="live at the peak, by what took it", columns=["operator", "for", "tensors", "GiB"], rows=rows)
+    return Table(title="live at the peak, by operator", columns=["allocated by", "for", "tensors", "GiB"], rows=rows)
 
 
 def _candidates(plan: Plan) -> Table:
@@ -167,11 +167,13 @@ def _candidates(plan: Plan) -> Table:
         rows.append([str(c.choice), _need(c), steps, speed, mark])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
-    return Table(title=title, columns=["", "needs GiB", "step s", f"{plan.task.counted}/s a GPU", "why not"], rows=rows)
+    return Table(
+        title=title, columns=["", "needs GiB", "step s", f"{plan.task.counted}/s per GPU", "why not"], rows=rows
+    )
 
 
 def _need(c: Candidate) -> str:
-    """GiB of the card; a lower bound is named as one, and shown only if it says something."""
+    """Return the GiB that a candidate needs; "over N" for a lower bound, and nothing for a bound below 0.1 GiB."""
     if c.memory is not None and "at_least" not in c.memory.reserved_bytes:
         return gib(c.needed_bytes)
     return f"over {gib(c.needed_bytes)}" if c.needed_bytes > GIB // 10 else ""
@@ -182,22 +184,22 @@ def _speed(plan: Plan, c: Candidate) -> float:
 
 
 def _notes(plan: Plan, change: str) -> list[str]:
-    notes = [f"nothing fits; the smallest change that would make it: {change}"] if change else []
+    notes = [f"nothing fits; the smallest change that fits: {change}"] if change else []
     notes += plan.task.remarks
     assumed = plan.assumptions()
     notes += [
-        f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) below the card's memory",
-        f"torch {assumed['torch']}, {plan.space.optimizer}; card: {plan.cluster.gpu.source}",
+        f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
+        f"torch {assumed['torch']}, {plan.space.optimizer}; GPU: {plan.cluster.gpu.source}",
         f"efficiency: {plan.cluster.gpu.efficiency_is}",
-        f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
+        f"times are {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
     ]
     if plan.is_tight:
         notes.insert(
             0,
-            "less than 2 GiB of the card is left: published runs lost 15 to 35 % of their speed there, to the allocator",
+            "less than 2 GiB of the GPU is left: published runs lost 15 to 35 % of their speed there, to the allocator",
         )
-    notes.append(f"{assumed['host']}; times of offload are uncalibrated, whatever was measured")
+    notes.append(f"{assumed['host']}; a measured step does not calibrate the times of offload")
     if plan.log is not None:
-        notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
+        notes += [f"traced instead of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]
     return [*notes, NOT_KNOWN]

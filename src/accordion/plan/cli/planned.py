@@ -1,4 +1,4 @@
-"""The plan that the options of `accordion plan` ask for, made anew."""
+"""Make the plan that the options of `accordion plan` describe."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from accordion.tasks.loaded import example_of, mean_loss, model_of
 PURE = "bf16-pure"
 TASK_BATCH = 8
 FIXED = ("strategy", "units", "offload", "checkpoint_activations")
-"""Flags that are fields of a sharding."""
+"""Flags that set fields of the sharding."""
 
 
-def planned(o: Options, own: list[str]) -> SavedAnswer:
-    """Make the plan, and its page as HTML if one is asked for. `own`: options of a task. Raises `UsageError`, `TaskError`."""
+def planned(o: Options, task_words: list[str]) -> SavedAnswer:
+    """Make the plan, and its HTML page for `--html`. `task_words`: options of the task. Raises `UsageError`, `TaskError`."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
-    workload = workload_of(o, own)
-    with without_collections():  # of millions of small objects that no cycle holds
-        made = plan(workload, cluster, sharding, search, say=say)
+    workload = workload_of(o, task_words)
+    with without_collections():  # planning makes millions of small objects, and no reference cycles
+        answer = plan(workload, cluster, sharding, search, say=say)
         change = ""
-        if not made.fits and o.task is None:
-            change = smallest_change(made.space, say, made.found.logs)
+        if not answer.fits and o.task is None:
+            change = smallest_change(answer.space, say, answer.found.logs)
     if o.html is not None:
         from accordion.plan.cli.html import write
 
-        write(made, Path(o.html))
+        write(answer, Path(o.html))
         say(f"written: {o.html}")
     more = {"smallest_change": change} if change else {}
-    return SavedAnswer(fits=made.fits, data={**made.as_dict(), **more}, page=of_plan(made, change))
+    return SavedAnswer(fits=answer.fits, data={**answer.as_dict(), **more}, page=of_plan(answer, change))
 
 
-# -- what options say
+# -- options as values
 
 
-def workload_of(o: Options, own: list[str]) -> Workload:
-    """A language model by its name, or a task with the options in `own`. Raises `UsageError`, `TaskError`."""
+def workload_of(o: Options, task_words: list[str]) -> Workload:
+    """Return the named language model, or the task with its options `task_words`. Raises `UsageError`, `TaskError`."""
     seq, mean, packed = (o.seq, None, False) if o.lengths is None else lengths_of(o.lengths)
     model: Any = o.model
     loss = batch = None
     if o.task is not None:
-        model, loss, batch = _task(o, own)
-    elif own:
-        raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
+        model, loss, batch = _task(o, task_words)
+    elif task_words:
+        raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
     rank, targets, base = (0, "all", "") if o.lora is None else adapters_of(o.lora)
     kernels = Kernels(
         loss=o.loss,
@@ -85,31 +85,31 @@ def workload_of(o: Options, own: list[str]) -> Workload:
     )
 
 
-def _task(o: Options, own: list[str]) -> tuple[Any, Any, Any]:
-    """(model, loss, batch) of a task."""
+def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
+    """Return the model, loss and batch of the task."""
     size = o.micro_batch or TASK_BATCH
-    task = read_task(str(o.task), own, "accordion plan")
+    task = read_task(str(o.task), task_words, "accordion plan")
     with of_the_task("model()"):
         model = model_of(task)
     with of_the_task("dataset('train')"):
         batch = example_of(task, size)
-    print(f"{task.name}: a micro-batch is one of {size} samples, or as its loader gives it", file=sys.stderr)
+    print(f"{task.name}: a micro-batch has {size} samples, unless the task's loader makes batches", file=sys.stderr)
     return model, partial(mean_loss, task), batch
 
 
 def cluster_in(o: Options) -> Cluster:
-    """The cards. Raises `UsageError`."""
+    """Return the GPUs that the options describe. Raises `UsageError`."""
     gpus, node = counts_of(o.gpus)
     seconds, _, at = (o.calibrate or "").partition(",")
     try:
         measured_s = float(seconds) if o.calibrate is not None else None
     except ValueError:
-        raise UsageError(f"--calibrate {o.calibrate!r} begins with no number; write seconds, such as 2.84.") from None
+        raise UsageError(f"--calibrate {o.calibrate!r} must begin with a number of seconds, such as 2.84.") from None
     return cluster_of(o.gpu, gpus=gpus, node=node, measured_step_s=measured_s, measured_at=at)
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """The fields of a sharding that are fixed. Raises `UsageError`."""
+    """Return the fields of the sharding that the options fix. Raises `UsageError`."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
@@ -118,7 +118,7 @@ def sharding_of(o: Options) -> dict[str, Any]:
 
 
 def search_of(o: Options) -> Search:
-    """Return the values to try, beside those that are fixed. Raises `UsageError`."""
+    """Return the values to try for what is not fixed. Raises `UsageError`."""
     return Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
         replicas=o.replicas,
@@ -130,7 +130,7 @@ def search_of(o: Options) -> Search:
 
 
 def lengths_of(text: str) -> tuple[int, int, bool]:
-    """(longest, mean, packed) of "mean,longest" or "mean,longest,packed". Raises `UsageError`."""
+    """Return (longest, mean, packed) from "mean,longest" or "mean,longest,packed". Raises `UsageError`."""
     words = text.removesuffix(",packed").split(",")
     if len(words) != 2 or not all(w.strip().isdecimal() and len(w.strip()) < 10 for w in words):
         raise UsageError(f"--lengths {text!r} is not understood; it takes mean,longest in tokens, such as 900,4096.")
@@ -139,7 +139,7 @@ def lengths_of(text: str) -> tuple[int, int, bool]:
 
 
 def adapters_of(text: str) -> tuple[int, str, str]:
-    """(rank, names of layers with commas between, base) of "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
+    """Return (rank, comma-separated layers, base) from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets, base = more.pop("targets", "all").replace("+", ","), more.pop("base", "")
@@ -151,7 +151,7 @@ def adapters_of(text: str) -> tuple[int, str, str]:
 
 
 def precision_of(text: str) -> Precision:
-    """`bf16-pure`: the model is in bf16, and so are what the optimizer steps and its states. Raises `UsageError`."""
+    """Return the precision called `text`; for bf16-pure, parameters and states are in bf16 too. Raises `UsageError`."""
     name, _, more = text.partition(",")
     key, _, dtype = more.partition("=")
     known = (*COMPUTE_DTYPES, PURE)
@@ -164,7 +164,7 @@ def precision_of(text: str) -> Precision:
 
 
 def counts_of(text: str | None) -> tuple[list[int], int]:
-    """Numbers of GPUs to look at, and GPUs of a node, of "16", "2x8" or "8,16". Raises `UsageError`."""
+    """Return the numbers of GPUs to try, and the GPUs per node, from "16", "2x8" or "8,16". Raises `UsageError`."""
     nodes, _, each = (text or str(NODE)).rpartition("x")
     words = each.split(",") if not nodes else [nodes, each]
     if not all(word.isdecimal() and 0 < int(word[:9]) <= LARGEST_GPUS and len(word) < 9 for word in words):

@@ -1,1 +1,1 @@
-"""Which configuration to take, of all that fit."""
+"""The search for the fastest configuration that fits."""

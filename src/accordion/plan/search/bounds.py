@@ -1,6 +1,4 @@
-"""What rules a configuration out before it is traced: states alone over the card or a machine's memory, or messages that no
-strategy can shorten.
-"""
+"""Lower bounds on a configuration's memory and time, which rule it out before it is traced."""
 
 from __future__ import annotations
 
@@ -17,18 +15,18 @@ from accordion.plan.search.space import Space
 from accordion.units import UnitChoice
 
 SCATTERS = ("scatter_sum", "exchange")
-ROUNDING = 0.99  # of messages: another number of ranks pads differently
-# Share of a block's forward that is computed again at least: torch stops at the last tensor that the backward needs, and so
-# leaves out a block's last product.
+ROUNDING = 0.99  # margin on the sizes of messages, which another number of ranks pads differently
+# Least share of a block's forward that is recomputed: torch stops at the last tensor that the backward needs, and so leaves out
+# a block's last product.
 RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """What no trace can fall below: what is trained and its states, in the master's dtype, and full copies that stay."""
+    """Return the least bytes of a trace: trained parameters and states in the master's dtype, and full copies that stay."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
-        over = choice.expert_parallel  # at least: what is no expert is whole on each rank
+        over = choice.expert_parallel  # a lower bound: parameters that are no experts are whole on each rank
     stays = strategy.params is Place.REPLICATE or strategy.keep_until_backward
     copies = space.compute_bytes / choice.expert_parallel if stays and choice.gpus > 1 else 0
     if not choice.offload.is_any:
@@ -37,7 +35,7 @@ def least_bytes(choice: Choice, space: Space) -> int:
 
 
 def least_host_bytes(choice: Choice, space: Space) -> int:
-    """What `host_bytes` of no trace can fall below, in the same terms: see there."""
+    """Return the least host bytes per machine of `host_bytes` in any trace: masters, gradients, and states on the host."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
@@ -47,11 +45,14 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What FULL_SHARD takes, and no other strategy falls below: allocated bytes, seconds without waiting for others.
+    """Allocated bytes and seconds (without waits) of FULL_SHARD, below which no other strategy falls.
 
-    `gathered`, `reduced`: messages, in bytes, of one forward and of one backward, which every strategy has to send over its own
-    axes. `far`: they left the node. `blocks_s`: seconds that the forward of the repeated blocks computes, over all micro-batches;
-    `light_s`: of them, what is neither a product nor attention.
+    Args:
+        gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy has
+            to send as much over its own axes.
+        far: these messages leave the node.
+        blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
+        light_s: the part of `blocks_s` that is neither a matrix product nor attention.
     """
 
     num_bytes: int
@@ -63,13 +64,13 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return the floor of the same step with recomputed blocks; it says nothing of memory, of which that takes less."""
+        """Return the floor of this step with recomputed blocks. Its bytes are 0, since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """`num_bytes`: allocated at the peak. `step`: at middle rates."""
+    """Return the floor that a traced FULL_SHARD step gives. `num_bytes`: its allocated peak. `step`: at middle rates."""
     starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []
@@ -105,16 +106,14 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
-    """Seconds that the gathers of a step's forwards take, or the reductions of its backwards, if that is longer; at middle rates.
-
-    Inside of a node the engine may send gradients in the dtype of the computation and sum them itself.
-    """
+    """Return the seconds of a step's gathers in forwards or of its reductions, whichever is longer, at middle rates."""
     strategy, cluster = choice.strategy, space.cluster
     costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
     def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:
         return sum(costs.of_collective(Collective(kind, int(n * share), axis, kind)) for n in sizes)
 
+    # In a node the engine may send gradients in the dtype of the computation and sum them itself.
     narrow = min(1.0, space.compute_bytes / 4)
     inside = choice.shards <= cluster.node
     reduces = seconds("scatter_sum", floor.reduced, "shard", narrow if floor.far and inside else 1.0)
@@ -130,6 +129,6 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
 
 
 def as_full_shard(choice: Choice, units: UnitChoice) -> Choice:
-    """The choice whose floor bounds this one. `units`: those that are tried everywhere."""
+    """Return the FULL_SHARD choice whose floor bounds `choice`. `units`: the choice of units that is tried everywhere."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
     return replace(choice.but(strategy=FULL_SHARD, offload=inputs, units=units), replicas=1).keeping(0)

@@ -1,4 +1,4 @@
-"""One measured step, and what it says of every other: each assumed rate is scaled until it gives the measured time."""
+"""Calibration: scale the assumed rates so that the planned time of one configuration is its measured time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from accordion.plan.trace.setup import with_copies
 
 
 def calibrated(space: Space) -> tuple[Space, str]:
-    """Return the space with a cluster at the speed of its measured step, and what was measured, in words.
+    """Return `space` with its cluster calibrated by the measured step, and a description of that step (empty without one).
 
-    One time says nothing of messages that nothing waited for. So kernels are scaled, once for each of the assumed rates of
-    links; messages only if kernels alone would have to be faster than the card's peaks. What the low, middle and high rates
-    then say of another configuration differs by as much as one measured step leaves open. Raises `UsageError` if no rates up
-    to the peaks give so short a step.
+    Raises `UsageError` if the step is shorter than at the peaks of the GPU and its links.
     """
+    # One time tells nothing about messages that nothing waited for. So the time of kernels is scaled, once for each of the low,
+    # middle and high rates; that of messages only if kernels alone would have to exceed the GPU's peaks. The range that the
+    # three rates then give for another configuration is the uncertainty that one measured step leaves.
     cluster, measured_s = space.cluster, space.cluster.measured_step_s
     if measured_s is None:
         return space, ""
@@ -38,15 +38,15 @@ def calibrated(space: Space) -> tuple[Space, str]:
     least = min(seconds(rate, _peaks(cluster.gpu, rate)) for rate in REACHED)
     if least > measured_s:
         raise UsageError(
-            f"measured_step_s is {measured_s:g}, and {choice} takes {least:.3g} s at the peaks of {cluster.gpu.name} and of its "
-            "links; check the time, what it was measured of (measured_at), and the card."
+            f"measured_step_s is {measured_s:g}, but {choice} takes {least:.3g} s even at the peaks of {cluster.gpu.name} and "
+            "its links; check the time, the configuration that was measured (measured_at), and the GPU."
         )
     scales = {rate: _scale(partial(seconds, rate), _peaks(cluster.gpu, rate), measured_s) for rate in REACHED}
     return replace(space, cluster=replace(cluster, scales=scales)), f"{measured_s:g} s of {choice}"
 
 
 def _choice_of(text: str, space: Space) -> Choice:
-    """The configuration that `text` names, as "full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs."""
+    """Return the configuration of `text`: strategy, checkpointing, micro-batch, GPUs, as "full_shard,selective,2,8"."""
     words = [word.strip() for word in text.split(",")]
     if len(words) != 4 or not all(word.isdecimal() and int(word) for word in words[2:]):
         raise UsageError(
@@ -68,48 +68,48 @@ def _choice_of(text: str, space: Space) -> Choice:
 
 
 def _only_choice(space: Space) -> Choice:
-    """The configuration that a plan is of, if it leaves nothing open. Raises `UsageError`."""
+    """Return the only configuration of the space. Raises `UsageError` if there are several."""
     choices = [choice for choice in space.choices() if choice.gpus == space.cluster.num_gpus]
     if len(choices) > 1:
         raise UsageError(
-            "measured_step_s is the time of one configuration, and this plan looks through several; say with measured_at which "
-            "it was (strategy,checkpointing,micro-batch,GPUs), or fix strategy, checkpoint_activations and micro_batch."
+            "measured_step_s is the time of one configuration, but this plan looks through several; name the measured one with "
+            "measured_at (strategy,checkpointing,micro-batch,GPUs), or fix strategy, checkpoint_activations and micro_batch."
         )
     return choices[0]
 
 
 def _peaks(gpu: Gpu, rate: str) -> Scale:
-    """At which kernels reach the card's peaks, and messages those of the links."""
+    """Return the scale at which kernels reach the GPU's peaks, and messages those of the links."""
     rates = REACHED[rate]
     kernels = rates.kernels(gpu) * max(gpu.products, gpu.elementwise, gpu.attention)
     return Scale(kernels=kernels, messages=max(rates.link, rates.network))
 
 
 def _scale(seconds: Callable[[Scale], float], peaks: Scale, wanted_s: float) -> Scale:
-    """The scale with a step of `wanted_s`. `seconds`: of a step, by scale. `peaks`: beyond which messages are scaled first."""
+    """Return the scale for which `seconds(scale)` is `wanted_s`. Messages are scaled if kernels would exceed `peaks`."""
     if seconds(Scale(kernels=peaks.kernels)) <= wanted_s:
         return Scale(kernels=_root(lambda k: seconds(Scale(kernels=k)) - wanted_s, peaks.kernels))
     if seconds(Scale(messages=peaks.messages)) <= wanted_s:
         return Scale(messages=_root(lambda m: seconds(Scale(messages=m)) - wanted_s, peaks.messages))
-    messages = peaks.messages  # a host that was assumed too slow for this goes with the kernels
+    messages = peaks.messages  # beyond both peaks: scale kernels again, which also covers a host assumed too slow
     kernels = _root(lambda k: seconds(Scale(kernels=k, messages=messages)) - wanted_s, 1e-3)
     return Scale(kernels=kernels, messages=messages)
 
 
 def _root(excess: Callable[[float], float], low: float) -> float:
-    """Where a growing function that is not positive at `low` is 0, to 0.01 %: by the line through both ends (Illinois)."""
+    """Return the root of the increasing function `excess`, which is <= 0 at `low`, to 0.01 % (regula falsi, Illinois)."""
     high, below = 2 * low, excess(low)
     while (above := excess(high)) < 0:
         high *= 2
     for _ in range(60):
         middle = (low * above - high * below) / (above - below) if above != below else low
-        found = excess(middle)
-        if found <= 0:
+        value = excess(middle)
+        if value <= 0:
             moved = middle - low
-            low, below, above = middle, found, above / 2
+            low, below, above = middle, value, above / 2
         else:
             moved = high - middle
-            high, above, below = middle, found, below / 2
-        if found == 0 or abs(moved) < 1e-9 * middle or high - low < 1e-4 * low:
+            high, above, below = middle, value, below / 2
+        if value == 0 or abs(moved) < 1e-9 * middle or high - low < 1e-4 * low:
             break
     return middle

@@ -1,4 +1,4 @@
-"""Bytes and seconds of each choice of a search: traced, derived from other traces, or ruled out by a bound."""
+"""Evaluate the choices of a search: bytes and seconds from a trace, from other choices' traces, or a bound."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from accordion.plan.search.space import Space
 from accordion.plan.search.traces import Traces
 from accordion.sharding import offload_words
 
-AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken
-BESIDE = 3  # of the fastest, with which other units are tried
-HOST_MARGIN = 1.1  # on what ranks keep on the host, for Python, torch and data
+AS_FAST = (
+    0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
+)
+NUM_VARIED = 3  # number of the fastest choices that are tried with other units, secondary shards and so on
+HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit.
+    """A choice, its `memory`, and its `steps` by name of the rates: "middle", for the best choice also "low" and "high".
 
-    `host_bytes`, `disk_bytes`: of one machine. `steps`: at middle rates, of the best one at low and high ones too.
-    `is_traced`: they come from a trace of its own. `bound`: why it was not worked out. `why`: it was not chosen.
+    Both are None if a bound ruled it out. `bound`: that reason. `why`: the reason why it was not chosen. `least_bytes`: lower
+    bound on its GPU memory. `host_bytes`, `disk_bytes`: of one machine. `is_traced`: the figures are from its own trace.
     """
 
     choice: Choice
@@ -45,7 +47,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """There is no verdict: see `MemoryNeed.is_open`."""
+        """Return True if it is not known whether the choice fits; see `MemoryNeed.is_open`."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -53,30 +55,30 @@ class Candidate:
         return self.memory.needed_bytes if self.memory is not None else self.least_bytes
 
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
-        """Of one GPU."""
+        """Return the trained tokens per second of one GPU. `tokens`: trained tokens per sample."""
         assert self.steps is not None
         each = self.choice.micro_batch * tokens * self.choice.accumulate
         return each / self.steps[rate].seconds
 
 
 class Evaluator:
-    """Owns the traces of a search, and the bounds that were found so far. `known`: logs that were traced before."""
+    """Evaluates choices of a search, and keeps its traces and the bounds they give. `known`: logs from an earlier search."""
 
     def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
         self._space, self._cluster = space, space.cluster
         self.traces = Traces(space, say, known or {})
         self._floors: dict[Choice, Floor] = {}
-        self._memory: dict[Choice, MemoryNeed] = {}  # of offload that was worked out, as `moved_as` has it
+        self._memory: dict[Choice, MemoryNeed] = {}  # with offload, derived from a log without; by `moved_as`
         self._last_moved: tuple[Log | None, dict[str | Offload, Log]] = None, {}
-        self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
-        # Allocated bytes beyond which nothing fits.
+        self._rates: dict[int, float] = {}  # number of GPUs -> tokens/s of the fastest choice that fits
+        # The most allocated bytes that can fit.
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """The choice with each offload in turn, until it fits; if none of them can, the one that comes closest alone."""
+        """Yield the choice with each offload in turn until it fits; if none can fit, only the one that comes closest."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -102,45 +104,46 @@ class Evaluator:
         candidate.bound = self._bound_of(choice)
         if candidate.bound:
             return candidate
-        alone = choice.gpus == 1 and choice.offload.is_any  # without offload its shards are the parameters
+        # On one GPU without offload the shards are the parameters themselves: offload cannot be derived and is traced.
+        alone = choice.gpus == 1 and choice.offload.is_any
         return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
 
     def _host_bound_of(self, choices: Sequence[Choice]) -> str:
-        """Why a choice need not be traced for any of these offloads: what rests on the host is more than a machine has."""
+        """Return why none of these choices can fit into a machine's memory; empty if one may."""
         least = min(least_host_bytes(choice, self._space) for choice in choices) * HOST_MARGIN
         if least <= self._cluster.host_bytes:
             return ""
         return f"needs at least {least / GIB:,.0f} of {self._cluster.host_bytes / GIB:,.0f} GiB of a machine's memory"
 
-    # -- next to what is fastest, or closest
+    # -- variants of the fastest choices, or of the closest ones
 
     def _fastest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that fit all GPUs without offloaded states."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        return sorted((c for c in mine if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
+        """Return the candidates that fit on all GPUs without offloaded states, fastest first."""
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
+        return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Other units next to what is fastest, or if nothing fits, next to what comes closest."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        near = self._fastest_first(candidates)[:BESIDE]
-        near = near or sorted((c for c in mine if c.memory is not None), key=lambda c: c.needed_bytes)[:1]
+        """Evaluate the fastest candidates (the closest one if none fits) with other units."""
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
+        near = self._fastest_first(candidates)[:NUM_VARIED]
+        near = near or sorted((c for c in on_all if c.memory is not None), key=lambda c: c.needed_bytes)[:1]
         return [self.candidate(c.choice.but(units=units)) for c in near for units in self._space.units[1:]]
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Copies kept in each node, next to what is fastest of that which gathers from other nodes."""
+        """Evaluate secondary shards in each node, with the fastest candidates that gather from other nodes."""
         if not self._space.search.copies:
             return []
-        mine = [c.choice for c in self._fastest_first(candidates)]
-        more = [kept for choice in mine if (kept := choice.keeping(self._cluster.node)) != choice]
-        return [self.candidate(choice) for choice in more[:BESIDE]]
+        fastest = [c.choice for c in self._fastest_first(candidates)]
+        more = [other for choice in fastest if (other := choice.keeping(self._cluster.node)) != choice]
+        return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """If nothing fits: inputs of recomputed units elsewhere, next to what comes closest, until something does."""
-        mine = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
-        if any(c.fits for c in mine):
+        """If nothing fits: evaluate the closest candidates with inputs of recomputed units offloaded, until one fits."""
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
+        if any(c.fits for c in on_all):
             return []
-        near = [c for c in mine if c.memory is not None and c.choice.checkpointing != "none"]
-        near = sorted(near, key=lambda c: c.needed_bytes)[:BESIDE]
+        near = [c for c in on_all if c.memory is not None and c.choice.checkpointing != "none"]
+        near = sorted(near, key=lambda c: c.needed_bytes)[:NUM_VARIED]
         tried: list[Candidate] = []
         for place in self._space.search.activations[1:]:
             offloads = [replace(c.choice.offload, activations=place) for c in near]
@@ -152,11 +155,11 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Those first that could be fastest, so that what they reach rules out the others."""
+        """Sort choices by the speed that their bounds allow, fastest first, so that later ones are ruled out."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return what no step of a choice falls below: FULL_SHARD's floor, or before its trace that without recomputation."""
+        """Return FULL_SHARD's floor for a choice; if that is not traced yet, one derived from the step without recomputation."""
         full = as_full_shard(choice, self._space.units[0])
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -165,28 +168,29 @@ class Evaluator:
         return None if plain is None else plain.recomputing(how)
 
     def _least_s(self, choice: Choice) -> float:
-        """Seconds that no step of a choice falls below; 0 if nothing is known."""
+        """Return a lower bound on a choice's step in seconds; 0 if none is known."""
         floor = self._floor(choice)
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return why a choice need not be traced: FULL_SHARD does not fit either, or it is slower even if nothing waits."""
+        """Return why a choice cannot be chosen: FULL_SHARD does not fit, or the choice is too slow even without waits."""
         floor, units = self._floor(choice), self._space.units[0]
         if choice.offload.is_any or floor is None:
             return ""
-        if floor.num_bytes > self._most and choice.units == units:  # smaller units take less
+        if floor.num_bytes > self._most and choice.units == units:  # other units are smaller and take less
             needed = int(floor.num_bytes * MARGIN) + OUTSIDE_BYTES
             return f"takes more than full_shard, which needs at least {needed / GIB:,.1f} GiB"
         fastest, seconds = self._rates.get(choice.gpus, 0.0), self._least_s(choice)
         rate = choice.micro_batch * choice.accumulate * self._space.tokens / seconds
         if rate > fastest * (1 + AS_FAST):
             return ""
-        said = f"{abs(gain := (rate / fastest - 1) * 100):.0f} % {'faster' if gain > 0 else 'slower'}"
-        what = "if its messages alone took time" if seconds > floor.seconds else "if nothing waited"
-        return f"even {what} {'only ' if gain > 0 else ''}{said}"
+        percent = round((rate / fastest - 1) * 100)
+        gain = f"only {percent} % faster" if percent > 0 else f"{-percent} % slower" if percent else "no faster"
+        case = "if only its messages took time" if seconds > floor.seconds else "if nothing waited"
+        return f"even {case}, {gain}"
 
     def _bound(self, candidate: Candidate) -> None:
-        """Keep what a candidate says of others."""
+        """Record the bounds that an evaluated candidate gives for others."""
         choice = candidate.choice
         assert candidate.memory is not None
         assert candidate.steps is not None
@@ -200,7 +204,7 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """`log`: without offload. `traced`: the engine's own with offload, which says what the device holds."""
+        """Evaluate a candidate from its `log` without offload. `traced`: log with offload to take the GPU's memory from."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = self._memory_of(choice, log) if traced is None else memory_of(traced, self._most)
@@ -213,16 +217,16 @@ class Evaluator:
         return candidate
 
     def _moved(self, log: Log, offload: Offload) -> Log:
-        """`log` with offload; what was worked out of the last log is kept, of which memory, time and bounds are asked for."""
-        known, words = self._last_moved, offload_words(offload)
-        if known[0] is not log:
-            known = self._last_moved = log, {}
-        if words not in known[1]:
-            known[1][words] = offloaded(log, offload, self._space.compute_bytes)
-        return known[1][words]
+        """Return `log` with offload; results for the last log are cached, since memory and time need the same ones."""
+        cache, words = self._last_moved, offload_words(offload)
+        if cache[0] is not log:
+            cache = self._last_moved = log, {}
+        if words not in cache[1]:
+            cache[1][words] = offloaded(log, offload, self._space.compute_bytes)
+        return cache[1][words]
 
     def _memory_of(self, choice: Choice, log: Log) -> MemoryNeed:
-        """Of a log without the engine's own offload: the same for states on the host and on disk, and replayed once."""
+        """Return a choice's memory from its log without offload. States on host and disk give one result, computed once."""
         moved = partial(self._moved, log, in_memory(choice.offload))
         if not choice.offload.is_any:
             return memory_of(moved(), self._most)
@@ -242,7 +246,7 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The fastest that fits by a trace of its own."""
+        """Return the fastest candidate that fits, after confirming it by a trace of its own."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
@@ -262,7 +266,7 @@ class Evaluator:
 
 
 def _with_states(choice: Choice, offload: Offload) -> Choice:
-    """The choice with states where `offload` has them, and inputs of recomputed units where they were."""
+    """Return `choice` with the states placed as in `offload`, and the inputs of recomputed units as before."""
     return choice.but(offload=replace(offload, activations=choice.offload.activations))
 
 
@@ -270,7 +274,7 @@ def _with_states(choice: Choice, offload: Offload) -> Choice:
 
 
 def frugal_space(space: Space) -> Space:
-    """The choices that take least memory: one for every half of the GPUs asked for."""
+    """Return a space of the choice that takes least memory, on all GPUs, half of them, a quarter and so on."""
     search, counts = space.search, [space.cluster.num_gpus]
     while counts[-1] % 2 == 0:
         counts.append(counts[-1] // 2)
@@ -287,16 +291,13 @@ def frugal_space(space: Space) -> Space:
 
 
 def on_fewer(space: Space, known: Mapping[Choice, Log], say: Say) -> tuple[list[Candidate], Mapping[Choice, Log]]:
-    """On ever more GPUs, the choice of the space that takes least memory, until it fits; and what was traced.
-
-    `known`: logs that were traced before.
-    """
+    """Try the choice that takes least memory on more and more GPUs until it fits. Return the candidates and all logs."""
     frugal = frugal_space(space)
     tried: list[Candidate] = []
     for choice in sorted(frugal.choices(), key=lambda c: c.gpus):
         if choice.gpus == space.cluster.num_gpus or (tried and tried[-1].fits):
             break
-        # One number of GPUs at a time: mostly the first that is not too small is traced, and no other.
+        # One number of GPUs at a time: usually only the first number that is not ruled out is traced.
         evaluator = Evaluator(replace(frugal, cluster=replace(frugal.cluster, gpus=[choice.gpus])), say, known)
         tried.append(evaluator.candidate(_with_states(choice, frugal.search.offloads[0])))
         known = evaluator.traces.traced

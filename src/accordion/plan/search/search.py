@@ -1,4 +1,4 @@
-"""Which configuration to take: all that are asked for are predicted, and each that is not chosen says why."""
+"""Choose a configuration: evaluate all that are asked for, and note for each of the others why it was not chosen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from accordion.plan.search.space import Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`best`: the fastest that fits on all GPUs asked for, or None. `fewest`: the fastest on the least GPUs on which any fits;
-    None where no other number was looked at.
+    """Result of a search.
 
-    `logs`: what was traced, and not worked out from other traces, without offload.
+    Args:
+        best: the fastest candidate that fits on all requested GPUs, or None.
+        fewest: the fastest candidate on the smallest number of GPUs that fits; None if other numbers were not tried.
+        logs: the logs that were traced.
     """
 
     best: Candidate | None
@@ -30,19 +32,17 @@ class SearchResult:
 def search_in(
     space: Space, say: Say = lambda text: None, fewest: bool = False, known: Mapping[Choice, Log] | None = None
 ) -> SearchResult:
-    """Predict every choice of `space`.
+    """Evaluate every choice of `space` and choose the best. Raises `UsageError` if the space is empty.
 
     Args:
-        fewest: look at smaller numbers of GPUs too, with what takes least memory, unless there is one choice alone.
-        known: logs that a search of the same model and step traced.
-
-    Raises `UsageError` if the space is empty.
+        fewest: also try smaller numbers of GPUs with the choice that takes least memory, unless there is only one choice.
+        known: logs from an earlier search of the same model and step.
     """
     every = space.choices()
     evaluator = Evaluator(space, say, known)
-    # Copies of a hybrid are not fixed by anything but the GPUs; with all else fixed, no other number is asked for.
+    # The replicas of a hybrid follow from the number of GPUs. If all else is fixed, no other number is tried.
     is_open = len({replace(c, replicas=1) for c in every}) > 1
-    # Full sharding takes least memory, and others can only wait less: it bounds them.
+    # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
     first = [c for c in every if c.strategy == FULL_SHARD] or every
     candidates = evaluator.candidates(first)
     looks_at_fewer = fewest and is_open and len(space.cluster.gpus) == 1 and any(c.fits for c in candidates)
@@ -66,14 +66,14 @@ def search_in(
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return the choices to evaluate first; units, offload and copies are tried next to some of them."""
+    """Return what identifies a choice of the space, without the units, offload and copies tried for some of them."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
-    """What comes closest to fitting all GPUs asked for, of what was worked out where anything was."""
-    mine = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
-    return min([c for c in mine if c.memory is not None] or mine, key=lambda c: c.needed_bytes)
+    """Return the candidate on all requested GPUs that needs least memory, preferring candidates that were evaluated."""
+    on_all = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
+    return min([c for c in on_all if c.memory is not None] or on_all, key=lambda c: c.needed_bytes)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
@@ -82,7 +82,7 @@ def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
     if candidate.bound:
         return candidate.bound
     if candidate.memory is None:
-        return f"takes {candidate.least_bytes / GIB:,.0f} GiB at least, of {card:.0f}"
+        return f"needs at least {candidate.least_bytes / GIB:,.0f} of {card:.0f} GiB"
     if candidate.memory.is_open(cluster):
         return unsettled(candidate, cluster)
     if not candidate.memory.fits(cluster):
@@ -97,16 +97,18 @@ def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
         return "fits, on fewer GPUs than asked for"
     ratio = best.tokens_per_s(space.tokens) / candidate.tokens_per_s(space.tokens)
     if ratio < 1 + cluster.tellable:
-        return f"too close to tell apart ({(ratio - 1) * 100:+.0f} %)"
+        percent = round((ratio - 1) * 100)
+        side = "" if not percent else " slower" if percent > 0 else " faster"
+        return f"too close to tell apart ({abs(percent)} %{side})"
     return f"{(ratio - 1) * 100:.0f} % slower"
 
 
 def unsettled(candidate: Candidate, cluster: Cluster) -> str:
-    """Why there is no verdict, and what would bring one."""
+    """Return why it is not known whether `candidate` fits, and how to find out."""
     assert candidate.memory is not None
     memory = candidate.memory
     left = (cluster.card_bytes - memory.needed_bytes) / GIB
     return (
-        f"no verdict: {memory.peak.unsure_operator} may take up to {memory.peak.unsure_bytes / GIB:,.2f} GiB more inside than a "
-        f"trace sees, of {left:,.2f} GiB left; measure one step's torch.cuda.max_memory_reserved(), or leave that much room"
+        f"no verdict: {memory.peak.unsure_operator} may allocate up to {memory.peak.unsure_bytes / GIB:,.2f} GiB that a trace "
+        f"does not see, of {left:,.2f} GiB left; measure one step's torch.cuda.max_memory_reserved(), or leave that much free"
     )

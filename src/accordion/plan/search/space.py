@@ -1,4 +1,4 @@
-"""Everything that a plan looks through: what is trained, on which cards, and each configuration of a search."""
+"""`Space`: the workload, the GPUs, and all configurations that a plan tries."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from accordion.units import UnitChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The resolved choices of a search.
+    """The workload, the GPUs and the resolved values of a search, from which all configurations follow.
 
     Args:
-        subject_for: the training with a micro-batch of that size.
-        num_params: elements that are trained.
-        cluster: the cards.
-        sharding: what all configurations share; the search changes it.
-        search: what is looked through; its `units` are known.
-        tokens: of one sample, that count as trained.
-        optimizer: of OPTIMIZERS.
-        engine: accordion, or fsdp2 in its place.
+        subject_for: function of a micro-batch size that returns the training to trace.
+        num_params: number of trained elements.
+        cluster: the GPUs.
+        sharding: fields that all configurations share, unless the search sets them.
+        search: the values to try; its `units` are resolved.
+        tokens: trained tokens per sample.
+        optimizer: a name in OPTIMIZERS.
+        engine: "accordion" or "fsdp2".
         pure: parameters, and so the optimizer's states, are in 16 bits.
         device: "cpu" traces CPU ranks.
     """
@@ -45,7 +45,7 @@ class Space:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the choice to trace for another one."""
+        """Return the setup of the trace for `choice`."""
         return choice.setup(self.cluster.node, self.optimizer, self.engine, self.device)
 
     @property
@@ -54,37 +54,37 @@ class Space:
 
     @property
     def units(self) -> Sequence[UnitChoice]:
-        """Choices of units to try: the first one everywhere."""
+        """Choices of units to try; the first one is tried everywhere."""
         return self.search.units or (self.sharding.units,)
 
     @property
     def compute_bytes(self) -> int:
-        """Of an element in the dtype of the computation."""
+        """Bytes per element in the dtype of the computation."""
         return self.precision.params.itemsize if self.precision.params is not None else 4
 
     @property
     def master_share(self) -> float:
-        """Of float32, in the dtype of what is stepped."""
+        """Size of the dtype that the optimizer steps, as a share of float32's."""
         return 0.5 if self.pure else 1.0
 
     @property
     def state_bytes(self) -> float:
-        """Of the optimizer's states of an element, at least; in the dtype of what is stepped."""
+        """Least bytes per element of the optimizer's states, in the dtype that it steps."""
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     @property
     def divided_gpus(self) -> Sequence[int]:
-        """Numbers of GPUs that ranks which share experts divide."""
+        """The numbers of GPUs that are multiples of `expert_parallel`."""
         return [n for n in self.cluster.gpus if n % self.search.expert_parallel == 0]
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""
+        """Return the offloads to try for a choice. A search tries offload only with strategies that keep no full copies."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Every choice, without offloaded states. Raises `UsageError` if there is none."""
+        """Return every choice, without offloaded states. Raises `UsageError` if there is none."""
         if choices := list(self._choices()):
             return choices
         search = self.search
@@ -98,7 +98,7 @@ class Space:
             else ""
         )
         raise UsageError(
-            f"no configuration is left to try: strategies {strategies} on {', '.join(map(str, self.cluster.gpus))} "
+            f"there is no configuration to try: strategies {strategies} on {', '.join(map(str, self.cluster.gpus))} "
             f"GPUs, micro-batches {', '.join(map(str, search.micro_batches))}; {hybrid}, or take another --strategy{batch}."
         )
 
@@ -130,7 +130,7 @@ class Space:
                 yield choice.keeping(copy_ranks(self.sharding))
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Numbers of replicas to try: shards over one node, two, and four."""
+        """Return the numbers of replicas to try: by default those that shard over one, two and four nodes."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]
@@ -139,7 +139,7 @@ class Space:
         return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
     def _accumulate(self, micro_batch: int, ranks: int) -> int:
-        """Micro-batches of a step; 0 if the global batch is no multiple."""
+        """Return the micro-batches per step; 0 if the global batch is no multiple of `ranks * micro_batch`."""
         batch = self.search.global_batch
         if batch is None:
             return self.search.accumulate

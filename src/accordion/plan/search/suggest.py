@@ -1,4 +1,4 @@
-"""Where nothing fits: the smallest change that would make it fit."""
+"""If nothing fits: find the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from accordion.plan.search.search import closest, search_in
 from accordion.plan.search.space import Space
 from accordion.sharding import offload_words
 
-DOUBLINGS = 7  # of the GPUs, at most
-NODE = 8  # GPUs of a machine, where nobody says
-MOST_HOST_GIB = 512.0  # of a machine's memory for each GPU
+DOUBLINGS = 7  # most times that the number of GPUs is doubled
+NODE = 8  # default number of GPUs per machine
+MOST_HOST_GIB = 512.0  # most memory of a machine per GPU
 ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """The first of ever larger changes that makes it fit; each keeps those before it. `known`: logs that were traced to find
-    that nothing of `space` fits.
-    """
+    """Return the first of `attempts` that fits, or else the GPU memory that would. `known`: logs of the search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
-        found = search_in(attempt, say, known=known)
-        known = found.logs
-        if found.best is not None:
-            needed = f"{found.best.needed_bytes / GIB:,.1f} of {attempt.cluster.card_bytes / GIB:.1f} GiB"
+        result = search_in(attempt, say, known=known)
+        known = result.logs
+        if result.best is not None:
+            needed = f"{result.best.needed_bytes / GIB:,.1f} of {attempt.cluster.card_bytes / GIB:.1f} GiB"
             host = (
-                f", and {found.best.host_bytes / GIB:,.0f} GiB of a machine's memory" if found.best.host_bytes else ""
+                f", and {result.best.host_bytes / GIB:,.0f} GiB of a machine's memory" if result.best.host_bytes else ""
             )
-            return f"{flags} would: {needed}{host}"
-        smallest = closest(found.candidates, attempt)
+            return f"{flags} needs {needed}{host}"
+        smallest = closest(result.candidates, attempt)
     assert smallest is not None
     lacks = smallest.needed_bytes / GIB
-    return f"a card of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
+    return f"a GPU of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:
-    """(flags, space): from what costs least. Each keeps what those before it changed."""
+    """Yield (flags, space) of larger and larger changes; most include the changes before them."""
     flags, search = "", space.search
     narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
     if min(search.micro_batches) > 1:
@@ -71,7 +69,7 @@ def _searching(space: Space, **changes: Any) -> Space:
 
 
 def _with_more_memory(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
-    """Machines with more memory, up to the largest that are common; FSDP2 is planned without offload."""
+    """Yield spaces on machines with more memory, up to `MOST_HOST_GIB`; none for FSDP2, which is planned without offload."""
     cluster = space.cluster
     if space.engine != "accordion":
         return
@@ -99,7 +97,7 @@ def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _further_offloads(space: Space) -> Sequence[Offload]:
-    """If one offload was fixed, those that leave less on the card, or on the host; FSDP2 is planned without any."""
+    """Return the offloads that leave less on the GPU or the host than the fixed one; none for FSDP2."""
     fixed = space.search.offloads[0]
     if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
         return []

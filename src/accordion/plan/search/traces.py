@@ -1,4 +1,4 @@
-"""The logs of many choices from few traces: sizes lie on straight lines, and change alike in choices that do alike."""
+"""Logs of many choices from few traces: sizes grow linearly with micro-batch and GPUs, equally in similar choices."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from accordion.plan.search.space import Space
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Three choices that span a family, and their logs: the first, one of a larger micro-batch, one of fewer GPUs."""
+    """The choices that span a family, and their logs: the base, one with a larger micro-batch, one on fewer GPUs."""
 
     choices: tuple[Choice, Choice | None, Choice | None]
     logs: tuple[Log, Log | None, Log | None]
 
 
 class Traces:
-    """Owns what was traced. `traced`: by choice, as `traced_as` and `moved_as` have it."""
+    """Logs of choices, traced or derived from those of others. `traced`: logs by `traced_as` or `moved_as` of a choice."""
 
     def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
         self._space, self._say = space, say
         self.traced = dict(known)
         self._families: dict[Choice, Family | None] = {}
         self._lines: list[_Lines] = []
-        self._last: tuple[Choice, Log] | None = (
-            None  # that was worked out; a choice is asked for once for each of its offloads
-        )
+        # The last derived log: a choice is asked for once for each of its offloads.
+        self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
         return self._of(traced_as(choice))
 
     def moved(self, choice: Choice) -> Log:
-        """With the engine's own offload; its time is that of a host which takes none."""
+        """Return the log with the engine's own offload, in which work on the host takes no time."""
         return self._of(moved_as(choice))
 
     def trace(self, choice: Choice, *, moved: bool = False) -> Log:
@@ -57,17 +56,18 @@ class Traces:
         if choice not in self.traced:
             self._say(f"tracing {choice}")
             log, _ = log_of(self._space.subject_for(choice.micro_batch), self._space.setup(choice))
-            # `OffloadWalk` has the time of what is offloaded.
+            # Work of offload is timed by `OffloadWalk`.
             unmodelled = {name: why for name, why in log.unmodelled.items() if name != "offload"}
             self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
 
     def is_own(self, log: Log) -> bool:
-        """Whether a log was traced, and not worked out."""
-        return any(log is own for own in self.traced.values())
+        """Return True if `log` was traced, and not derived from others."""
+        return any(log is other for other in self.traced.values())
 
     def _family(self, choice: Choice) -> Family | None:
-        """The log of all micro-batches, and of all numbers of GPUs on one side of the node's size, or with as many shards."""
+        """Return the family from which the log of `choice` is derived; None if the choice has to be traced."""
+        # It has all micro-batches, and all numbers of GPUs on one side of the node's size (for a hybrid, one number).
         gpus = self._gpus_like(choice)
         key = replace(
             choice, micro_batch=0, gpus=max(gpus), replicas=max(gpus) // choice.shards if choice.replicas > 1 else 1
@@ -103,7 +103,7 @@ class Traces:
         return family
 
     def _other(self, base: Choice, wanted: Choice | None, which: int) -> Log | None:
-        """The log of a choice beside `base`: carried over from another family where sizes change alike there, else traced."""
+        """Return the log of `wanted`, a variant of `base`: derived if another family has the same change, otherwise traced."""
         if wanted is None or wanted in self.traced:
             return None if wanted is None else self.traced[wanted]
         for lines in self._similar(base, wanted, which):
@@ -116,8 +116,9 @@ class Traces:
         return self._trace(wanted)
 
     def _similar(self, base: Choice, wanted: Choice, which: int) -> Iterator[_Lines]:
-        """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does and is
-        recomputed, from one number of GPUs to the other whatever is recomputed.
+        """Yield families with the same change as from `base` to `wanted`, those with equal recomputation first.
+
+        `which`: 1 for another micro-batch (under any strategy), 2 for another number of GPUs (under the same strategy).
         """
         alike_first = sorted(self._lines, key=lambda lines: lines.choices[0].checkpointing != base.checkpointing)
         for lines in alike_first:
