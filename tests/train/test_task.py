@@ -77,20 +77,20 @@ OURS = {  # what is in the file, flags, what is said
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
     "another signature": (changed("def loss(self, model, batch)", "def loss(self, batch)"), [], "cannot be called as"),
-    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() gave a NoneType"),
+    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
     "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
     "no data": (changed(DATA, "None"), [], "has no training data"),
     "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
-    "data of no kind": (changed(DATA, "3"), [], "gave a int; it takes a dataset"),
+    "data of no kind": (changed(DATA, "3"), [], "returned a int; it takes a dataset"),
     "a loader for all ranks": (
         changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
         [],
         "by which every rank would read the same samples",
     ),
     "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "ended before one step, 16 samples"),
-    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "gave a tensor of shape (8, 8)"),
-    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss gave a float"),
+    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
+    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
     "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
     "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
     "half a task": (TASK, ["--model", "torch.nn:Linear"], "needs 'in_features'"),
@@ -146,7 +146,7 @@ def test_errors_of_the_users_are_shown_as_their_own(
     assert f"\n{error}: " in said or said.startswith(f"{error}: ")
     assert "site-packages" not in said
     assert "accordion/" not in said
-    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above is of the task's own code, in ")
+    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above was raised by the task's code in ")
     assert not started
 
 
