@@ -41,7 +41,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     with started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"):
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
+            patch.setattr(owner, "EXIT_S", 1.0)  # the first job trains all the while
             assert cli.main(["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]) == 2
         told = capfd.readouterr().err
         assert told.startswith(f"accordion: run.dir '{run_dir}' is in use by another job: process ")

@@ -70,7 +70,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
 MISTAKES = [
     (["--shard.offload", "optimizer=hots"], "did you mean 'host'?"),
     (["--shard.offload", "step=host"], "pass optimizer='host' too"),
-    (["--shard.offload", "host_bytes=1GiB"], "beside parameters, gradients or states on 'host' or 'disk:/path'"),
+    (["--shard.offload", "host_bytes=1GiB"], "needs params, grads or optimizer on 'host' or 'disk:/path'"),
     (["--shard.offload", "optimizer=host,device_bytes=nanGiB"], "has 'device_bytes=nanGiB'"),
     (
         ["--shard.offload_params", "host"],
@@ -87,7 +87,7 @@ MISTAKES = [
     (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
     (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
     (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
-    (["--train.schedule", "wsd", "--train.decay_steps", "98"], "98 behind train.warmup 5, more than train.steps 100"),
+    (["--train.schedule", "wsd", "--train.decay_steps", "98"], "train.decay_steps 98 are together more than train.steps 100"),
     (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
@@ -222,7 +222,7 @@ def test_a_global_batch_is_spread_over_the_ranks_that_there_are() -> None:
     named = {"train.global_batch", "train.micro_batch"}
     for ranks, accumulate in ((1, 12), (2, 6), (12, 1)):
         assert spread(config, named, ranks).train.accumulate == accumulate
-    with pytest.raises(UsageError, match=r"48, which 5 ranks x train\.micro_batch 4 do not divide"):
+    with pytest.raises(UsageError, match=r"48, which is no multiple of 5 ranks x train\.micro_batch 4"):
         spread(config, named, 5)
     with pytest.raises(UsageError, match=r"48, and train\.accumulate is given too"):
         spread(config, {*named, "train.accumulate"}, 2)

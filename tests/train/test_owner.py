@@ -25,8 +25,8 @@ from tests.support import forked
 
 def holds(words: list[str]) -> None:
     """Hold a folder, under the name of a job, with so many seconds between two refreshes."""
-    folder, job, owner.BEAT_S = Path(words[0]), words[1] or None, float(words[2])
-    owner.SILENCE_S = 0.6
+    folder, job, owner.REFRESH_S = Path(words[0]), words[1] or None, float(words[2])
+    owner.EXPIRY_S = 0.6
     claim = Claim({"run.dir": folder}, job, 0, print)
     print("holds", flush=True)
     time.sleep(600)
@@ -35,7 +35,7 @@ def holds(words: list[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PATIENCE_S": 0.3, "BEAT_S": 0.1, "SILENCE_S": 0.6, "LOOK_S": 0.02}.items():
+    for name, value in {"EXIT_S": 0.3, "REFRESH_S": 0.1, "EXPIRY_S": 0.6, "POLL_S": 0.02}.items():
         monkeypatch.setattr(owner, name, value)
 
 
@@ -129,7 +129,7 @@ def test_the_checkpoints_of_a_run_are_claimed_too(tmp_path: Path) -> None:
 
 def test_one_of_many_at_once_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a clean end, which removes the file, falls together with another job's start."""
-    monkeypatch.setattr(owner, "SILENCE_S", 20.0)  # none is silent for so long on a busy machine
+    monkeypatch.setattr(owner, "EXPIRY_S", 20.0)  # none is silent for so long on a busy machine
     context = multiprocessing.get_context("fork")
     held, most = context.Value("i", 0), context.Value("i", 0)
 
@@ -162,7 +162,7 @@ def test_one_of_many_at_once_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_end_leaves_the_file_of_who_took_the_folder_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "BEAT_S", 0.5)  # the first one ends before it looks
+    monkeypatch.setattr(owner, "REFRESH_S", 0.5)  # the first one ends before it looks
     first = claimed(tmp_path)
     (tmp_path / LEASE).unlink()
     second = claimed(tmp_path, "another")
@@ -196,7 +196,7 @@ def test_a_dead_owner_on_another_host_is_followed(tmp_path: Path, hours: int) ->
 def test_an_owner_without_a_name_is_seen(tmp_path: Path) -> None:
     ended = far(tmp_path, beats=True)
     (tmp_path / FILE).write_text('{"host": "far", "pid"')
-    with pytest.raises(UsageError, match="in use by another job: a process that has yet to say its name"):
+    with pytest.raises(UsageError, match="in use by another job: a process that has not written its name yet"):
         claimed(tmp_path)
     ended.set()
 
@@ -238,7 +238,7 @@ def test_a_job_whose_folder_was_taken_ends(
 
 def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
     (tmp_path / LEASE).mkdir()
-    with pytest.raises(UsageError, match="which says whose the folder is, cannot be opened: Is a directory"):
+    with pytest.raises(UsageError, match="which names the owner of the folder, cannot be opened: Is a directory"):
         claimed(tmp_path)
 
 
