@@ -11,6 +11,9 @@ import yaml  # type: ignore[import-untyped]
 from accordion.errors import UsageError, nearest
 from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
 
+# Keys of earlier versions. They are ignored, so that commands and run files that set them go on working.
+IGNORED = frozenset({"run.report"})
+
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """Return `group.key` -> value of a run file. Raises `UsageError` with the file, the key and the value."""
@@ -29,11 +32,15 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return `words` as two lists: the values of `--config`, and all other words."""
+    """Return the values of `--config`, and all other words but those of ignored keys."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
+        if name.removeprefix("--") in IGNORED:
+            if not equals:
+                next(rest, None)
+            continue
         if name != "--config":
             flags.append(word)
             continue
@@ -65,6 +72,11 @@ def content_of(file: str) -> dict[str, Any]:
         raise UsageError(f"run file {file!r} holds a value that cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
+    for key in IGNORED:
+        group, _, name = key.partition(".")
+        content.pop(key, None)
+        if isinstance(content.get(group), dict):
+            content[group].pop(name, None)
     return content
 
 
