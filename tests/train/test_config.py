@@ -96,7 +96,10 @@ MISTAKES = [
     (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
     (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
     (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
-    (["--train.schedule", "wsd", "--train.decay_steps", "98"], "train.decay_steps 98 are together more than train.steps 100"),
+    (
+        ["--train.schedule", "wsd", "--train.decay_steps", "98"],
+        "train.decay_steps 98 are together more than train.steps 100",
+    ),
     (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),

@@ -104,11 +104,11 @@ def test_a_signal_in_the_preparation_ends_the_command(
 
 def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:
     best = Best(patience=2, min_delta=0.1)
-    assert best.look(1, 3.0)
-    assert best.look(2, 2.95)  # the lowest, and no clear gain
+    assert best.observe(1, 3.0)
+    assert best.observe(2, 2.95)  # the lowest, and no clear gain
     other = Best(patience=2, min_delta=0.1)
     other.load(json.loads(json.dumps(best.state())))
-    assert not other.look(3, math.nan)
+    assert not other.observe(3, math.nan)
     assert other.is_over
     assert (other.loss, other.step) == (2.95, 2)
 

@@ -238,7 +238,7 @@ def test_a_job_whose_folder_was_taken_ends(
 
 def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
     (tmp_path / LEASE).mkdir()
-    with pytest.raises(UsageError, match="which names the owner of the folder, cannot be opened: Is a directory"):
+    with pytest.raises(UsageError, match="which names the folder's owner, cannot be opened: Is a directory"):
         claimed(tmp_path)
 
 

@@ -201,8 +201,8 @@ def of_ranks(
         share = Share(rank=rank, world=world, micro_batch=6 // world, accumulate=2)
         batches = batches_of(data, share, 0, list, pins=False)
         if start is not None:
-            assert batches.go_on(start)
-        every.append(([{int(x) for _ in range(2) for x in next(batches)} for _ in range(steps)], batches.kept()))
+            assert batches.resume(start)
+        every.append(([{int(x) for _ in range(2) for x in next(batches)} for _ in range(steps)], batches.position()))
     assert all(kept == every[0][1] for _, kept in every)
     return [set().union(*(read[i] for read, _ in every)) for i in range(steps)], every[0][1]
 
@@ -231,9 +231,9 @@ def test_kinds_of_data() -> None:
     read = [next(batches) for _ in range(4)]
     assert [rows_of(batch) for batch in read] == [2, 1, 2, 1]
     other = batches_of(alone, SHARE, 0, list, pins=False)
-    assert other.go_on({"epoch": 1, "num_batches": 1})
+    assert other.resume({"epoch": 1, "num_batches": 1})
     assert torch.equal(next(other)[0], read[3][0])
-    assert not other.go_on({"epoch": 1, "num_read": 1})
+    assert not other.resume({"epoch": 1, "num_read": 1})
 
 
 class Numbers:
@@ -267,12 +267,12 @@ def test_data_with_a_state_goes_on_by_it(make: Any) -> None:
     """Across the end of an epoch of the loader, which has 20 batches."""
     first = batches_of(make(), SHARE, 0, list, pins=False)
     read = [[int(x) for x in next(first)] for _ in range(13)]
-    state, kept = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.kept()
+    state, position = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.position()
     read += [[int(x) for x in next(first)] for _ in range(13)]
     again = batches_of(make(), SHARE, 0, list, pins=False)
     for name, one in again.state().items():
         one.load_state_dict(state[name])
-    assert again.go_on(kept)
+    assert again.resume(position)
     assert [[int(x) for x in next(again)] for _ in range(13)] == read[13:]
 
 

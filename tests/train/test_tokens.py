@@ -19,7 +19,7 @@ from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
     Vocabulary,
-    _parted,
+    _parts,
     cached_vocabulary,
     check_fits,
     counted,
@@ -220,8 +220,8 @@ def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
     text = "".join("a,é 1_"[i % 6] * (1 + i % LONGEST_WORD) for i in range(3000))
-    assert list(_parted(text)) == [text]
-    assert list(_parted("")) == [""]
+    assert list(_parts(text)) == [text]
+    assert list(_parts("")) == [""]
 
 
 def test_what_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,7 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
     """Return the optimizer that `make` makes for the trained parameters of `model`. Raises `UsageError` if it is none."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"optimizer(params) returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer."
-        )
+        raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     return optimizer
 
 

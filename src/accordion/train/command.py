@@ -150,10 +150,7 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as one rank and return its exit code; the first rank of each host prepares before the others.
-
-    A signal that arrives meanwhile ends the run after its first step.
-    """
+    """Train as a rank of another launcher and return the exit code. A signal during preparation ends it after the first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -314,8 +314,7 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the `train.accumulate` that makes up `train.global_batch` on `num_ranks`. `named`: the keys that
-    were given.
+    """Return `config` with the `train.accumulate` that gives `train.global_batch` on `num_ranks`. `named`: the keys given.
 
     Raises `UsageError` if the global batch is not divisible, or if another key also sets the batch.
     """
@@ -324,9 +323,7 @@ def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
         return config
     other = "train.deepspeed" if options.deepspeed is not None else "train.accumulate"
     if other in named:
-        raise UsageError(
-            f"train.global_batch is {options.global_batch}, and {other} is given too; give one of them."
-        )
+        raise UsageError(f"train.global_batch is {options.global_batch}, and {other} is given too; give one of them.")
     accumulate, rest = divmod(options.global_batch, num_ranks * options.micro_batch)
     if rest:
         raise UsageError(

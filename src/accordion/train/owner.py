@@ -66,8 +66,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> FolderOwner | None:
-    """Return the owner of `folder` if its lease has not expired by this host's clock, and it is not a dead process of this
-    host."""
+    """Return the owner of `folder`, None if its lease has expired by this host's clock or it is a dead process of this host."""
     refreshed = _refreshed(folder)
     if refreshed is None or abs(time.time() - refreshed) > EXPIRY_S:
         return None
@@ -102,8 +101,7 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Release the folders and remove the files in them. Do not call it while a thread of this job may write, as after a
-        failure."""
+        """Release the folders and remove our files. Not to be called while a thread of the job may write, as after a failure."""
         self._released.set()
         for folder, lease in self._leases.items():
             if _read(folder) == self._owner:
@@ -140,7 +138,7 @@ class Claim:
             return False
         except OSError as error:
             raise UsageError(
-                f"{str(error.filename or folder / FILE)!r}, which names the owner of the folder, cannot be opened: {error.strerror}."
+                f"{str(error.filename or folder / FILE)!r}, which names the folder's owner, cannot be opened: {error.strerror}."
             ) from None
         return True
 

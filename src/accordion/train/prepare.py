@@ -51,11 +51,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from.
-
-    `config`: with the batch of the run that is resumed. `resume`: checkpoint to resume from. `expected`: figures of the plan.
-    `began_s`: `time.time` of this machine when this command started.
-    """
+    """What ranks start from. `config`: with the batch of the run it resumes. `resume`: the checkpoint. `expected`: figures of
+    the plan. `began_s`: `time.time` of this machine when this command started."""
 
     config: JobConfig
     work: Work
@@ -84,9 +81,8 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all input, write the token files and return what ranks start from.
-
-    Raises `UsageError`, or `TaskError` from the user's code, before it writes to the folders of the run.
+    """Check all input, write the token files to the cache, create the run's folders, and return what ranks start from. Raises
+    `UsageError`, or `TaskError` from the user's code.
 
     Args:
         place: this process in the run; rank 0 also checks that no other job uses the folders of the run
@@ -326,7 +322,5 @@ def _vocabulary(config: Config, source: Source, model_vocab: int, cache: Path, s
         if vocabulary is not None:
             return vocabulary
         if config.model.init == "pretrained":
-            raise UsageError(
-                f"model.path {str(folder)!r} has no tokenizer.json, which its pretrained weights need."
-            )
+            raise UsageError(f"model.path {str(folder)!r} has no tokenizer.json, which its pretrained weights need.")
     return cached_vocabulary(source, source.pieces(), model_vocab, cache, say)

@@ -56,7 +56,7 @@ def content_of(file: str) -> dict[str, Any]:
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UsageError(f"run file {file!r} is no regular file; it is read more than once, so give a regular file.")
+            raise UsageError(f"run file {file!r} is no regular file, which it must be because it is read twice.")
         text = path.read_text(encoding="utf-8")
         _check_scalars(file, yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
@@ -97,8 +97,7 @@ def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None
 
 
 def _check_scalars(file: str, root: yaml.Node | None) -> None:
-    """Raise `UsageError` for a key that is given twice (YAML would use the last), and for a number that can be read in two
-    ways."""
+    """Raise `UsageError` for a key given twice (YAML would use the last), and for a number that can be read in two ways."""
     seen: set[str] = set()
     for group, value in root.value if isinstance(root, yaml.MappingNode) else []:
         inner = value.value if isinstance(value, yaml.MappingNode) else []
