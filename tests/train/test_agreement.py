@@ -16,7 +16,7 @@ DIFFERENT = {
     "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 999 (dddddddddddd)": {"num_train": 999},
     "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 1,000 (eeeeeeeeeeee)": {"digest": "e" * 64},
     "a tokenizer: rank 0 has tttttttttttt, rank 1 has uuuuuuuuuuuu": {"tokenizer_digest": "u" * 64},
-    "a checkpoint to go on from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
+    "the checkpoint to resume from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
 }
 
 

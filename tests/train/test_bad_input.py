@@ -205,7 +205,7 @@ CASES = {
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "half a surrogate pair": (
         rows('{"text": "a"}\n{"text": "bc\\ud800"}\n'),
-        "line 2: field 'text' holds half of a surrogate",
+        "line 2: field 'text' has half of a surrogate",
     ),
     "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
     "link to nothing": (dangling, "data.path 'text' is a link to 'nowhere', which does not exist."),
@@ -243,7 +243,7 @@ CASES = {
         no_cache,
         "which keeps tokenizers and tokens, cannot be used: Not a directory",
     ),
-    "no text at all": (rows("\n"), "holds no text"),
+    "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "longer than the data"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
     "no accelerator": (words("--launch.device", "cuda"), "has no accelerator"),
@@ -265,7 +265,7 @@ CASES = {
             config__json='{"model_type": "bert", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, '
             '"num_attention_heads": 2, "intermediate_size": 64}'
         ),
-        "is an encoder (bert), without a causal mask",
+        "is an encoder (bert) without a causal mask",
     ),
     "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
     "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
@@ -338,7 +338,7 @@ def test_a_rank_that_is_no_number_is_told(
     refused(
         capfd,
         ["train", *SMALL],
-        "the launcher's environment is not understood: invalid literal for int() with base 10: 'x'",
+        "the launcher's environment variables are invalid: invalid literal for int() with base 10: 'x'",
     )
 
 
@@ -381,7 +381,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"accordion: rank 0 cannot keep the job's store at 127.0.0.1:{port}: ")
+    assert done.stderr.startswith(f"accordion: rank 0 cannot open the job's store at 127.0.0.1:{port}: ")
     assert done.stderr.count("\n") == 1
 
 

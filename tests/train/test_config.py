@@ -70,7 +70,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
         assert f"--{key}" in shown
     for words in (
         "largest gradient norm; 0: no clipping",
-        "field or column that holds the text of a row",
+        "field or column with the text of a row",
         "sequences in one forward",
     ):
         assert words in shown

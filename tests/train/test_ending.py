@@ -74,7 +74,7 @@ def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_i
         with pytest.raises(type(error)):
             ends_by(error)
         assert handled == ([signal.SIGTERM] if isinstance(error, ValueError) else [])
-    assert capsys.readouterr().err == "accordion: a signal came, and then ValueError: no room\n"
+    assert capsys.readouterr().err == "accordion: a signal arrived, then ValueError: no room\n"
     signal.raise_signal(signal.SIGUSR1)
     assert handled == [signal.SIGTERM, signal.SIGUSR1]
 

@@ -130,7 +130,7 @@ def test_a_validation_that_was_owed_keeps_the_best_too(
     """The run is preempted with a validation due, which turns out to be the best one."""
     best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
     preempted(fit, Curve(signal_at=3), train_steps=6, checkpoint_resume="none", **BEST)
-    assert "the same command with --checkpoint.resume auto goes on from there" in capsys.readouterr().out
+    assert "the same command with --checkpoint.resume auto resumes from there" in capsys.readouterr().out
     assert not best.exists()
     fit(task, train_steps=6, **BEST)
     assert extra_of(best)["step"] == 3
@@ -172,13 +172,13 @@ def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_afte
     before = (folder / "step-000006" / "manifest.json").read_bytes()
     back: dict[str, object] = {"checkpoint_resume": "best", "train_steps": 9, **BEST}
     preempted(fit, Curve(signal_at=2), **back)
-    assert "the same command goes on from there" in capsys.readouterr().out
+    assert "the same command resumes from there" in capsys.readouterr().out
     abandoned = ["abandoned-1/step-000004", "abandoned-1/step-000006"]
     assert names_in(folder) == [*abandoned, "best", "step-000002", "step-000005"]
     assert (folder / "abandoned-1" / "step-000006" / "manifest.json").read_bytes() == before
     found = fit(Curve({6: 1.0, 9: 4.0}), **{**back, "train_micro_batch": 1, "train_accumulate": 2})
     said = capsys.readouterr().out
-    assert f"has gone on from {folder / 'best'} to {folder / 'step-000005'} already" in said
+    assert f"has already resumed from {folder / 'best'} and saved {folder / 'step-000005'}" in said
     assert "resumed" in said
     assert (found.step, found.checkpoint) == (9, str(folder / "step-000009"))
     assert f"best: {folder / 'best'}, validation loss 1.0000 after 6 steps" in said
@@ -225,7 +225,7 @@ def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
     said = capsys.readouterr().out
     assert (found.state, found.why, found.step) == ("finished", "", steps)
     assert "stopped after" not in said
-    assert "goes on from there" not in said
+    assert "resumes from there" not in said
     fit(Curve(), train_steps=steps, **limit)
     assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
 

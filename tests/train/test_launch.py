@@ -148,7 +148,7 @@ def test_a_rank_that_waits_for_others_says_how_many_have_come(
         with pytest.raises(torch.distributed.DistStoreError, match="not all of 3 ranks have started"):
             first.result()
     said = capsys.readouterr().err
-    assert "rank 0 has waited 0.5 s: 2 of 3 ranks have come that the variables of srun announce" in said
+    assert "rank 0 has waited 0.5 s: 2 of 3 ranks have started that the variables of srun announce" in said
     assert "env -u SLURM_PROCID accordion train" in said
 
 

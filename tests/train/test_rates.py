@@ -137,7 +137,7 @@ def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     [
         (["sgd", "--optimizer.lr", "-1"], "optimizer: Invalid learning rate: -1"),
         (["adamw", "--optimizer.betas", "2,3"], "optimizer: Invalid beta parameter at index 0: 2.0."),
-        (["torch.optim.LBFGS"], "optimizer LBFGS computes the loss anew in its step"),
+        (["torch.optim.LBFGS"], "optimizer LBFGS recomputes the loss in its step"),
         (["torch.optim.Muon"], "optimizer: Muon only supports 2D parameters"),
         (["torch.nn.Linear", "--optimizer.out_features", "2"], "optimizer"),
     ],

@@ -141,15 +141,15 @@ def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
     source = find(DataConfig(path=str(tmp_path)))
     assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
     assert source.unread == {
-        "image.png": "holds a NUL byte, and is no UTF-8 text",
-        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give JSONL or parquet their usual suffix",
+        "image.png": "has a NUL byte, and is no UTF-8 text",
+        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give a JSONL or parquet file its usual suffix",
         "lost.txt": "a link to nothing",
         "settings.json": "line 1 is no JSON; JSONL has one object in each line",
-        "zeros": "holds a NUL byte, and is no UTF-8 text",
+        "zeros": "has a NUL byte, and is no UTF-8 text",
     }
     (tmp_path / "only").mkdir()
     (tmp_path / "image.png").rename(tmp_path / "only" / "image.png")
-    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(holds a NUL byte"):
+    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(has a NUL byte"):
         find(DataConfig(path=str(tmp_path / "only")))
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
 def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
     path = tmp_path / name
     path.write_bytes('{"text": "Straße"}\n'.encode(encoding))
-    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "holds a NUL byte, and is no UTF-8 text"
+    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "has a NUL byte, and is no UTF-8 text"
     with pytest.raises(UsageError, match=f"data file '.*{name}' {what}"):
         find(DataConfig(path=str(path)))
 

@@ -82,7 +82,7 @@ OURS = {  # what is in the file, flags, what is said
     "no data": (changed(DATA, "None"), [], "has no training data"),
     "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
-    "data of no kind": (changed(DATA, "3"), [], "returned a int; it takes a dataset"),
+    "data of no kind": (changed(DATA, "3"), [], "returned a int; it must return a dataset"),
     "a loader for all ranks": (
         changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
         [],
@@ -97,7 +97,7 @@ OURS = {  # what is in the file, flags, what is said
     "rate beside an optimizer": (
         TASK,
         ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
-        "train.lr is 0.5, which the optimizer of your own has no use for",
+        "train.lr is 0.5, but has no effect with your own optimizer",
     ),
     "no such optimizer option": (TASK, ["--optimizer", "torch.optim.SGD", "--optimizer.momentun", "1"], "momentum"),
     "no such optimizer": (TASK, ["--optimizer", "torch.optim.SDG"], "did you mean 'SGD'?"),

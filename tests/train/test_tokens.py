@@ -171,7 +171,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
         assert found is not None
         assert (found.size, found.end_id) == (vocabulary.size, expected)
     check_fits(vocabulary.size, 300, "model")
-    with pytest.raises(UsageError, match="rows for 299"):
+    with pytest.raises(UsageError, match="a vocabulary of 299"):
         check_fits(vocabulary.size, 299, "model")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="no tokenizer"):
@@ -188,7 +188,7 @@ def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
     vocabulary = folder_vocabulary(tmp_path, 0)
     assert vocabulary is not None
     check_fits(vocabulary.size, 70_001, "model")
-    with pytest.raises(UsageError, match="has ids up to 70000, the model rows for 70000"):
+    with pytest.raises(UsageError, match="has ids up to 70000, but the model has a vocabulary of 70000"):
         check_fits(vocabulary.size, 70_000, "model")
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
     assert max(ids_of(files, "train")) == 70_000

@@ -203,7 +203,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     if has_time:
         run.prepared.work.finish(run.model, run.device, run.config.train.seed, run.screen)
     else:
-        left_out = "makes up for the last validation, for which no time was left"
-        note(f"{saves.same_command} {left_out if is_finished else 'goes on from there'}")
+        left_out = "makes the last validation, for which there was no time"
+        note(f"{saves.same_command} {left_out if is_finished else 'resumes from there'}")
     if saves.lost is not None:
         raise saves.not_kept(steps)
