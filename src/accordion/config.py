@@ -220,7 +220,7 @@ class Offload:
 
     @property
     def offloads(self) -> bool:
-        """True if shards are stored off the device: where gradients are, since torch wants both on one device."""
+        """True if shards are stored off the device, next to their gradients, as torch requires."""
         return self.rest_of_grads != DEVICE
 
     @property

@@ -48,7 +48,7 @@ def test_what_is_cut_is_counted() -> None:
         lost += labels[SEQ:].sum()
         kept += [i] if labels[:SEQ].any() else []
         cut += len(labels) > SEQ and bool(labels[:SEQ].any())
-    assert fit.kept.tolist() == kept
+    assert fit.indices.tolist() == kept
     assert (fit.num_lost, fit.num_cut, fit.num_left_out) == (lost, cut, 200 - len(kept))
     assert fit.lengths.max() == SEQ
     assert f"{cut + fit.num_left_out} of 200 examples are longer" in str(fit.words(SEQ))
@@ -87,7 +87,7 @@ def test_packed_losses_are_those_of_each_example_alone(
     collate = Collate(SEQ, "documents")
     assert len(rows) < len(held)
     for at in range(0, len(rows), 4):
-        numbers = [int(rows.fit.kept[i]) for row in rows.rows[at : at + 4] for i in row]
+        numbers = [int(rows.fit.indices[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
         batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
         total, count = language_work.answer_losses(model, batch)
@@ -105,7 +105,7 @@ def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
     for packing in ("length", "none"):
         rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
         batch = collate([rows[i] for i in range(8)])
-        expected = [alone(model, held, int(rows.fit.kept[row[0]])) for row in rows.rows[:8]]
+        expected = [alone(model, held, int(rows.fit.indices[row[0]])) for row in rows.rows[:8]]
         total, _ = language_work.answer_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert batch["input_ids"].shape[1] == int(rows.fit.lengths[[row[0] for row in rows.rows[:8]]].max())

@@ -18,7 +18,7 @@ from accordion.optim import ELEMENTWISE
 from accordion.options import SEVERAL
 from accordion.tasks.errors import of_the_task
 
-CLASS_PATH = "class_path"  # the key that names a part's class, beside its options
+CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
 """Part of a training that a class path may name -> number of arguments before its options: the split for data, the model and
 the batch for a loss, the parameters for an optimizer."""

@@ -123,7 +123,7 @@ def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device
 
 
 def sharding_of(shard: ShardConfig, device: str) -> Sharding:
-    """Return the sharding of the keys as a plan models it: without folders for parameters, and with fewer kinds of places."""
+    """Return the sharding of the keys as far as a plan models it: no parameters on disk, and no places of gradients."""
     offload_keys, inputs = shard.offload, Offload(activations=shard.offload.activations)
     params = HOST if offload_keys.params != DEVICE and offload_keys.optimizer != DEVICE else DEVICE
     offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=offload_keys.optimizer)

@@ -80,7 +80,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig(Sharding):
-    """How the model is sharded over the ranks: the fields of `accordion.Sharding` that have a text form, and the replicas."""
+    """How the model is sharded over the ranks."""
 
     replicas: int = at_least(0, 0)
     """copies of the sharded model, for a hybrid strategy; 0: one for each node"""
@@ -136,15 +136,15 @@ class TrainConfig:
     patience: int = at_least(0, 0, eval_every=True)
     """end the run after so many validations in a row without a lower loss; 0: never"""
     min_delta: float = at_least(0, 0.0, patience=True)
-    """for `patience`: a validation loss is lower if it is lower by more than this"""
+    """for `patience`: by how much a validation loss must be below the lowest one to count as lower"""
     keep_best: bool = needing(False, eval_every=True)
     """keep the checkpoint with the lowest validation loss as `best` in `checkpoint.dir`, whatever `checkpoint.keep` is"""
     sample_every: int = at_least(0, 0)
     """steps between samples of generated text; 0: one at the end"""
     plan: Literal["none", "auto"] = "none"
     """`auto`, short `--plan auto`, chooses the fastest `shard.strategy`, `shard.checkpoint_activations` and `shard.offload` that
-    fit into memory, except those that are given; splits micro-batches that do not fit into smaller ones; and prints the plan and
-    what was measured at the end"""
+    fit into memory, except those that are given; splits micro-batches that do not fit; and prints the plan and what was measured
+    at the end"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """What a run on text trains: a model, adapters and data."""
+    """The model, adapters and data of a run on text."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)

@@ -140,7 +140,7 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the text before an answer that opens its conversation: the end of another prompt, since none can be empty."""
+        """Return the text before an opening answer. transformers renders no empty prompt, so the end of another one is used."""
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
         begins = prompt.removeprefix(self._render(question, tools, where))

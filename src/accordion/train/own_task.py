@@ -109,7 +109,7 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step; for a loader, as if each had as many as this one."""
+        """Return the number of samples of all ranks in a step; if `size` is unknown, as if each had as many as this one."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:

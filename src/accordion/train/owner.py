@@ -55,7 +55,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
     """Raise `UsageError` if another live job owns one of `folders` (setting -> folder). Changes nothing.
 
-    `Claim` decides about owners on other hosts, which may be dead.
+    An owner whose lease has expired by this host's clock is left to `Claim`.
     """
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S

@@ -24,12 +24,12 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The examples with an answer among their first `seq_len` labels. `kept`: their numbers. `lengths`: labels of each.
+    """The examples with an answer among their first `seq_len` labels, by their `indices`. `lengths`: labels of each.
 
     `num_cut` of them are longer; `num_lost` answer tokens are cut off; `num_left_out` examples have no answer left.
     """
 
-    kept: np.ndarray
+    indices: np.ndarray
     lengths: np.ndarray
     num_cut: int
     num_left_out: int
@@ -43,7 +43,7 @@ class Fitted:
         total, lost = self.num_cut + self.num_left_out, self.num_lost
         left_out = f"; {self.num_left_out:,} of them have no answer left and are left out" if self.num_left_out else ""
         return (
-            f"{total:,} of {len(self.kept) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut off: "
+            f"{total:,} of {len(self.indices) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
             f"{lost:,} of {self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
         )
 
@@ -57,10 +57,10 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
         if not labels[:seq_len].any():
             fits[i] = False
             num_left_out += 1
-    numbers = np.flatnonzero(fits)
+    indices = np.flatnonzero(fits)
     return Fitted(
-        kept=numbers,
-        lengths=np.minimum(lengths[numbers], seq_len),
+        indices=indices,
+        lengths=np.minimum(lengths[indices], seq_len),
         num_cut=int((lengths > seq_len).sum()) - num_left_out,
         num_left_out=num_left_out,
         num_lost=num_lost,
@@ -105,7 +105,7 @@ class ExampleRows(Dataset[list[Batch]]):
             self.rows = packed(self.fit.lengths, seq_len)
         else:
             order = (
-                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.kept))
+                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.indices))
             )
             self.rows = order.reshape(-1, 1).tolist()
 
@@ -116,7 +116,7 @@ class ExampleRows(Dataset[list[Batch]]):
         """Return documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
         documents = []
         for i in self.rows[index]:
-            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.kept[i])])
+            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.indices[i])])
             labels = np.where(answers[1:], ids[1:].astype(np.int64), IGNORED)
             documents.append((torch.from_numpy(ids[:-1].astype(np.int64)), torch.from_numpy(labels)))
         return documents

@@ -51,8 +51,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `config`: with the batch of the run it resumes. `resume`: the checkpoint. `expected`: figures of
-    the plan. `began_s`: `time.time` of this machine when this command started."""
+    """Everything that ranks start from. `config`: with the batch of a resumed run. `resume`: the checkpoint to resume from.
+    `expected`: figures of the plan. `began_s`: `time.time` of this machine when this command started."""
 
     config: JobConfig
     work: Work
