@@ -21,7 +21,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("message", "others"), DIFFERENT.items())
-def test_what_ranks_found_differs(monkeypatch, message, others):
+def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, others):
     """Rank 1 found something else; the exchange is made up of what each rank says."""
     ranks = [SAME, {**SAME, **others}]
     said: list[dict[str, str]] = []

@@ -317,7 +317,7 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
         ({"SLURM_PROCID": "3"}, False),
     ],
 )
-def test_bad_input_is_told_by_the_first_rank_and_by_whoever_may_be_it(
+def test_bad_input_is_reported_by_ranks_that_may_be_the_first(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -330,7 +330,7 @@ def test_bad_input_is_told_by_the_first_rank_and_by_whoever_may_be_it(
     assert capfd.readouterr().err.count("\n") == speaks
 
 
-def test_a_rank_that_is_no_number_is_told(
+def test_a_rank_that_is_no_number_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"RANK": "x", "WORLD_SIZE": "2"}.items():
@@ -351,7 +351,7 @@ PORTS = {
 
 @pytest.mark.parametrize("starter", ["torchrun", "srun"])
 @pytest.mark.parametrize("port", PORTS)
-def test_a_port_that_is_none_is_told(
+def test_an_invalid_port_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], port: str, starter: str
 ) -> None:
     start = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -366,7 +366,7 @@ def test_a_port_that_is_none_is_told(
     refused(capfd, ["train", *SMALL], PORTS[port])
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     """In a process of its own, since torch writes warnings past Python."""
     start = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     start |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}

@@ -27,7 +27,7 @@ def test_flags_and_run_file_have_the_same_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_flags_win_over_the_file_wherever_they_stand(tmp_path: Path, order: int) -> None:
+def test_flags_override_the_file_in_any_order(tmp_path: Path, order: int) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 7}\n")
     words = [["--config", str(file)], ["--train.steps", "9"]]
@@ -43,7 +43,7 @@ def test_keys_of_earlier_versions_are_ignored(
     assert command.read([*flags, "--train.steps", "7"]) == command.read(["--train.steps", "7"])
 
 
-def test_pretrained_weights_have_a_learning_rate_of_their_own_unless_one_is_given() -> None:
+def test_pretrained_weights_have_their_own_default_learning_rate() -> None:
     tuned = ["--model.path", "llama", "--model.init", "pretrained"]
     assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr
     assert command.read(tuned).train.lr == 2e-5
@@ -205,14 +205,14 @@ def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
         command.read(["--config", str(tmp_path)])
 
 
-def test_numbers_that_read_one_way_are_taken(tmp_path: Path) -> None:
+def test_unambiguous_numbers_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 1_000, lr: 0.01, seed: 0, clip: 0.5}\nrun: {dir: '007'}\n")
     train = command.read(["--config", str(file), "--data.path", "010"]).train
     assert (train.steps, train.lr, train.seed, train.clip) == (1000, 0.01, 0, 0.5)
 
 
-def test_a_word_is_not_its_own_neighbour() -> None:
+def test_an_error_does_not_suggest_the_word_that_was_given() -> None:
     assert "did you mean" not in nearest("bf16", ["bf16", "xyz"])
     assert "did you mean 'bf16'?" in nearest("bf61", ["bf16", "xyz"])
 
@@ -229,7 +229,7 @@ def test_presets_name_their_size() -> None:
         assert sizes[name] == pytest.approx(millions, rel=0.2), (name, sizes[name])
 
 
-def test_a_global_batch_is_spread_over_the_ranks_that_there_are() -> None:
+def test_a_global_batch_is_divided_among_the_ranks() -> None:
     config = Config(train=TrainConfig(global_batch=48, micro_batch=4))
     named = {"train.global_batch", "train.micro_batch"}
     for ranks, accumulate in ((1, 12), (2, 6), (12, 1)):

@@ -78,7 +78,7 @@ def read(share: Share, count: int, state: dict[str, int] | None = None) -> tuple
     return list(islice(loader_of(SEQUENCES, order, None, pins=False), count)), order.state_dict()
 
 
-def test_a_loader_goes_on_where_it_stopped() -> None:
+def test_a_loader_resumes_at_its_position() -> None:
     share = Share(rank=1, world=2, micro_batch=4, accumulate=1)
     whole, _ = read(share, 45)
     for stop in (0, 1, 13, 40):
@@ -100,7 +100,7 @@ def test_windows_overlap_by_one_token() -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 9, 10, 11, 12, 55, 101, 997])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_validation_sees_each_token_once_and_ranks_are_even(num_tokens: int, world: int) -> None:
+def test_validation_reads_each_token_once_in_equally_many_batches(num_tokens: int, world: int) -> None:
     tokens = np.arange(num_tokens, dtype=np.uint16)
     ranks = [
         list(validation_batches(tokens, 10, share, range(num_windows(num_tokens, 10)))) for share in shares(world, 2, 1)

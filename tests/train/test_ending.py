@@ -34,9 +34,7 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
-    monkeypatch: pytest.MonkeyPatch, handled: list[int]
-) -> None:
+def test_a_time_limit_leaves_time_for_steps_and_saves(monkeypatch: pytest.MonkeyPatch, handled: list[int]) -> None:
     now = [1000.0]
     monkeypatch.setattr(ending_module, "time", types.SimpleNamespace(time=lambda: now[0]))
     with Signals() as signals:
@@ -61,7 +59,7 @@ def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
     assert handled == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_its_code(
+def test_a_signal_is_sent_to_the_programs_handlers_unless_it_exits(
     handled: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
 
@@ -102,7 +100,7 @@ def test_a_signal_in_the_preparation_ends_the_command(
     assert handled == [signal.SIGTERM]
 
 
-def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:
+def test_patience_needs_min_delta_and_the_best_does_not() -> None:
     best = Best(patience=2, min_delta=0.1)
     assert best.observe(1, 3.0)
     assert best.observe(2, 2.95)  # the lowest, and no clear gain
@@ -117,7 +115,7 @@ def step(number: int) -> StepMetrics:
     return StepMetrics(step=number, loss=2.5, grad_norm=1.0, lr=1e-3, tokens_per_s=9.0, peak_bytes=7, skipped=False)
 
 
-def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package that notes what it is asked."""
     calls: list[Any] = []
 
@@ -154,7 +152,7 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     assert not list(tmp_path.glob("events*"))
 
 
-def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In files, which the small package takes too."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
@@ -212,9 +210,7 @@ class FakeMlflow:
             raise self.fails
 
 
-def test_figures_go_to_one_run_of_mlflow_and_one_that_fails_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_logged_to_mlflow_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow, said = FakeMlflow(monkeypatch), list[str]()
     config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for done in (0, 1):

@@ -97,7 +97,7 @@ class Plain(Curve):
     optimizer = None  # type: ignore[assignment]
 
 
-def test_options_of_the_optimizer_are_those_of_the_run_that_goes_on(
+def test_a_resumed_run_uses_its_own_options_of_the_optimizer(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Plain(), train_steps=1)
@@ -107,7 +107,7 @@ def test_options_of_the_optimizer_are_those_of_the_run_that_goes_on(
     assert [group["options"]["weight_decay"] for group in groups] == [0.0]
 
 
-def test_a_run_that_goes_on_keeps_its_batch_or_says_that_it_changes(
+def test_a_resumed_run_keeps_its_batch_or_reports_the_change(
     fit: Callable[..., Fit], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = fit(Curve(), train_steps=1, train_accumulate=2)
@@ -124,7 +124,7 @@ def test_a_run_that_goes_on_keeps_its_batch_or_says_that_it_changes(
     assert with_batch_of(path, JobConfig(), ("train.accumulate",), 1) == JobConfig()
 
 
-def test_a_validation_that_was_owed_keeps_the_best_too(
+def test_a_validation_made_on_resume_may_be_the_best(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is preempted with a validation due, which turns out to be the best one."""
@@ -137,7 +137,7 @@ def test_a_validation_that_was_owed_keeps_the_best_too(
     assert f"best: {best}, validation loss 2.0000 after 3 steps" in capsys.readouterr().out
 
 
-def test_the_best_that_is_told_of_is_the_one_that_is_kept(
+def test_the_reported_best_is_the_one_in_the_folder(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where best ones are kept from the second start on, what was lower before counts for nothing."""
@@ -151,7 +151,7 @@ def test_the_best_that_is_told_of_is_the_one_that_is_kept(
         assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
 
 
-def test_a_best_that_could_not_be_written_is_not_told_of(
+def test_a_best_that_was_not_written_is_not_reported(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = tmp_path / "run" / "checkpoints" / "best"
@@ -163,7 +163,7 @@ def test_a_best_that_could_not_be_written_is_not_told_of(
     assert "best: " not in said
 
 
-def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_after_that(
+def test_going_back_to_the_best_abandons_later_steps_and_then_goes_forward(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is abandoned is kept and is no more the newest; the same command goes on behind a preemption, also on other ranks."""
@@ -189,7 +189,7 @@ def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_afte
     ]  # fmt: skip
 
 
-def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
+def test_a_best_of_abandoned_steps_is_moved_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     fit(Curve({3: 2.0}), train_steps=4, checkpoint_every=2, **BEST)
     (folder / "step-000004").rename(folder / ".step-000004.old")  # as a save that was killed leaves it
@@ -209,7 +209,7 @@ class LongToRead(Curve):
         return super().dataset(split)
 
 
-def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
+def test_the_time_limit_includes_the_preparation(fit: Callable[..., Fit]) -> None:
     found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
     assert (found.state, found.step) == ("stopped", 1)
 
@@ -217,7 +217,7 @@ def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
 @pytest.mark.parametrize(
     "limit", [{"train_patience": 1, "train_eval_every": 2}, {"train_hours": 1e-6}], ids=["patience", "hours"]
 )
-def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
+def test_a_run_that_made_its_last_step_is_finished(
     fit: Callable[..., Fit], limit: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = 4 if "train_patience" in limit else 1
@@ -236,7 +236,7 @@ class NothingHeldOut(Curve):
 
 
 @pytest.mark.parametrize("key", ["patience", "keep_best"])
-def test_what_compares_validations_is_refused_without_data_for_them(
+def test_keys_of_validations_are_refused_without_validation_data(
     fit: Callable[..., Fit], tmp_path: Path, key: str
 ) -> None:
     with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
@@ -244,7 +244,7 @@ def test_what_compares_validations_is_refused_without_data_for_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_best_that_is_saved_anyway_is_not_written_twice(
+def test_the_best_is_linked_if_its_step_is_saved(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a checkpoint of its own all the same, which stays when that of its step is removed; also behind a kill."""
@@ -262,7 +262,7 @@ def test_the_best_that_is_saved_anyway_is_not_written_twice(
     assert faults_in(checkpoint_at(folder / "best")) == []
 
 
-def test_the_best_is_saved_by_itself_where_files_take_no_second_name(
+def test_the_best_is_saved_separately_without_hard_links(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(source: object, target: object) -> None:

@@ -126,12 +126,12 @@ def test_what_cannot_be_started_is_named(
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
-def test_ranks_that_share_cores_are_warned_of_once_they_are_more_than_the_default() -> None:
+def test_more_ranks_than_cores_and_than_the_default_are_warned_of() -> None:
     assert "64 ranks share 2 cores" in str(launch.few_cores("cpu", 64, 2))
     assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
 
 
-def test_a_rank_that_waits_for_others_says_how_many_have_come(
+def test_a_waiting_rank_reports_how_many_have_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The third of three never comes."""
@@ -152,7 +152,7 @@ def test_a_rank_that_waits_for_others_says_how_many_have_come(
     assert "env -u SLURM_PROCID accordion train" in said
 
 
-def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
+def test_each_start_has_its_own_keys_in_the_store() -> None:
     """Also where a rank of the earlier start had left its word and nobody answered."""
     store = torch.distributed.HashStore()
     store.set("accordion/start/1", "left by a rank that is gone")
@@ -165,7 +165,7 @@ def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_a_command_only_before_there_were_ranks(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_the_command_only_before_ranks_start(number: signal.Signals, tmp_path: Path) -> None:
     """None is left where all have ended; what came of them counts."""
     before, sign = signal.getsignal(number), tmp_path / "begun"
     with pytest.raises(NothingStartedError), Forwarding():

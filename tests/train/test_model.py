@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_the_next_token(tiny: nn.Module) -> None:
         assert token_losses(tiny, batch).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_nobody_looks_for_several_sequences_in_a_row(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of an accelerator would wait for the answer; the attention is what it is after that look."""
     asked = []
     real = masking_utils.find_packed_sequence_indices

@@ -30,7 +30,7 @@ def examples(count: int = 40, longest: int = 20, seed: int = 0) -> Examples:
     return examples_of(tokens, answers, ends)
 
 
-def test_rows_hold_each_example_once_and_little_else() -> None:
+def test_packed_rows_have_each_example_once_and_little_padding() -> None:
     lengths = np.random.default_rng(1).integers(1, 65, 500)
     rows = packed(lengths, 64)
     assert sorted(i for row in rows for i in row) == list(range(500))
@@ -39,7 +39,7 @@ def test_rows_hold_each_example_once_and_little_else() -> None:
     assert packed(np.array([64, 64]), 64) == [[0], [1]]
 
 
-def test_what_is_cut_is_counted() -> None:
+def test_examples_that_are_cut_are_counted() -> None:
     held = examples(200, longest=60)
     fit = fitted(held, SEQ)
     kept, lost, cut = [], 0, 0
@@ -97,7 +97,7 @@ def test_packed_losses_are_those_of_each_example_alone(
 
 
 @torch.no_grad()
-def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
+def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
@@ -112,7 +112,7 @@ def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
-def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
+def test_rows_of_a_step_have_similar_lengths_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
     steps: list[set[int]] = []
     orders = [
         iter(LengthOrder(43, Share(rank=r, world=world, micro_batch=micro, accumulate=accumulate), 3))

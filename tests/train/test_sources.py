@@ -128,7 +128,7 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     assert len({p.key for p in pieces}) == 1
 
 
-def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
+def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -218,7 +218,7 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
         list(find(DataConfig(path=str(path))).pieces())
 
 
-def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
+def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
     """No numbers, nothing that is absent: a cell of "1" or "NA" is that text."""
     (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
     assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
@@ -229,7 +229,7 @@ def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_column_that_is_there_twice_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"x.{kind}"
     if kind == "csv":
         path.write_text("text,text\na,b\n")
@@ -265,7 +265,7 @@ def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encodi
         find(DataConfig(path=str(path)))
 
 
-def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
+def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     with pytest.raises(UsageError, match=r"does not exist.*'corpus.txt'"):
         find(DataConfig(path=str(tmp_path / "corpsu.txt")))

@@ -133,7 +133,7 @@ THEIRS = {  # what fails, the line that is shown, where
 
 
 @pytest.mark.parametrize("case", THEIRS)
-def test_errors_of_the_users_are_shown_as_their_own(
+def test_errors_of_the_users_code_are_shown_with_its_files_alone(
     place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     content, error, line = THEIRS[case]
@@ -211,7 +211,7 @@ def of_ranks(
     "data", [range(50), type("Walk", (), {"__iter__": lambda self: iter(range(50))})()], ids=["map", "iter"]
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_share_out_the_data_and_any_number_of_them_goes_on(data: object, world: int) -> None:
+def test_ranks_share_the_data_and_any_number_of_ranks_resumes(data: object, world: int) -> None:
     """Each step has 12 samples, each of them once; four steps make an epoch of 50, two are left out."""
     expected, _ = of_ranks(1, data, 9)
     assert all(len(step) == 12 for step in expected)
@@ -263,7 +263,7 @@ def stateful_loader() -> Any:
 
 
 @pytest.mark.parametrize("make", [Numbers, stateful_loader])
-def test_data_with_a_state_goes_on_by_it(make: Any) -> None:
+def test_data_with_a_state_dict_resumes_from_it(make: Any) -> None:
     """Across the end of an epoch of the loader, which has 20 batches."""
     first = batches_of(make(), SHARE, 0, list, pins=False)
     read = [[int(x) for x in next(first)] for _ in range(13)]

@@ -53,7 +53,7 @@ def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
     return files.read(split).to_pylist()
 
 
-def test_documents_come_back(tmp_path: Path) -> None:
+def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
     """Also if they hold the text of the token that ends them, and it is to be read as text."""
     source = corpus(tmp_path)
     vocabulary = replace(train_vocabulary(source.pieces(), 300, quiet), special_as_text=True)
@@ -95,7 +95,7 @@ def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: 
         assert ids_of(files, split) == wanted
 
 
-def test_a_document_that_comes_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_in_parts_has_one_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "long.txt").write_text("one\ntwo\nthree\n" * 20)
     source = find(DataConfig(path=str(tmp_path / "long.txt")))
     spec = with_around(train_vocabulary(source.pieces(), 300, quiet), f"{END_OF_TEXT} $A").to_str()
@@ -119,7 +119,7 @@ def test_the_cache_is_used(tmp_path: Path) -> None:
     assert (len(said), other.digest == files.digest) == (1, False)
 
 
-def test_a_row_that_is_none_leaves_no_table(tmp_path: Path) -> None:
+def test_an_invalid_row_leaves_no_table(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n{"body": "d"}\n')
     source, vocabulary = (
         find(DataConfig(path=str(tmp_path / "rows.jsonl"))),
@@ -200,7 +200,9 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["a", "1", "-", "_", " ", "\n", "é", "語", "\u0301"])
-def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> None:
+def test_the_trainer_of_tokenizers_gets_no_long_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
     """Its time goes with the square of the longest word: the words that it gets are counted."""
     met: list[str] = []
 
@@ -218,13 +220,13 @@ def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.Monk
     assert "".join(met) == text
 
 
-def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
+def test_text_without_long_runs_is_not_split() -> None:
     text = "".join("a,é 1_"[i % 6] * (1 + i % LONGEST_WORD) for i in range(3000))
     assert list(_parts(text)) == [text]
     assert list(_parts("")) == [""]
 
 
-def test_what_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reading_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(tokens, "EVERY_S", 0)
     assert list(counted(["x" * 1_500_000, "y" * 1_000_000], len, "reading", said.append)) == [

@@ -118,7 +118,7 @@ class GlobalOrder(Sampler[list[int]]):
     def notes(self, what: str) -> list[str]:
         """Return lines that describe a step and an epoch. `what`: name of the sequences."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
-        uneven = f"; {self.num_dropped} more do not fill a step and are left out" if self.num_dropped else ""
+        uneven = f"; the remaining {self.num_dropped} do not fill a step and are left out" if self.num_dropped else ""
         return [
             f"a step is {self.share.global_batch} {what}: {sizes}",
             f"an epoch is {self.steps_per_epoch:,} steps{uneven}",

@@ -143,7 +143,7 @@ def units_table(report: Report) -> Table:
     title = f"{report.strategy} over {report.world} ranks: bytes on each rank"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("unit")
-    for name in ("size", "weights", "gradients", "optimizer", *["copies"] * with_copies, "in all", "gathered"):
+    for name in ("size", "weights", "gradients", "optimizer", *["copies"] * with_copies, "total", "gathered"):
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
