@@ -1,4 +1,4 @@
-"""`accordion train` on ranks that found different things: every rank hears what differs, before any of them trains."""
+"""`accordion train` on ranks with different data: every rank raises an error with the difference, before any of them trains."""
 
 import re
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(("message", "others"), DIFFERENT.items())
 def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, others):
-    """Rank 1 found something else; the exchange is made up of what each rank says."""
+    """Rank 1 has other data; the exchange between ranks is simulated."""
     ranks = [SAME, {**SAME, **others}]
     said: list[dict[str, str]] = []
 

@@ -41,14 +41,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ranks were asked for; none starts."""
+    """Record the numbers of ranks that were to be started; start none."""
     asked: list[int] = []
     monkeypatch.setattr(launch, "start", lambda entry, args, nproc, signals: asked.append(nproc) or 0)
     return asked
 
 
 def tree(folder: Path) -> dict[str, float]:
-    """The files of `folder`, without the cache, which keeps tokens for the next try."""
+    """Return the files of `folder` without the cache, which keeps tokens for the next try."""
     return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if "cache" not in path.parts}
 
 
@@ -154,7 +154,7 @@ def fifo(place: Path) -> list[str]:
 
 
 def pipe(name: str, *words: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    """A file of a run that is a pipe, which nobody ever writes into."""
+    """Replace a file of a run by a pipe that nobody writes into."""
 
     def made(place: Path) -> list[str]:
         given = make(place)
@@ -367,7 +367,7 @@ def test_an_invalid_port_is_an_error(
 
 
 def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
-    """In a process of its own, since torch writes warnings past Python."""
+    """Runs in another process, because torch writes warnings past Python."""
     start = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     start |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as other:

@@ -1,4 +1,4 @@
-"""The order of sequences is a bijection, the same for any number of ranks, and goes on exactly where it stopped."""
+"""The order of sequences is a bijection, is the same for any number of ranks, and resumes exactly at its position."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shares(world: int, micro_batch: int, accumulate: int) -> list[Share]:
 
 
 def global_batches(parts: list[Share], count: int, steps: int) -> list[list[int]]:
-    """What all ranks read in each step, sorted."""
+    """Return the positions that all ranks read in each step, sorted."""
     orders = [iter(GlobalOrder(count, share, seed=3)) for share in parts]
     accumulate = parts[0].accumulate
     return [sorted(i for order in orders for batch in islice(order, accumulate) for i in batch) for _ in range(steps)]
@@ -71,7 +71,7 @@ SEQUENCES = Sequences(np.arange(1001, dtype=np.uint16), 10)
 
 
 def read(share: Share, count: int, state: dict[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """What a rank reads in `count` micro-batches, and its place then. `state`: where it begins."""
+    """Return what a rank reads in `count` micro-batches, and its position afterwards. `state`: its position before."""
     order = GlobalOrder(len(SEQUENCES), share, seed=5)
     if state is not None:
         order.load_state_dict(state)

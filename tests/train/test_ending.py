@@ -1,4 +1,4 @@
-"""What ends a run early, and where its figures go: decided in one process, without ranks."""
+"""What ends a run early, and trackers of figures: decisions of one process, without ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """The signals that the program's own handlers took."""
+    """The signals that the program's own handlers received."""
     taken: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: taken.append(number)) for number in SIGNALS}
     yield taken
@@ -116,7 +116,7 @@ def step(number: int) -> StepMetrics:
 
 
 def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package that notes what it is asked."""
+    """With a stand-in for the package that records its calls."""
     calls: list[Any] = []
 
     class Run:
@@ -153,7 +153,7 @@ def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch:
 
 
 def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In files, which the small package takes too."""
+    """With a store in files, which the small package accepts too."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
     uri = f"file:{tmp_path}/ml"
@@ -170,7 +170,7 @@ def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: 
 
 
 class FakeMlflow:
-    """A stand-in for the package, which notes what it is asked. `fails`: what it raises next."""
+    """Stand-in for the package that records its calls. `fails`: the error to raise next."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []

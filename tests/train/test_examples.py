@@ -1,4 +1,4 @@
-"""Examples with answers: which token is learnt, held one by one against a rendering by hand, and what no example is."""
+"""Examples with answers: the tokens that are learnt, compared with a rendering by hand, and rows that are no examples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def row(**values: Any) -> DataRow:
 
 
 def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
-    """The conversation in parts, and whether each is the model's."""
+    """Return the conversation in parts, each with whether the assistant wrote it."""
     parts = [("<|im_start|>system\nBe kind.<|im_end|>\n", False)] if kind == "chatml" else []
     for i, m in enumerate(messages):
         parts.append((f"<|im_start|>{m['role']}\n", False))
@@ -69,7 +69,7 @@ def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]
 
 @pytest.mark.parametrize(("kind", "template"), [("chatml", CHATML), ("marked", MARKED), ("thinking", THINKING)])
 def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> None:
-    """Where a token begins is found by bytes, which no tokenizer tells: each character is the model's or not."""
+    """Compares characters, because tokenizers report no starts of tokens in bytes."""
     words = tokenizer(template)
     found = Encoder(words, "chat").example(row(messages=TALK))
     parts = by_hand(kind, TALK)
@@ -88,7 +88,7 @@ def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> Non
 
 
 def test_marked_answers_are_those_of_transformers() -> None:
-    """Where it finds them: not where an answer begins with a blank that its token does not tell of."""
+    """Except answers that begin with a blank that is missing from its token's span."""
     words = tokenizer(MARKED.replace("' ' + m.content", "m.content"))
     theirs = words.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     found = Encoder(words, "chat").example(row(messages=TALK))
@@ -98,7 +98,7 @@ def test_marked_answers_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize(("prompt", "completion"), [("the quick", " brown fox"), ("the qu", "ick brown"), ("", "fox")])
 def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str) -> None:
-    """Also where the prompt ends within a token of the whole: it is shown as it will be when it is asked."""
+    """Also if the prompt ends within a token of the whole text: the prompt is tokenized as it will be at generation."""
     words = tokenizer(None)
     found = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
     before = words(prompt)["input_ids"]
@@ -152,7 +152,7 @@ CALLS = (
 
 
 def learnt_of(words: Any, encoder: Encoder, **values: Any) -> tuple[str, str]:
-    """The whole text of an example, and what of it is learnt."""
+    """Return the whole text of an example, and the part that is learnt."""
     made = encoder.example(row(**values))
     return words.decode(made.ids), words.decode(made.ids[made.answers])
 
@@ -199,7 +199,7 @@ def test_messages_of_weight_zero_are_not_learnt(template: str) -> None:
 
 
 def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
-    """Templates that write "assistant: " end a prompt with a blank, which the first token of the answer takes."""
+    """Templates that write "assistant: " end a prompt with a blank, which becomes part of the first token of the answer."""
     messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     words = tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
     talk = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "the quick brown"}]
@@ -224,7 +224,7 @@ def test_the_assistant_may_open_a_conversation(template: str) -> None:
 
 
 def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
-    """A special token that transformers has no name for: what is behind it is not learnt, and generation stops at it."""
+    """A special token without a name in transformers: text after it is not learnt, and generation stops at it."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -270,7 +270,7 @@ def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
 
 
 def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None:
-    """Behind the base's own end tokens, of which the first ends a document."""
+    """After the base's own end tokens, the first of which ends a document."""
     folder = language_folders.llama(tmp_path / "llama")
     config = Config(model=ModelConfig(path=str(folder)))
     model = trained_model(config)

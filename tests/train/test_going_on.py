@@ -1,4 +1,4 @@
-"""What a run keeps, what it goes on from and how it ends: runs of one process, through `accordion.fit`."""
+"""What a run keeps, what it resumes from and how it ends: runs of one process, through `accordion.fit`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BEST = {"train_eval_every": 3, "train_keep_best": True}
 
 
 class Curve:
-    """A weight that counts the steps, and a validation loss that a table gives for each count, 5.0 where it has none.
+    """A weight that counts the steps, and a table of validation losses by count, 5.0 for counts that are not in it.
 
-    `signal_at`: the step of this start in which a signal comes.
+    `signal_at`: the step of this start in which a signal arrives.
     """
 
     def __init__(self, losses: Mapping[int, float] | None = None, signal_at: int = -1) -> None:
@@ -140,7 +140,7 @@ def test_a_validation_made_on_resume_may_be_the_best(
 def test_the_reported_best_is_the_one_in_the_folder(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where best ones are kept from the second start on, what was lower before counts for nothing."""
+    """If best ones are kept from the second start on, lower losses before do not count."""
     best, often = tmp_path / "run" / "checkpoints" / "best", {"train_eval_every": 2}
     fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
     assert not best.exists()
@@ -166,7 +166,8 @@ def test_a_best_that_was_not_written_is_not_reported(
 def test_going_back_to_the_best_abandons_later_steps_and_then_goes_forward(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is abandoned is kept and is no more the newest; the same command goes on behind a preemption, also on other ranks."""
+    """Abandoned checkpoints are kept and are not the newest. The same command resumes after a preemption, also on other
+    ranks."""
     folder = tmp_path / "run" / "checkpoints"
     fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
     before = (folder / "step-000006" / "manifest.json").read_bytes()
@@ -202,7 +203,7 @@ def test_a_best_of_abandoned_steps_is_moved_too(fit: Callable[..., Fit], tmp_pat
 
 
 class LongToRead(Curve):
-    """Half a second goes by until its data is there, which is read before there are ranks."""
+    """Takes half a second to read its data, before ranks start."""
 
     def dataset(self, split: str) -> TensorDataset:
         time.sleep(0 if dist.is_initialized() else 0.25)
@@ -247,7 +248,7 @@ def test_keys_of_validations_are_refused_without_validation_data(
 def test_the_best_is_linked_if_its_step_is_saved(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a checkpoint of its own all the same, which stays when that of its step is removed; also behind a kill."""
+    """It stays when the checkpoint of its step is removed, and it is linked on resume if the run was killed before that."""
     folder = tmp_path / "run" / "checkpoints"
     monkeypatch.chdir(tmp_path)
     often: dict[str, object] = {"run_dir": "run", "checkpoint_every": 3, "checkpoint_keep": 1, **BEST}

@@ -1,4 +1,4 @@
-"""Who started a process is read from its environment alone, and so is what it may use."""
+"""The launcher of a process, and the devices it may use, are determined by its environment alone."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_more_ranks_than_cores_and_than_the_default_are_warned_of() -> None:
 def test_a_waiting_rank_reports_how_many_have_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third of three never comes."""
+    """The third of three ranks never starts."""
     monkeypatch.setattr(launch, "SLOW_S", 0.5)
     monkeypatch.setattr(launch, "START_S", 1.5)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -153,7 +153,7 @@ def test_a_waiting_rank_reports_how_many_have_started(
 
 
 def test_each_start_has_its_own_keys_in_the_store() -> None:
-    """Also where a rank of the earlier start had left its word and nobody answered."""
+    """Also if a rank of the earlier start had written its word and nobody answered."""
     store = torch.distributed.HashStore()
     store.set("accordion/start/1", "left by a rank that is gone")
     for start in ("first", "second"):
@@ -166,7 +166,7 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_command_only_before_ranks_start(number: signal.Signals, tmp_path: Path) -> None:
-    """None is left where all have ended; what came of them counts."""
+    """When all ranks have ended, a signal does nothing; their result counts."""
     before, sign = signal.getsignal(number), tmp_path / "begun"
     with pytest.raises(NothingStartedError), Forwarding():
         signal.raise_signal(number)

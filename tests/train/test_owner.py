@@ -1,4 +1,4 @@
-"""A run folder has one job at a time: others are refused by name, and what a dead job left keeps nobody out."""
+"""A run folder has one job at a time: others are refused with the owner's name, and files of a dead job block nobody."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import forked
 
 
 def holds(words: list[str]) -> None:
-    """Hold a folder, under the name of a job, with so many seconds between two refreshes."""
+    """Own a folder as a job, with so many seconds between two refreshes."""
     folder, job, owner.REFRESH_S = Path(words[0]), words[1] or None, float(words[2])
     owner.EXPIRY_S = 0.6
     claim = Claim({"run.dir": folder}, job, 0, print)
@@ -44,7 +44,7 @@ Other = Callable[..., forked.Job]
 
 @pytest.fixture
 def other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Other]:
-    """Starts another process that holds `tmp_path`."""
+    """Start another process that owns `tmp_path`."""
     with ExitStack() as stack:
 
         def start(job: str = "", err: Path | None = None, beat_s: float = 0.1) -> forked.Job:
@@ -128,7 +128,7 @@ def test_the_checkpoints_of_a_run_are_claimed_too(tmp_path: Path) -> None:
 
 
 def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a clean end, which removes the file, falls together with another job's start."""
+    """However a clean end, which removes the file, coincides with the start of another job."""
     monkeypatch.setattr(owner, "EXPIRY_S", 20.0)  # none is silent for so long on a busy machine
     context = multiprocessing.get_context("fork")
     held, most = context.Value("i", 0), context.Value("i", 0)
@@ -220,7 +220,7 @@ def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path) -> None:
 def test_a_job_whose_folder_was_taken_ends(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, other: Other
 ) -> None:
-    """The folder was removed under it, and a new job began there before it looked."""
+    """The folder was removed, and a new job started there before the owner's next refresh."""
     err = tmp_path_factory.mktemp("err") / "err"
     first = other(err=err, beat_s=0.4)
     (tmp_path / LEASE).unlink()

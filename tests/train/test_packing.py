@@ -1,4 +1,4 @@
-"""Rows of several examples: each example's losses are those that it has alone, whatever lies beside it."""
+"""Rows of several examples: the losses of each example are those of the example alone, whatever shares its row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_examples_that_are_cut_are_counted() -> None:
 
 
 def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
-    """The sum of the answers' losses of one example, by plain transformers."""
+    """Return the sum of the answers' losses of one example, computed by plain transformers."""
     ids, answers = (torch.tensor(values) for values in held[number])
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
     losses = functional.cross_entropy(logits, ids[1:], reduction="none")
@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_packed_losses_are_those_of_each_example_alone(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, attention: str, flat: bool
 ) -> None:
-    """`flat`: the batch as one row, as flash attention takes it; here with the same kernels."""
+    """`flat`: the batch as one row, as flash attention needs it; here with the same kernels."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()

@@ -1,4 +1,4 @@
-"""`accordion train --plan auto`: what is left to look for, and that a run takes what the plan chose."""
+"""`accordion train --plan auto`: the configurations that are searched, and a run that uses the plan's choice."""
 
 from __future__ import annotations
 

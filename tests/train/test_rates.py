@@ -1,4 +1,4 @@
-"""The learning rate of each step: every schedule against its closed formula, torch's own, and optimizers by name with it."""
+"""The learning rate of each step, against closed formulas and torch's schedulers; optimizers by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_schedule_has_its_closed_formula(schedule: Any) -> None:
 
 
 def test_defaults_of_schedules_follow_from_the_number_of_steps() -> None:
-    """A third of the steps behind the warmup between drops, a fifth of all steps at the end."""
+    """A third of the steps after the warmup between drops, and a fifth of all steps for the decay at the end."""
     drops = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="step")) for t in (40, 41, 70, 71)]
     assert drops == pytest.approx([1.0, 0.1, 0.1, 0.01])
     ends = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="wsd")) for t in (80, 90, 100)]
@@ -58,7 +58,7 @@ def test_drops_are_those_of_torchs_step_lr() -> None:
 
 
 def test_groups_of_an_optimizer_keep_their_proportions() -> None:
-    """Also once a checkpoint has given them the rates of an earlier step."""
+    """Also after a checkpoint restored the rates of an earlier step."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
     optimizer = torch.optim.SGD(groups)
     options = TrainConfig(steps=10, warmup=0, schedule="linear", final_lr=0.0)
@@ -80,7 +80,7 @@ class Counting(torch.optim.SGD):
 
 
 def resumed(options: dict[str, float], make: Any, *, changed: bool) -> dict[str, Any]:
-    """The options of a new optimizer after it was given the state of an old one that made five steps."""
+    """Return the options of a new optimizer after it loaded the state of an old one that made five steps."""
 
     def rates_with(**options: float) -> Any:
         optimizer = Counting([torch.nn.Parameter(torch.zeros(1))], **options)

@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metrics, tables, checkpoints kept."""
+"""The record and the output of a run: metrics, tables, progress."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 
 def record(folder: Path, first_step: int = 0) -> MetricsLog:
-    """With TensorBoard, as a run has it."""
+    """A log with TensorBoard, as runs have it."""
     return MetricsLog(folder, first_step, pytest.fail, trackers_of(Config(), folder, first_step, pytest.fail))
 
 

@@ -1,4 +1,4 @@
-"""Text from every kind of place becomes the same documents, and what is unusable is named by file and line."""
+"""Text from every kind of file becomes the same documents, and errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
 
 
 def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
-    """No numbers, nothing that is absent: a cell of "1" or "NA" is that text."""
+    """A cell of "1" or "NA" is that text, not a number and not missing."""
     (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
     assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
         "1",

@@ -1,4 +1,4 @@
-"""Mistakes in a task are told before any rank starts: ours in one line, the user's own with their file and line."""
+"""Mistakes in a task are reported before any rank starts: ours in one line, the user's own with their file and line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ranks were asked for; none starts."""
+    """Record the numbers of ranks that were to be started; start none."""
     asked: list[int] = []
     monkeypatch.setattr(launch, "start", lambda entry, args, nproc, signals: asked.append(nproc) or 0)
     return asked
@@ -168,7 +168,7 @@ def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.C
 
 
 def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `accordion plan`, and by a run that takes what the plan chose."""
+    """By `accordion plan`, and by a run that uses the plan's choice."""
     Path("planned.py").write_text(changed("nn.Linear(4, self.width)", "nn.Linear(4, self.width, bias=False)"))
     flags = ["--gpus", "2", "--strategy", "full_shard", "--checkpoint-activations", "none", "--json"]
     assert cli.main(["plan", "--task", "planned.py", "--task.width", "1000", *flags]) == 0
@@ -195,7 +195,7 @@ SHARE = Share(rank=0, world=1, micro_batch=6, accumulate=1)
 def of_ranks(
     world: int, data: object, steps: int, start: dict[int, object] | None = None
 ) -> tuple[list[set[int]], object]:
-    """What `world` ranks read together in each step, and where they are then."""
+    """Return what `world` ranks read together in each step, and their positions afterwards."""
     every = []
     for rank in range(world):
         share = Share(rank=rank, world=world, micro_batch=6 // world, accumulate=2)
@@ -212,7 +212,7 @@ def of_ranks(
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_share_the_data_and_any_number_of_ranks_resumes(data: object, world: int) -> None:
-    """Each step has 12 samples, each of them once; four steps make an epoch of 50, two are left out."""
+    """Each step has 12 samples, each of them once; four steps make an epoch of 50, and two samples are left out."""
     expected, _ = of_ranks(1, data, 9)
     assert all(len(step) == 12 for step in expected)
     assert len(set().union(*expected[:4])) == 48
@@ -237,7 +237,7 @@ def test_kinds_of_data() -> None:
 
 
 class Numbers:
-    """An iterable without end that keeps its state, as torchdata asks."""
+    """An endless iterable with a state, as in torchdata."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -277,7 +277,7 @@ def test_data_with_a_state_dict_resumes_from_it(make: Any) -> None:
 
 
 def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:
-    """The mean that four ranks make of sums and counts, and of none at all; and what it is."""
+    """Return the mean that four ranks compute from sums and counts, also without any, and the expected mean."""
     rank = torch.distributed.get_rank()
     share = Share(rank=rank, world=4, micro_batch=1, accumulate=accumulate)
     sums = torch.tensor([[5.0, 2.0, 7.0], [1.0, 4.0, 3.0], [0.0, 0.0, 0.0], [8.0, 8.0, 8.0]])[:, :accumulate]

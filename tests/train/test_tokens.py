@@ -1,4 +1,4 @@
-"""Tokens come back as the text, documents stay apart, and the cache is whole or absent."""
+"""Tokens decode to the text, documents stay separate, and the cache is complete or absent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
 
 
 def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
-    """Also if they hold the text of the token that ends them, and it is to be read as text."""
+    """Also if documents contain the text of the end-of-text token, which is read as ordinary text."""
     source = corpus(tmp_path)
     vocabulary = replace(train_vocabulary(source.pieces(), 300, quiet), special_as_text=True)
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
@@ -70,7 +70,7 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
 
 
 def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
-    """A tokenizer that puts tokens around a text, and was saved with truncation and padding."""
+    """Return a tokenizer that puts tokens around a text, and was saved with truncation and padding."""
     own = Tokenizer.from_str(vocabulary.spec)
     special = [(word, own.token_to_id(word)) for word in ("b", "e", END_OF_TEXT)]
     own.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
@@ -81,7 +81,7 @@ def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
 
 @pytest.mark.parametrize(("template", "ends"), [("b $A", [0]), ("b b $A e", [0]), (f"$A {END_OF_TEXT}", [])])
 def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: str, ends: list[int]) -> None:
-    """Special tokens are read as such, and tokens around a text are put there; nothing is cut or filled."""
+    """Special tokens are read as such, and tokens are put around each document; nothing is truncated or padded."""
     from transformers import PreTrainedTokenizerFast
 
     source = corpus(tmp_path)
@@ -179,7 +179,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
-    """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
+    """The largest id, not the number of tokens, decides which model a tokenizer fits and the dtype of its tokens."""
     source = corpus(tmp_path)
     dense = train_vocabulary(source.pieces(), 300, quiet)
     spec = json.loads(dense.spec)
@@ -203,7 +203,7 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
 def test_the_trainer_of_tokenizers_gets_no_long_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
-    """Its time goes with the square of the longest word: the words that it gets are counted."""
+    """Its time is quadratic in the longest word. The words that it gets are counted."""
     met: list[str] = []
 
     def train(self: Tokenizer, texts: Iterator[str], trainer: object) -> None:
