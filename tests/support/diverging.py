@@ -35,7 +35,7 @@ TIMEOUT_S = 20.0  # of the process group
 MARGIN_S = 5.0  # beyond it every rank has ended
 STEPS = 6
 AT = 3  # the step in which ranks part, unless the way says another
-NUM_AT_A_TIME = 6
+NUM_AT_A_TIME = min(6, 2 * (os.cpu_count() or 1))  # more would be late for want of a core
 ONE = 1  # the rank that parts, unless the way says another
 
 
