@@ -1,4 +1,4 @@
-"""The command line: the one place that reads arguments and the environment, and that turns errors into exit codes."""
+"""The command line: reads arguments and the environment, and turns errors into exit codes. No other module does either."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from accordion.output import lasting_output
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: what it does, the module of its `run`, what must be installed by which extra, and if it reads variables."""
+    """A subcommand: its help, the module of its `run`, the packages it needs and their extra, and if `run` takes the
+    environment."""
 
     about: str
     module: str
@@ -30,9 +31,9 @@ class Command:
 
 TRAINING = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")
 COMMANDS = {
-    "train": Command("train a model, sharded over ranks, on text", "train.command", TRAINING, "train", True),
+    "train": Command("train a model, sharded over ranks, on text or a task", "train.command", TRAINING, "train", True),
     "generate": Command(
-        "write on from a prompt, with a checkpoint, a run or a folder of transformers",
+        "generate text from a prompt, with a checkpoint, a run folder or a transformers folder",
         "generate.command",
         ("yaml", "tokenizers", "transformers"),
         "train",
@@ -41,29 +42,27 @@ COMMANDS = {
     "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
     "checkpoint": Command("inspect, verify, compare, convert and prune checkpoints", "checkpoint.command"),
     "plan": Command(
-        "say before launch what fits, how fast it runs, and which configuration to take",
+        "predict before launch what fits, how fast it runs, and which configuration to choose",
         "plan.cli.command",
         ("rich", "plotly", "transformers"),
         "plan",
     ),
     "bench": Command(
-        "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
+        "measure the engine against FSDP2, FSDP1, DDP and DeepSpeed on this machine",
         "bench.command",
         ("rich",),
         "plan",
     ),
-    "doctor": Command(
-        "look for what is wrong with this machine, and with ranks on it", "doctor.command", takes_environ=True
-    ),
-    "run": Command("torchrun of a program for torch's fully_shard, unedited, on this engine", "compat.fsdp2.launching"),
+    "doctor": Command("check this machine, and ranks on it, for problems", "doctor.command", takes_environ=True),
+    "run": Command("run an unedited program for torch's fully_shard on this engine", "compat.fsdp2.launching"),
 }
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
-    signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
+    """Run one subcommand and return its exit code: 0 for success, 1 if a rank failed, 2 for bad input, 3 if ranks diverged,
+    75 if a signal ended training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -80,7 +79,7 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except AccordionError as error:
-        print(getattr(error, "shown", ""), end="", file=sys.stderr)  # what a task's own code raised
+        print(getattr(error, "shown", ""), end="", file=sys.stderr)  # the traceback of a task's own code
         print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -92,14 +91,14 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process tells of bad input: ranks of a launcher all read the same words, and the first one speaks."""
+    """Return True if this process reports bad input: the first rank of a launcher, since all of them read the same arguments."""
     started = "RANK" in environ and "WORLD_SIZE" in environ
     rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
     return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks, control characters or runs of blanks."""
+    """Return `text` without line breaks, control characters and repeated blanks."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -107,14 +106,14 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: accordion <command> [options]\n")
         print("\n".join(f"  {name:<12}{command.about}" for name, command in COMMANDS.items()))
-        print("\naccordion <command> --help tells more; accordion --version tells which one this is.")
+        print("\nFor the options of a command: accordion <command> --help. For the version: accordion --version.")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
-        import torch  # seconds, for which help need not wait
+        import torch  # takes seconds, which help does not need
 
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
-    if words[:2] == ["bench", "gpu"]:  # runs where torch, numpy and safetensors alone are installed
+    if words[:2] == ["bench", "gpu"]:  # needs torch, numpy and safetensors alone
         from accordion.bench import gpu
 
         return gpu.run(words[2:])
@@ -134,6 +133,6 @@ def _run(words: list[str]) -> int:
 
         read(Options, ["--help"], "accordion plan", ABOUT)
         return 0
-    run = import_module(f"accordion.{command.module}").run  # imports the extras, seconds of them
+    run = import_module(f"accordion.{command.module}").run  # imports the extras, which takes seconds
     code: int = run(words[1:], os.environ) if command.takes_environ else run(words[1:])
     return code

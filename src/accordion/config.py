@@ -1,4 +1,4 @@
-"""The frozen policies that `shard` takes: where states live, in which precision, what is gathered ahead."""
+"""The frozen policies that `shard` takes: strategy, precision, prefetch, offload and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accordion.errors import UsageError, nearest
 
 
 class Place(Enum):
-    """How one kind of state lies over the ranks of one mesh axis."""
+    """Placement of one kind of state over the ranks of one mesh axis."""
 
     SHARD = "shard"
     REPLICATE = "replicate"
@@ -23,13 +23,13 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Where parameters, gradients and optimizer state live between uses.
+    """How parameters, gradients and optimizer state are placed over ranks.
 
-    `params`, `grads`, `optim`: placement over the ranks that shard. Gathered parameters live for one lease where `params`
-    is sharded, from forward to the end of backward with `keep_until_backward`, and always where `params` is replicated.
-    `grads=REPLICATE` says that micro-batches under `no_sync` are the intended way to accumulate: full local sums.
-    `hybrid`: the mesh has two axes, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both.
-    `reduce`: "auto" takes the exchange inside a node for large messages and reduce-scatter elsewhere.
+    `params`, `grads`, `optim`: placement over the ranks of the shard axis. Full parameters live for one lease if `params` is
+    sharded, from forward to the end of backward with `keep_until_backward`, and always if `params` is replicated.
+    `grads=REPLICATE` accumulates micro-batches under `no_sync` as full local sums. `hybrid`: the mesh has two axes,
+    ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: "auto" uses the exchange
+    (all-to-all and a local sum) inside a node for large messages, and reduce-scatter elsewhere.
     """
 
     name: str
@@ -66,7 +66,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy of that name, or the one that is given. Raises `UsageError` naming the nearest."""
+    """Return the strategy called `name`; a `Strategy` is returned as it is. Raises `UsageError` with the nearest name."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -76,14 +76,16 @@ def strategy_named(name: str | Strategy) -> Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """In which dtype each thing is kept.
+    """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
 
-    `params`: dtype the model computes in (None: as the parameter is); a batch norm's own keep that of its running statistics.
-    `reduce`: dtype of the sum over ranks (None: that of the gradients). `output`: floating outputs of the root are cast to it
-    (None: left). `master`: the sharded parameters that the optimizer steps (None: as the parameter is); a wider or frozen
-    parameter keeps its own. `buffers`: floating buffers are cast to it once, those statistics among them (None: left).
-    `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or name of a unit -> its own, whose
-    `output` is what that unit's outputs are cast to.
+    Args:
+        params: dtype of the computation (of batch norms: that of their statistics); None: that of each parameter
+        reduce: dtype in which gradients are summed over ranks; None: that of the gradients
+        output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
+        master: dtype of the sharded parameters that are stepped; None, and wider or frozen parameters: their own
+        buffers: dtype of floating buffers, running statistics too; None: unchanged
+        cast_inputs: cast floating inputs of each unit to `params`
+        overrides: class or name of a unit -> its own `Precision`
     """
 
     params: torch.dtype | None = None
@@ -103,33 +105,33 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of dtype `own` is gathered; integer and complex ones stay as they are."""
+        """Return the dtype in which a parameter of dtype `own` is gathered. Integer and complex dtypes stay as they are."""
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """The dtype of the shard of a parameter of dtype `own`."""
+        """Return the dtype of the shard of a parameter of dtype `own`."""
         is_stepped = requires_grad and own.is_floating_point
         return wider(own, self.master) if is_stepped and self.master is not None else own
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a parameter gathered in `compute` are summed; float64 stays float64."""
+        """Return the dtype in which gradients of a parameter gathered in `compute` are summed; float64 stays float64."""
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
 
 
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `Precision(params=)` is under the names of the command line."""
+"""Name on the command line -> `Precision(params=)`."""
 
 
 def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """`wanted`, unless `own` has more bytes."""
+    """Return `wanted`, or `own` if that has more bytes."""
     return own if own.itemsize > wanted.itemsize else wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How much is gathered ahead of use. `budget_bytes`: as many whole units as fit; None: one unit, whatever its size."""
+    """How much is gathered ahead of use: as many whole units as fit into `budget_bytes`; None: one unit of any size."""
 
     budget_bytes: int | None = None
 
@@ -139,21 +141,25 @@ DEVICE, HOST, DISK = "device", "host", "disk:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where what training holds rests between uses: "device", where the model computes, "host", in the memory of its machine,
-    or "disk:/path", in a file in that folder, which has no name and goes with the process.
+    """Where training state is stored between uses, and where the optimizer steps.
 
-    `params`: the rows that are gathered, in the dtype in which they are; off the device they are brought at each use.
-    `optimizer`: its states. `grads`: gradients between their reduce and the step, and the parameters that are stepped (float32
-    masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
-    the device. `activations`: the inputs of units that `checkpoint_activations` recomputes, between their forward and that.
-    `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, chunk by chunk;
-    None: "host" with the optimizer off the device. `step_in_backward`: each unit is stepped as soon as its gradients are
-    there, which are then gone; a promise of one backward a step, no clipping and no scaler.
-    `checksums`: what comes back from the disk is compared with what went there.
-    `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
-    long as it fits: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone and
-    nothing on disk, units that do not fit the host stay on the device.
-    `overrides`: class or name of a unit -> its own places. All but host memory needs `wrap_optimizer`.
+    A place is "device" (where the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
+    folder, gone with the process). Anything on disk, `step="device"` and `step_in_backward` need `wrap_optimizer`.
+
+    Args:
+        params: place of the rows that are gathered, in the gathered dtype; copied to the device for each use
+        grads: place of gradients from their reduce to the step, and of the float32 parameters that are stepped unless
+            `params` has them on disk. None: "host" if `step` is there or `params` is off the device
+        optimizer: place of the optimizer's states
+        activations: place of the inputs of units that `checkpoint_activations` recomputes, until then
+        step: "host" steps where the states are stored, during the next forward; "device" copies them to the device,
+            chunk by chunk. None: "host" if `optimizer` is off the device
+        step_in_backward: step each unit when its gradients are reduced; promises one backward a step, no clipping, no scaler
+        checksums: compare what is read from the disk with what was written
+        device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
+            of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
+            and nothing on disk, units that do not fit on the host stay on the device
+        overrides: class or name of a unit -> its own `Offload`
     """
 
     params: str = DEVICE
@@ -180,8 +186,8 @@ class Offload:
             num = getattr(self, key)
             if num is not None and (num < 0 or not self.is_any):
                 raise UsageError(
-                    f"Offload({key}={num!r}) says how much of what is offloaded may stay nearer; it takes bytes, 0 or more, "
-                    "beside parameters, gradients or states on 'host' or 'disk:/path' (activations are no part of it)."
+                    f"Offload({key}={num!r}) limits how much offloaded state stays nearer; it takes 0 bytes or more, and needs "
+                    "params, grads or optimizer on 'host' or 'disk:/path' (activations do not count)."
                 )
         if self.step == HOST and self.optimizer == DEVICE:
             raise UsageError(
@@ -190,18 +196,18 @@ class Offload:
             )
         if self.grads == DEVICE and (self.stepped_on == HOST or self.params != DEVICE):
             raise UsageError(
-                f"Offload(grads='device', params={self.params!r}, step={self.stepped_on!r}): gradients lie beside the parameters "
-                "that are stepped, which would be on the host; leave out grads, or pass params='device' and step='device'."
+                f"Offload(grads='device', params={self.params!r}, step={self.stepped_on!r}): gradients are stored with the "
+                "parameters that are stepped, here on the host; leave out grads, or pass params='device' and step='device'."
             )
 
     @property
     def is_any(self) -> bool:
-        """Whether anything rests off the device."""
+        """True if parameters, gradients or optimizer states are stored off the device."""
         return (self.params, self.rest_of_grads, self.optimizer) != (DEVICE, DEVICE, DEVICE)
 
     @property
     def asks(self) -> bool:
-        """Whether anything is to be done unlike without it."""
+        """True unless this is the same as no offload."""
         return self.is_any or self.step_in_backward or self.activations != DEVICE
 
     @property
@@ -214,12 +220,12 @@ class Offload:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards rest off the device: `rest_of_grads` says so, torch wants a gradient beside its parameter."""
+        """True if shards are stored off the device, next to their gradients, as torch requires."""
         return self.rest_of_grads != DEVICE
 
     @property
     def streams(self) -> bool:
-        """Whether a step brings what it needs chunk by chunk: from the disk, or to the device."""
+        """True if a step copies its state chunk by chunk, from the disk or to the device."""
         return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
 
     @property
@@ -228,7 +234,7 @@ class Offload:
 
     @property
     def folder(self) -> Path | None:
-        """Where the optimizer's states rest on disk; None where they do not."""
+        """The folder of optimizer states on disk; None if they are not on disk."""
         return folder_of(self.optimizer)
 
 
@@ -237,20 +243,20 @@ def _is_folder(place: object) -> bool:
 
 
 def folder_of(place: str) -> Path | None:
-    """The folder of a place on disk; None of any other place."""
+    """Return the folder of a place on disk; None for any other place."""
     return Path(place.removeprefix(DISK)) if place.startswith(DISK) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which activations are recomputed. `every`: each k-th unit; `selective`: matrix products and attention are kept."""
+    """Units that recompute activations in the backward: each `every`-th. `selective`: matrix products and attention are kept."""
 
     every: int = 0
     selective: bool = False
 
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
-    """Parse `none`, `full`, `selective` or `every:K`; the one parser of the library and the command line."""
+    """Parse "none", "full", "selective" or "every:K". Raises `UsageError` for anything else."""
     if not isinstance(text, str):
         raise UsageError(
             f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."
@@ -272,7 +278,7 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the modes that `shard(debug=...)` names. Raises `UsageError` for others, with the nearest mode."""
+    """Return the modes that `shard(debug=...)` names. Raises `UsageError` for an unknown one, with the nearest mode."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:

@@ -1,9 +1,9 @@
-"""The words of a command line as a frozen dataclass: one flag a field, every mistake one sentence with the nearest flag.
+"""Parse a command line into a frozen dataclass: one flag a field, and one sentence with the nearest flag for every mistake.
 
-The field `max_new_tokens` is `--max-new-tokens`, and a field of `bool` that is False takes no value. A field that is a
-dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is given without a
-flag. The help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the dataclass. A
-dataclass with a method `parsers` gives the functions that parse the words of its other fields.
+The field `max_new_tokens` is `--max-new-tokens`; a bool field that defaults to False takes no value. A field that is a
+dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is positional. The
+help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the dataclass. A dataclass
+with a method `parsers` names the functions that parse its other fields.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from accordion.errors import UsageError, nearest
 
 T = TypeVar("T")
 SEVERAL = {tuple[float, float]: 2, tuple[float, float, float]: 3}
-"""Types of several numbers, and how many: written with commas between."""
+"""Type of several numbers, written with commas between -> how many."""
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML has them
-# Octal numbers and those of base 60, as YAML 1.1 has them; to JSON, YAML 1.2 and people they are something else.
+# Octal and base-60 numbers of YAML 1.1, which JSON, YAML 1.2 and people read as other numbers.
 AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
 LONGEST = 60  # characters of a value in a message
-LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
+LARGEST = 2**31 - 1  # fits into torch's seeds, sizes and counters
 HELP_WIDTH = 110
 
 
 def place(default: Any = MISSING) -> Any:
-    """A field that is given by its place and not by a flag; with a `default` it may be left out."""
+    """Return a positional field; with a `default` it may be left out."""
     return field(default=default, metadata={"place": True})
 
 
 def unread(make: Callable[[], Any]) -> Any:
-    """A field that no words give, made by `make`."""
+    """Return a field that no flag sets; its default is `make()`."""
     return field(default_factory=make, metadata={"unread": True})
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """A field with a number from `least` to `most`, which `check_values` checks. `needs`: as for `needing`."""
+    """Return a field for a number from `least` to `most`, which `check_values` checks. `needs`: see `needing`."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
 def needing(default: Any, **needs: Any) -> Any:
-    """A field that only has a use if other fields of its dataclass are set: to one of some values, or at all (True)."""
+    """Return a field that is only of use if each other field in `needs` has one of the given values, or any value (True)."""
     return field(default=default, metadata={"needs": needs})
 
 
 def check_values(group: Any, name: str) -> None:
-    """Raise `UsageError` for values of a dataclass that its fields do not allow. `name`: of the group, before each key."""
+    """Raise `UsageError` if a field of `group` has a value that it does not allow. `name`: key of the group, for the message."""
     for f in fields(group):
         key, value = f"{name}.{f.name}", getattr(group, f.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -70,17 +70,17 @@ def check_values(group: Any, name: str) -> None:
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             raise UsageError(f"{key} is empty; leave it out for its default.")
         for other, wanted in f.metadata.get("needs", {}).items() if value != f.default else ():
-            now = getattr(group, other)
-            if wanted is True and not now:
+            current = getattr(group, other)
+            if wanted is True and not current:
                 raise UsageError(f"{key} is {value!r}, which needs {name}.{other}; give that too.")
-            if wanted is not True and now not in wanted:
+            if wanted is not True and current not in wanted:
                 raise UsageError(
-                    f"{key} is {value!r}, which {name}.{other} {now!r} does not use; it is for {' or '.join(wanted)}."
+                    f"{key} is {value!r}, which {name}.{other} {current!r} does not use; it is for {' or '.join(wanted)}."
                 )
 
 
 def check_limits(options: Any) -> None:
-    """Raise `UsageError` for a number out of the limits of its field, naming its flag."""
+    """Raise `UsageError` with the flag if a number is outside of the limits of its field."""
     for f in fields(options):
         value, (least, most) = getattr(options, f.name), f.metadata.get("limits", (0, 0))
         if "limits" in f.metadata and value is not None and not least <= value <= most:
@@ -89,12 +89,12 @@ def check_limits(options: Any) -> None:
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
-    """A field of which the choices are known when the program runs; where they are known before, `Literal` says them."""
+    """Return a field whose `choices` are known only at run time; use `Literal` if they are known before."""
     return field(default=default, metadata={"choices": tuple(choices)})
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """`words` as a `kind`; None if they ask for help, which is printed then. Raises `UsageError`."""
+    """Return `words` as a `kind`; None if they ask for help, which is then printed. Raises `UsageError`."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -102,10 +102,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """What `words` say: key -> value, without defaults; None if they ask for help, which is printed then.
+    """Parse `words` into key -> value, without defaults; return None if they ask for help, which is then printed.
 
-    `more`: flags for the help that the caller reads itself, each with its value's name and what it is for.
-    Raises `UsageError`.
+    `more`: flags that the caller reads itself, listed in the help: flag -> (name of its value, help). Raises `UsageError`.
     """
     options = options_of(kind)
     helps = {"-h", "--help"} & set(words)
@@ -120,7 +119,7 @@ def values_of(
                 f"option {flag!r} does not exist; {hint_of(flag, [*flags, *(more or {}), '--help'], prog)}"
             )
     try:
-        found, rest = parser.parse_known_args(spelled)
+        namespace, rest = parser.parse_known_args(spelled)
     except SystemExit:  # of --help
         return None
     if rest:
@@ -128,16 +127,16 @@ def values_of(
             raise UsageError(f"{short(rest[0])!r} follows no option; a run file is given as --config {short(rest[0])}.")
         hint = hint_of("--" + rest[0].partition("=")[0].lstrip("-"), flags, prog)
         raise UsageError(f"unrecognized: {short(rest[0])!r} belongs to no option; {hint}")
-    return vars(found)
+    return vars(namespace)
 
 
 def listed(subcommands: Mapping[str, str], prog: str) -> str:
-    """A line for each subcommand: how it is called, and what it does."""
+    """Return one line for each subcommand: its call and what it does."""
     return "\n".join(f"  {prog} {name:<12}{does}" for name, does in subcommands.items())
 
 
 def check_subcommand(name: str, subcommands: Mapping[str, object], prog: str) -> None:
-    """Raises `UsageError` for one that is not there."""
+    """Raise `UsageError` if `name` is not one of `subcommands`."""
     if name not in subcommands:
         raise UsageError(f"{prog} {short(name)!r} is an invalid choice; {nearest(name, subcommands)}")
 
@@ -148,13 +147,13 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A `kind` from key -> value; a key of a group is `group.key`. What is not there has its default."""
+    """Return a `kind` from key -> value, with defaults for keys that are missing; a key of a group is `group.key`."""
     hints = get_type_hints(kind)
-    own = {key: value for key, value in values.items() if "." not in key}
+    arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():
         if is_dataclass(group):
-            own[name] = group(**{k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})  # type: ignore[operator]
-    return kind(**own)
+            arguments[name] = group(**{k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})  # type: ignore[operator]
+    return kind(**arguments)
 
 
 # -- the fields
@@ -162,9 +161,10 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A field. `key`: as in a run file. `owner`: its dataclass. `group`: the sentence on its group; "" if it is in none.
+    """A field as an option.
 
-    `parse`: makes its value of words.
+    `key`: its name in a run file. `owner`: the dataclass of the field. `group`: the first line of the group's docstring; ""
+    if in no group. `parse`: parser of its value, if not by type.
     """
 
     key: str
@@ -178,11 +178,13 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + (self.key if self.group else self.key.rstrip("_").replace("_", "-"))  # `from_`: Python's word
+        return "--" + (
+            self.key if self.group else self.key.rstrip("_").replace("_", "-")
+        )  # `from_`: `from` is a keyword
 
     @property
     def kind(self) -> Any:
-        """The type, without the None beside it."""
+        """The type without None."""
         return next(t for t in get_args(self.hint) if t is not NoneType) if self.is_optional else self.hint
 
     @property
@@ -190,10 +192,7 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """`value`, a word or what YAML makes of one, in the type of the field; `name`: what the message calls it.
-
-        Raises `UsageError`.
-        """
+        """Return `value`, text or parsed YAML, in the type of the field. `name`: used in the message. Raises `UsageError`."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -202,12 +201,12 @@ class Option:
             return self.parse(value)
         if self.choices:
             if value not in self.choices:
-                given = short(str(value))
-                raise UsageError(f"{name} {given!r} is an invalid choice; {nearest(given, list(self.choices))}")
+                shown = short(str(value))
+                raise UsageError(f"{name} {shown!r} is an invalid choice; {nearest(shown, list(self.choices))}")
             return value
-        kind, given = str if self.parse else self.kind, short(str(value))
+        kind, shown = str if self.parse else self.kind, short(str(value))
         if kind in (int, float) and isinstance(value, str) and AMBIGUOUS.fullmatch(value):
-            raise UsageError(f"{name} is {given!r}; {UNCLEAR}")
+            raise UsageError(f"{name} is {shown!r}; {UNCLEAR}")
         if kind in SEVERAL:
             return _several(value, SEVERAL[kind], name)
         if kind is bool and str(value).lower() in TRUTHS:
@@ -217,14 +216,14 @@ class Option:
             if isinstance(value, bool) or not isinstance(value, fits):
                 raise ValueError
             return kind(value)
-        except (ValueError, OverflowError):  # Python converts no number of thousands of digits
+        except (ValueError, OverflowError):  # Python refuses numbers of thousands of digits
             if kind is int and re.fullmatch(r"[-+]?[0-9_]+", str(value)):
-                raise UsageError(f"{name} has more digits than any number here.") from None
-            raise UsageError(f"{name} is {given!r}; it takes {KINDS[kind]}.") from None
+                raise UsageError(f"{name} has too many digits for a number.") from None
+            raise UsageError(f"{name} is {shown!r}; it takes {KINDS[kind]}.") from None
 
 
 def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
-    """The numbers in a word, "0.9,0.95", or in a list of YAML. Raises `UsageError`."""
+    """Return the numbers in text, "0.9,0.95", or in a YAML list. Raises `UsageError`."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, list | tuple) or len(parts) != count or any(isinstance(p, bool) for p in parts):
@@ -232,12 +231,12 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
         return tuple(float(part) for part in parts)
     except (ValueError, TypeError):
         raise UsageError(
-            f"{name} is {short(str(value))!r}; it takes {count} numbers with commas between, 0.9,0.95 say."
+            f"{name} is {short(str(value))!r}; it takes {count} numbers separated by commas, for example 0.9,0.95."
         ) from None
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """Those of the fields of `kind`, and of the groups among them."""
+    """Return the options of the fields of `kind` and of its groups."""
     return list(_options_of(kind, "", ""))
 
 
@@ -263,14 +262,14 @@ def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
 
 
 def _texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return the text on each field of a dataclass: that under the field, or next to its name under `Args:`."""
+    """Return field -> help text of a dataclass: the text under the field, or next to its name under `Args:`."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]
         texts |= re.findall(r"^ {8}(\w+): (.*(?:\n {9,}\S.*)*)", args, re.MULTILINE)
         try:
             body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-        except (OSError, TypeError):  # its source is not there
+        except (OSError, TypeError):  # no source file
             continue
         for item, below in pairwise(body):
             match item, below:
@@ -283,24 +282,24 @@ def short(value: str) -> str:
     return value if len(value) <= LONGEST else f"{value[:LONGEST]}... ({len(value):,} characters)"
 
 
-# -- the words
+# -- parsing
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+    """Parser that raises `UsageError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
-        flag, said = (wrong[1], wrong[2]) if wrong else ("", message)
-        if said.startswith("expected"):
-            raise UsageError(f"option {flag!r} is given no value, {said}; {self.prog} --help tells what it takes.")
-        if said.startswith("ignored explicit argument"):
+        flag, problem = (wrong[1], wrong[2]) if wrong else ("", message)
+        if problem.startswith("expected"):
+            raise UsageError(f"option {flag!r} is given no value, {problem}; see {self.prog} --help.")
+        if problem.startswith("ignored explicit argument"):
             raise UsageError(f"option {flag!r} takes no value; write it alone.")
-        raise UsageError(f"{said}; {self.prog} --help tells more.")
+        raise UsageError(f"{problem}; see {self.prog} --help.")
 
 
 class _Set(argparse.Action):
-    """Converts a word by its option, which says in one sentence what is wrong with it."""
+    """Action that stores `option.converted(value)`, so that mistakes are reported in one sentence."""
 
     def __init__(self, option: Option, **more: Any) -> None:
         super().__init__(**more)
@@ -317,7 +316,7 @@ def _parser(
     about: str,
     more: Mapping[str, tuple[str, str]],
 ) -> _Parser:
-    """`texts`: dataclass -> field -> help, of all dataclasses or none."""
+    """Return the parser of `options`. `texts`: dataclass -> field -> help; empty if no help is asked for."""
     described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -327,11 +326,11 @@ def _parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for flag, (metavar, told) in more.items():
+    for flag, (metavar, text) in more.items():
         if metavar:
-            parser.add_argument(flag, metavar=metavar, help=told)
+            parser.add_argument(flag, metavar=metavar, help=text)
         else:
-            parser.add_argument(flag, action="store_true", help=told)
+            parser.add_argument(flag, action="store_true", help=text)
     groups: dict[str, Any] = {"": parser}
     for option in options:
         if option.group not in groups:
@@ -340,26 +339,26 @@ def _parser(
     return parser
 
 
-def _add(group: Any, option: Option, told: str) -> None:
-    told = told.replace("%", "%%")
+def _add(group: Any, option: Option, text: str) -> None:
+    text = text.replace("%", "%%")
     if option.default not in (None, "", MISSING, False) and option.parse is None:
-        told += f" (default {option.default})".replace("%", "%%")
+        text += f" (default {option.default})".replace("%", "%%")
     if option.is_place:
         times = {} if option.default is MISSING else {"nargs": "?"}
-        group.add_argument(option.key, action=_Set, option=option, help=told, **times)
+        group.add_argument(option.key, action=_Set, option=option, help=text, **times)
     elif option.hint is bool and option.default is False:
-        group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
+        group.add_argument(option.flag, dest=option.key, action="store_true", help=text)
     else:
         several = ",".join(["NUMBER"] * SEVERAL.get(option.kind, 0))
         metavar = "|".join(option.choices) or several or METAVARS[str if option.parse else option.kind]
         required = option.default is MISSING
         group.add_argument(
-            option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=told
+            option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=text
         )
 
 
 def _spelled(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Hyphens and underscores in the name of an option are alike."""
+    """Return `words` with the names of options spelled as in `flags`: "-" and "_" are equivalent."""
     known = {flag.replace("_", "-"): flag for flag in flags}
 
     def one(word: str) -> str:

@@ -1,4 +1,4 @@
-"""`Sharding`: how a model is sharded, as one value that everything which mentions sharding takes whole."""
+"""`Sharding`: one value that says how a model is sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accordion.errors import UsageError, nearest
 from accordion.units import AUTO, UnitChoice, units_named
 
 MeshChoice = Mapping[type[nn.Module] | str, DeviceMesh]
-"""Class of modules, or pattern of the names of modules or parameters -> the mesh of what lies in them."""
+"""Class of modules, or pattern of names of modules or parameters -> the mesh of the parameters in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +33,27 @@ class Sharding:
     """How `shard` distributes a model over the ranks.
 
     Args:
-        strategy: where parameters, gradients and optimizer state live: `accordion.FULL_SHARD`, or its name, "full_shard",
-            "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard" or "hybrid_shard_optim".
-        precision: the dtypes of computation, reduction and parameters; or "fp32", "bf16" or "fp16" for the dtype of the
-            computation. None or "auto": `Precision()`; in a library's trainer, its own mixed precision; in `accordion train`,
-            bf16 on accelerators that have it, fp32 on CPU.
+        strategy: how parameters, gradients and optimizer state are sharded: "full_shard", "shard_grad_op", "shard_optim",
+            "no_shard", "hybrid_shard" or "hybrid_shard_optim"; in Python also `accordion.FULL_SHARD` and so on.
+        precision: dtype of the computation, "fp32", "bf16" or "fp16"; in Python also a `Precision`. None or "auto": in
+            `accordion train`, bf16 on accelerators that have it, else fp16, and fp32 on CPU; in a library's trainer, its own
+            mixed precision; elsewhere `Precision()`.
         prefetch: how much is gathered ahead of use.
-        offload: which state is stored off the device, and where the optimizer steps; or words,
-            "optimizer=host,params=disk:/folder": fields of `accordion.Offload` (params, grads, optimizer, activations, step,
-            device_bytes=16GiB, host_bytes, step_in_backward=true, checksums=true).
-        units: modules that are gathered together: classes or their names, `min_params(n)`, a callable (name, module) -> bool,
-            `only_blocks()`; or words, "blocks", "min_params:1000000", "Block,Head". None or "auto": the repeated blocks, and
-            embeddings and heads about as large as one.
-        checkpoint_activations: activations that are recomputed, of units with more than one layer: "none", "full",
-            "selective" or "every:K".
-        secondary: number of ranks, those of a node for example, that keep one copy of each unit from its forward to its
-            backward, a part each, in the dtype that is gathered. None: no copy is kept.
-        meshes: class of modules, or pattern of names -> the mesh of these parameters, experts for example: a slice of a mesh of
-            all ranks, 1-D, or 2-D of which the second axis shards. Their gradients are summed over their own mesh.
+        offload: which state is stored off the device, and where the optimizer steps: "optimizer=host,params=disk:/folder",
+            for example; in Python also an `Offload`. Its fields: params, grads, optimizer, activations, step,
+            device_bytes=16GiB, host_bytes, step_in_backward=true, checksums=true.
+        units: modules that are gathered together: "blocks", "min_params:1000000" or names of classes, "Block,Head"; in Python
+            also classes, `min_params(n)`, `only_blocks()` or a callable (name, module) -> bool. None or "auto": the repeated
+            blocks, and embeddings and heads about as large as a block.
+        checkpoint_activations: units with more than one layer whose activations are recomputed in the backward: "none",
+            "full" (all), "selective" (all, but matrix products and attention are kept) or "every:K" (every K-th).
+        secondary: number of ranks, for example those of a node, that keep one copy of each unit between them from its forward
+            to its backward, in the gathered dtype; the backward gathers from it. None: no copy.
+        meshes: class of modules, or pattern of names -> mesh of these parameters, for example experts: a slice of a mesh of
+            all ranks, 1-D, or 2-D with the shard axis second. Their gradients are summed over their own mesh.
         reduce_op: "mean" over all data-parallel ranks, or "sum" for losses weighted by tokens.
 
-    Raises `UsageError` for a value that no field takes.
+    Raises `UsageError` for a value that its field does not take.
     """
 
     strategy: Strategy = FULL_SHARD
@@ -87,7 +87,8 @@ class Sharding:
         return checkpointing_named(self.checkpoint_activations)
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `group`: of keys, `shard.`."""
+        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `group`: prefix of the key, as
+        `shard.`."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -99,12 +100,12 @@ class Sharding:
         if not is_number or self.secondary not in range(2, num_ranks + 1) or num_ranks % self.secondary:
             raise UsageError(
                 f"{asked}; pass how many of the {num_ranks} ranks that shard keep one copy from the forward to the backward: "
-                f"a divisor of {num_ranks} above 1, the ranks of one node for example."
+                f"a divisor of {num_ranks} above 1, for example the number of ranks of one node."
             )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Sharding:
-        """Make a `Sharding` of a mapping from names of fields to values or words. Raises `UsageError` for other names."""
+        """Return a `Sharding` from name of a field -> value, or its text. Raises `UsageError` for an unknown name."""
         known = [f.name for f in fields(cls)]
         for key in config:
             if key not in known:
@@ -112,16 +113,16 @@ class Sharding:
         return cls(**config)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults, in words where they have them; `from_config` reads it.
+        """Return the fields that differ from their defaults, as text if possible; `from_config` reads it.
 
-        Values without words (functions, overrides, meshes) are returned as they are.
+        Values without a text form (functions, overrides, meshes) are returned as they are.
         """
         default = type(self)()
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
         return {name: self._printed(name) for name in changed}
 
     def words(self) -> dict[str, Any]:
-        """Return the fields that a command line gives, in words; `parsers` reads these."""
+        """Return the fields that a command line sets, as text; `parsers` reads it."""
         return {f.name: self._printed(f.name) for f in fields(self) if "unread" not in f.metadata}
 
     def _printed(self, name: str) -> Any:
@@ -130,7 +131,7 @@ class Sharding:
 
     @staticmethod
     def parsers() -> Mapping[str, Callable[[str], Any]]:
-        """Return the parser of each field that is written in words."""
+        """Return the parser of each field that has a text form."""
         return PARSERS
 
 
@@ -140,11 +141,11 @@ KINDS: Mapping[str, tuple[type, str]] = {
     "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
     "offload": (Offload, "accordion.Offload(optimizer='host'), or 'optimizer=host', for example"),
 }
-"""Type of each field that has one, and an example of a value."""
+"""Field -> its type, and an example of a value for messages."""
 
 
 def num_bytes_in(text: str) -> int:
-    """Parse a number of bytes: `1000000`, or `16GiB`. Raises `ValueError`."""
+    """Parse a number of bytes, `1000000` or `16GiB`. Raises `ValueError`."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -153,14 +154,11 @@ OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("device_bytes", "host_bytes"), num_bytes_in),
     **dict.fromkeys(("step_in_backward", "checksums"), {"true": True, "false": False}.__getitem__),
 }
-"""Fields of `Offload` that have words, each with its parser."""
+"""Field of `Offload` with a text form -> its parser."""
 
 
 def precision_named(name: str) -> Precision | None:
-    """Return the precision with that dtype of the computation, `fp32`, `bf16` or `fp16`; None for `auto`.
-
-    Raises `UsageError`.
-    """
+    """Return the `Precision` that computes in `name`: "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError`."""
     if name == AUTO:
         return None
     if name not in COMPUTE_DTYPES:
@@ -169,14 +167,14 @@ def precision_named(name: str) -> Precision | None:
 
 
 def precision_words(precision: Precision | None) -> str | Precision:
-    """Return the name of a precision, or itself if it has none."""
+    """Return the name of `precision`, or `precision` if it has none."""
     if precision is None:
         return AUTO
     return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
 
 
 def offload_named(text: str) -> Offload:
-    """Parse `none`, or places such as `optimizer=host,params=disk:/folder,device_bytes=1000000`. Raises `UsageError`."""
+    """Parse "none", or "optimizer=host,params=disk:/folder,device_bytes=1000000". Raises `UsageError`."""
     values: dict[str, Any] = {}
     for part in [] if text == "none" else text.split(","):
         name, _, word = (piece.strip() for piece in part.partition("="))
@@ -189,7 +187,7 @@ def offload_named(text: str) -> Offload:
 
 
 def offload_words(offload: Offload) -> str | Offload:
-    """Return the words for an offload, or itself if it has overrides."""
+    """Return the text form of `offload`, or `offload` if it has overrides."""
     if offload.overrides:
         return offload
     default = Offload()
@@ -201,7 +199,7 @@ def offload_words(offload: Offload) -> str | Offload:
 
 
 def unit_words(units: UnitChoice) -> Any:
-    """Return the words for a choice of units, or itself if it has none."""
+    """Return the text form of `units`, or `units` if it has none."""
     if units is None:
         return AUTO
     words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)

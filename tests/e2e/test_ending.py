@@ -75,7 +75,7 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(
     done = len(lines_of(run_dir))
     assert 3 <= done < 12
     assert f"stopped after {done} of 12 steps: preempted" in said
-    assert "the same command goes on from there" in said
+    assert "the same command resumes from there" in said
     assert "Traceback" not in said
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / f"step-{done:06d}")
     assert train(run_dir, "--train.steps", "12") == 0
@@ -104,7 +104,7 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
 
 def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train("timed", "--train.steps", "12", "--train.hours", "0.000001") == 0
-    assert "stopped after 1 of 12 steps: train.hours 1e-06 are over" in capfd.readouterr().out
+    assert "stopped after 1 of 12 steps: train.hours 1e-06 have passed" in capfd.readouterr().out
     assert train("timed", "--train.steps", "12") == 0
     assert losses_of(Path("timed")) == whole(place)
 

@@ -100,7 +100,7 @@ def test_a_failing_rank_ends_the_others(
     told = capfd.readouterr().err
     assert message in told
     if kind == "raises":
-        assert told.startswith("accordion: rank 1 failed in the task's own code:\nTraceback")
+        assert told.startswith("accordion: rank 1 failed in the task's code:\nTraceback")
         assert told.count("Traceback") == 1
         assert "raise ZeroDivisionError" in told
     else:

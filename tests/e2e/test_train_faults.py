@@ -41,7 +41,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     with started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"):
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
+            patch.setattr(owner, "EXIT_S", 1.0)  # the first job trains all the while
             assert cli.main(["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]) == 2
         told = capfd.readouterr().err
         assert told.startswith(f"accordion: run.dir '{run_dir}' is in use by another job: process ")
@@ -118,7 +118,7 @@ def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
         told = [line for line in said.splitlines() if line.startswith("accordion: ")]
         assert len(told) == 1
         assert told[0].startswith(
-            f"accordion: the weights after step 5 were not kept, the newest checkpoint is {newest}, from which"
+            f"accordion: the weights after step 5 were not saved, the newest checkpoint is {newest}, from which"
         )
         assert "Traceback" not in said
         capfd.readouterr()
@@ -160,7 +160,7 @@ def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytes
     assert cli.main([*words[:-1], "4"]) != 0  # 1, or 9 where the fork server ends the other rank
     told = capfd.readouterr().err
     assert f"The one before it, {checkpoints / 'step-000002'}, is complete" in told
-    assert "--checkpoint.resume takes the path of another one." in told
+    assert "To resume from another, give its path as --checkpoint.resume." in told
     assert told.count("\n") == 1
 
     manifest = checkpoints / "step-000003" / "manifest.json"
@@ -168,13 +168,13 @@ def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytes
     (checkpoints / "step-000002" / "manifest.json").unlink()
     before = tree(run_dir)
     assert cli.main([*words[:-1], "4"]) == 2
-    assert f"'{checkpoints / 'step-000002'}' has lost its manifest.json" in capfd.readouterr().err
+    assert f"'{checkpoints / 'step-000002'}' has no manifest.json" in capfd.readouterr().err
     assert tree(run_dir) == before
     shutil.rmtree(checkpoints / "step-000002")
     assert cli.main([*words[:-1], "4"]) == 0
     shown = capfd.readouterr().out
     assert f"{checkpoints / 'step-000001'} is the newest complete checkpoint, newer ones are damaged: " in shown
-    assert f"{checkpoints / 'step-000003'}" in shown.partition("--checkpoint.resume takes the path of another.")[0]
+    assert f"{checkpoints / 'step-000003'}" in shown.partition("To resume from another, give its path")[0]
     assert "1 of 4 steps are done" in shown
     assert latest(checkpoints) == str(checkpoints / "step-000004")
 

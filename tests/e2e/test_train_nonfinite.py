@@ -101,7 +101,7 @@ class Fault:
 def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
     class Heard(Screen):
         def note(self, text: str) -> None:
-            notes.extend([text] if " is left out" in text else [])
+            notes.extend([text] if " is skipped" in text else [])
 
     scaler = torch.amp.GradScaler
     with pytest.MonkeyPatch.context() as patch:
@@ -197,7 +197,7 @@ def test_a_scale_that_is_too_large_is_the_scalers_business(runs: Any) -> None:
 
 def test_only_so_many_in_a_row(runs: Any) -> None:
     checkpoints, said, steps = runs("too many")
-    assert "step 3 is not finite, as the 1 before it" in said["error"]
+    assert "step 3 is not finite, nor are the 1 before it" in said["error"]
     assert [line["skipped"] for line in steps] == [False, True]
     assert latest(checkpoints) == str(checkpoints / "step-000002")
 
@@ -205,7 +205,7 @@ def test_only_so_many_in_a_row(runs: Any) -> None:
 def test_what_does_not_come_up_again_is_told_so(runs: Any) -> None:
     _, said, steps = runs("once")
     assert [line["skipped"] for line in steps] == [False, True, False, False]
-    assert "did not come up when the step was done again" in said["notes"][0]
+    assert "did not happen again when the step was repeated" in said["notes"][0]
 
 
 def test_a_resumed_run_knows_how_many_were_left_out(runs: Any) -> None:

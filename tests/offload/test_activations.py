@@ -260,7 +260,7 @@ def no_place(mesh, path: Path) -> None:
         with pytest.raises(acc.DivergenceError, match="different models or settings"):
             acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=mine)
     for options in ({"device_bytes": 10}, {"host_bytes": 10}):
-        with pytest.raises(acc.UsageError, match=r"_bytes=10\) says how much .* \(activations are no part of it\)"):
+        with pytest.raises(acc.UsageError, match=r"_bytes=10\) limits how much .* \(activations do not count\)"):
             on_disk(path, **options)
     offload = on_disk(path, optimizer="host", device_bytes=2**40)  # everything else is nearer
     model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload)

@@ -1,4 +1,4 @@
-"""`accordion train` on ranks that found different things: every rank hears what differs, before any of them trains."""
+"""`accordion train` on ranks with different data: every rank raises an error with the difference, before any of them trains."""
 
 import re
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ DIFFERENT = {
     "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 999 (dddddddddddd)": {"num_train": 999},
     "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 1,000 (eeeeeeeeeeee)": {"digest": "e" * 64},
     "a tokenizer: rank 0 has tttttttttttt, rank 1 has uuuuuuuuuuuu": {"tokenizer_digest": "u" * 64},
-    "a checkpoint to go on from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
+    "the checkpoint to resume from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
 }
 
 
 @pytest.mark.parametrize(("message", "others"), DIFFERENT.items())
-def test_what_ranks_found_differs(monkeypatch, message, others):
-    """Rank 1 found something else; the exchange is made up of what each rank says."""
+def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, others):
+    """Rank 1 has other data; the exchange between ranks is simulated."""
     ranks = [SAME, {**SAME, **others}]
     said: list[dict[str, str]] = []
 

@@ -41,14 +41,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ranks were asked for; none starts."""
+    """Record the numbers of ranks that were to be started; start none."""
     asked: list[int] = []
     monkeypatch.setattr(launch, "start", lambda entry, args, nproc, signals: asked.append(nproc) or 0)
     return asked
 
 
 def tree(folder: Path) -> dict[str, float]:
-    """The files of `folder`, without the cache, which keeps tokens for the next try."""
+    """Return the files of `folder` without the cache, which keeps tokens for the next try."""
     return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if "cache" not in path.parts}
 
 
@@ -154,7 +154,7 @@ def fifo(place: Path) -> list[str]:
 
 
 def pipe(name: str, *words: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    """A file of a run that is a pipe, which nobody ever writes into."""
+    """Replace a file of a run by a pipe that nobody writes into."""
 
     def made(place: Path) -> list[str]:
         given = make(place)
@@ -205,7 +205,7 @@ CASES = {
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "half a surrogate pair": (
         rows('{"text": "a"}\n{"text": "bc\\ud800"}\n'),
-        "line 2: field 'text' holds half of a surrogate",
+        "line 2: field 'text' has half of a surrogate",
     ),
     "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
     "link to nothing": (dangling, "data.path 'text' is a link to 'nowhere', which does not exist."),
@@ -243,7 +243,7 @@ CASES = {
         no_cache,
         "which keeps tokenizers and tokens, cannot be used: Not a directory",
     ),
-    "no text at all": (rows("\n"), "holds no text"),
+    "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "longer than the data"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
     "no accelerator": (words("--launch.device", "cuda"), "has no accelerator"),
@@ -265,7 +265,7 @@ CASES = {
             config__json='{"model_type": "bert", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, '
             '"num_attention_heads": 2, "intermediate_size": 64}'
         ),
-        "is an encoder (bert), without a causal mask",
+        "is an encoder (bert) without a causal mask",
     ),
     "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
     "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
@@ -317,7 +317,7 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
         ({"SLURM_PROCID": "3"}, False),
     ],
 )
-def test_bad_input_is_told_by_the_first_rank_and_by_whoever_may_be_it(
+def test_bad_input_is_reported_by_ranks_that_may_be_the_first(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -330,7 +330,7 @@ def test_bad_input_is_told_by_the_first_rank_and_by_whoever_may_be_it(
     assert capfd.readouterr().err.count("\n") == speaks
 
 
-def test_a_rank_that_is_no_number_is_told(
+def test_a_rank_that_is_no_number_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"RANK": "x", "WORLD_SIZE": "2"}.items():
@@ -338,7 +338,7 @@ def test_a_rank_that_is_no_number_is_told(
     refused(
         capfd,
         ["train", *SMALL],
-        "the launcher's environment is not understood: invalid literal for int() with base 10: 'x'",
+        "the launcher's environment variables are invalid: invalid literal for int() with base 10: 'x'",
     )
 
 
@@ -351,7 +351,7 @@ PORTS = {
 
 @pytest.mark.parametrize("starter", ["torchrun", "srun"])
 @pytest.mark.parametrize("port", PORTS)
-def test_a_port_that_is_none_is_told(
+def test_an_invalid_port_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], port: str, starter: str
 ) -> None:
     start = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -366,8 +366,8 @@ def test_a_port_that_is_none_is_told(
     refused(capfd, ["train", *SMALL], PORTS[port])
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
-    """In a process of its own, since torch writes warnings past Python."""
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
+    """Runs in another process, because torch writes warnings past Python."""
     start = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     start |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as other:
@@ -381,7 +381,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"accordion: rank 0 cannot keep the job's store at 127.0.0.1:{port}: ")
+    assert done.stderr.startswith(f"accordion: rank 0 cannot open the job's store at 127.0.0.1:{port}: ")
     assert done.stderr.count("\n") == 1
 
 

@@ -27,7 +27,7 @@ def test_flags_and_run_file_have_the_same_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_flags_win_over_the_file_wherever_they_stand(tmp_path: Path, order: int) -> None:
+def test_flags_override_the_file_in_any_order(tmp_path: Path, order: int) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 7}\n")
     words = [["--config", str(file)], ["--train.steps", "9"]]
@@ -43,7 +43,7 @@ def test_keys_of_earlier_versions_are_ignored(
     assert command.read([*flags, "--train.steps", "7"]) == command.read(["--train.steps", "7"])
 
 
-def test_pretrained_weights_have_a_learning_rate_of_their_own_unless_one_is_given() -> None:
+def test_pretrained_weights_have_their_own_default_learning_rate() -> None:
     tuned = ["--model.path", "llama", "--model.init", "pretrained"]
     assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr
     assert command.read(tuned).train.lr == 2e-5
@@ -70,7 +70,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
         assert f"--{key}" in shown
     for words in (
         "largest gradient norm; 0: no clipping",
-        "field or column that holds the text of a row",
+        "field or column with the text of a row",
         "sequences in one forward",
     ):
         assert words in shown
@@ -79,7 +79,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
 MISTAKES = [
     (["--shard.offload", "optimizer=hots"], "did you mean 'host'?"),
     (["--shard.offload", "step=host"], "pass optimizer='host' too"),
-    (["--shard.offload", "host_bytes=1GiB"], "beside parameters, gradients or states on 'host' or 'disk:/path'"),
+    (["--shard.offload", "host_bytes=1GiB"], "needs params, grads or optimizer on 'host' or 'disk:/path'"),
     (["--shard.offload", "optimizer=host,device_bytes=nanGiB"], "has 'device_bytes=nanGiB'"),
     (
         ["--shard.offload_params", "host"],
@@ -90,19 +90,22 @@ MISTAKES = [
     (["--train.patience", "2"], "train.patience is 2, which needs train.eval_every"),
     (["--train.keep_best"], "needs train.eval_every; give that too"),
     (["--optimizer", "adadelt"], "did you mean 'adadelta'?"),
-    (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers with commas between"),
-    (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers with commas between"),
+    (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers separated by commas"),
+    (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers separated by commas"),
     (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
     (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
     (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
     (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
-    (["--train.schedule", "wsd", "--train.decay_steps", "98"], "98 behind train.warmup 5, more than train.steps 100"),
+    (
+        ["--train.schedule", "wsd", "--train.decay_steps", "98"],
+        "train.decay_steps 98 are together more than train.steps 100",
+    ),
     (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
     (["--train.steps", "many"], "a whole number"),
     (["--train.steps", "2.5"], "a whole number"),
-    (["--train.steps", "9" * 5000], "train.steps has more digits than any number here"),
+    (["--train.steps", "9" * 5000], "train.steps has too many digits for a number"),
     (["--train.steps", "x" * 5000], "(5,000 characters)"),
     (["--train.steps", "010"], "train.steps is '010'; readers take this for different numbers"),
     (["--train.lr=1:30"], "train.lr is '1:30'; readers take"),
@@ -202,14 +205,14 @@ def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
         command.read(["--config", str(tmp_path)])
 
 
-def test_numbers_that_read_one_way_are_taken(tmp_path: Path) -> None:
+def test_unambiguous_numbers_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 1_000, lr: 0.01, seed: 0, clip: 0.5}\nrun: {dir: '007'}\n")
     train = command.read(["--config", str(file), "--data.path", "010"]).train
     assert (train.steps, train.lr, train.seed, train.clip) == (1000, 0.01, 0, 0.5)
 
 
-def test_a_word_is_not_its_own_neighbour() -> None:
+def test_an_error_does_not_suggest_the_word_that_was_given() -> None:
     assert "did you mean" not in nearest("bf16", ["bf16", "xyz"])
     assert "did you mean 'bf16'?" in nearest("bf61", ["bf16", "xyz"])
 
@@ -226,12 +229,12 @@ def test_presets_name_their_size() -> None:
         assert sizes[name] == pytest.approx(millions, rel=0.2), (name, sizes[name])
 
 
-def test_a_global_batch_is_spread_over_the_ranks_that_there_are() -> None:
+def test_a_global_batch_is_divided_among_the_ranks() -> None:
     config = Config(train=TrainConfig(global_batch=48, micro_batch=4))
     named = {"train.global_batch", "train.micro_batch"}
     for ranks, accumulate in ((1, 12), (2, 6), (12, 1)):
         assert spread(config, named, ranks).train.accumulate == accumulate
-    with pytest.raises(UsageError, match=r"48, which 5 ranks x train\.micro_batch 4 do not divide"):
+    with pytest.raises(UsageError, match=r"48, which is no multiple of 5 ranks x train\.micro_batch 4"):
         spread(config, named, 5)
     with pytest.raises(UsageError, match=r"48, and train\.accumulate is given too"):
         spread(config, {*named, "train.accumulate"}, 2)

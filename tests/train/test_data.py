@@ -1,4 +1,4 @@
-"""The order of sequences is a bijection, the same for any number of ranks, and goes on exactly where it stopped."""
+"""The order of sequences is a bijection, is the same for any number of ranks, and resumes exactly at its position."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shares(world: int, micro_batch: int, accumulate: int) -> list[Share]:
 
 
 def global_batches(parts: list[Share], count: int, steps: int) -> list[list[int]]:
-    """What all ranks read in each step, sorted."""
+    """Return the positions that all ranks read in each step, sorted."""
     orders = [iter(GlobalOrder(count, share, seed=3)) for share in parts]
     accumulate = parts[0].accumulate
     return [sorted(i for order in orders for batch in islice(order, accumulate) for i in batch) for _ in range(steps)]
@@ -71,14 +71,14 @@ SEQUENCES = Sequences(np.arange(1001, dtype=np.uint16), 10)
 
 
 def read(share: Share, count: int, state: dict[str, int] | None = None) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """What a rank reads in `count` micro-batches, and its place then. `state`: where it begins."""
+    """Return what a rank reads in `count` micro-batches, and its position afterwards. `state`: its position before."""
     order = GlobalOrder(len(SEQUENCES), share, seed=5)
     if state is not None:
         order.load_state_dict(state)
     return list(islice(loader_of(SEQUENCES, order, None, pins=False), count)), order.state_dict()
 
 
-def test_a_loader_goes_on_where_it_stopped() -> None:
+def test_a_loader_resumes_at_its_position() -> None:
     share = Share(rank=1, world=2, micro_batch=4, accumulate=1)
     whole, _ = read(share, 45)
     for stop in (0, 1, 13, 40):
@@ -100,7 +100,7 @@ def test_windows_overlap_by_one_token() -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 9, 10, 11, 12, 55, 101, 997])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_validation_sees_each_token_once_and_ranks_are_even(num_tokens: int, world: int) -> None:
+def test_validation_reads_each_token_once_in_equally_many_batches(num_tokens: int, world: int) -> None:
     tokens = np.arange(num_tokens, dtype=np.uint16)
     ranks = [
         list(validation_batches(tokens, 10, share, range(num_windows(num_tokens, 10)))) for share in shares(world, 2, 1)

@@ -1,4 +1,4 @@
-"""What ends a run early, and where its figures go: decided in one process, without ranks."""
+"""What ends a run early, and trackers of figures: decisions of one process, without ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """The signals that the program's own handlers took."""
+    """The signals that the program's own handlers received."""
     taken: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: taken.append(number)) for number in SIGNALS}
     yield taken
@@ -34,9 +34,7 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
-    monkeypatch: pytest.MonkeyPatch, handled: list[int]
-) -> None:
+def test_a_time_limit_leaves_time_for_steps_and_saves(monkeypatch: pytest.MonkeyPatch, handled: list[int]) -> None:
     now = [1000.0]
     monkeypatch.setattr(ending_module, "time", types.SimpleNamespace(time=lambda: now[0]))
     with Signals() as signals:
@@ -61,7 +59,7 @@ def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
     assert handled == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_its_code(
+def test_a_signal_is_sent_to_the_programs_handlers_unless_it_exits(
     handled: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
 
@@ -74,7 +72,7 @@ def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_i
         with pytest.raises(type(error)):
             ends_by(error)
         assert handled == ([signal.SIGTERM] if isinstance(error, ValueError) else [])
-    assert capsys.readouterr().err == "accordion: a signal came, and then ValueError: no room\n"
+    assert capsys.readouterr().err == "accordion: a signal arrived, then ValueError: no room\n"
     signal.raise_signal(signal.SIGUSR1)
     assert handled == [signal.SIGTERM, signal.SIGUSR1]
 
@@ -96,19 +94,19 @@ def test_a_signal_in_the_preparation_ends_the_command(
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("asked_to_end.py").write_text(TASK_THAT_IS_ASKED_TO_END)
     assert cli.main(["train", "--task", "asked_to_end.py", "--run.dir", "r", "--launch.device", "cpu"]) == 75
-    assert capsys.readouterr().err == "accordion: ended by a signal before the first step; nothing was to be saved.\n"
+    assert capsys.readouterr().err == "accordion: ended by a signal before the first step; there is nothing to save.\n"
     assert not Path("r").exists()
     signal.raise_signal(signal.SIGTERM)
     assert handled == [signal.SIGTERM]
 
 
-def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:
+def test_patience_needs_min_delta_and_the_best_does_not() -> None:
     best = Best(patience=2, min_delta=0.1)
-    assert best.look(1, 3.0)
-    assert best.look(2, 2.95)  # the lowest, and no clear gain
+    assert best.observe(1, 3.0)
+    assert best.observe(2, 2.95)  # the lowest, and no clear gain
     other = Best(patience=2, min_delta=0.1)
     other.load(json.loads(json.dumps(best.state())))
-    assert not other.look(3, math.nan)
+    assert not other.observe(3, math.nan)
     assert other.is_over
     assert (other.loss, other.step) == (2.95, 2)
 
@@ -117,8 +115,8 @@ def step(number: int) -> StepMetrics:
     return StepMetrics(step=number, loss=2.5, grad_norm=1.0, lr=1e-3, tokens_per_s=9.0, peak_bytes=7, skipped=False)
 
 
-def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package that notes what it is asked."""
+def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package that records its calls."""
     calls: list[Any] = []
 
     class Run:
@@ -154,8 +152,8 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     assert not list(tmp_path.glob("events*"))
 
 
-def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In files, which the small package takes too."""
+def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a store in files, which the small package accepts too."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
     uri = f"file:{tmp_path}/ml"
@@ -172,7 +170,7 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class FakeMlflow:
-    """A stand-in for the package, which notes what it is asked. `fails`: what it raises next."""
+    """Stand-in for the package that records its calls. `fails`: the error to raise next."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -212,9 +210,7 @@ class FakeMlflow:
             raise self.fails
 
 
-def test_figures_go_to_one_run_of_mlflow_and_one_that_fails_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_logged_to_mlflow_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow, said = FakeMlflow(monkeypatch), list[str]()
     config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for done in (0, 1):

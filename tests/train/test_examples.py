@@ -1,4 +1,4 @@
-"""Examples with answers: which token is learnt, held one by one against a rendering by hand, and what no example is."""
+"""Examples with answers: the tokens that are learnt, compared with a rendering by hand, and rows that are no examples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def row(**values: Any) -> DataRow:
 
 
 def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
-    """The conversation in parts, and whether each is the model's."""
+    """Return the conversation in parts, each with whether the assistant wrote it."""
     parts = [("<|im_start|>system\nBe kind.<|im_end|>\n", False)] if kind == "chatml" else []
     for i, m in enumerate(messages):
         parts.append((f"<|im_start|>{m['role']}\n", False))
@@ -68,8 +68,8 @@ def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]
 
 
 @pytest.mark.parametrize(("kind", "template"), [("chatml", CHATML), ("marked", MARKED), ("thinking", THINKING)])
-def test_each_token_of_a_talk_is_the_models_or_not(kind: str, template: str) -> None:
-    """Where a token begins is found by bytes, which no tokenizer tells: each character is the model's or not."""
+def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> None:
+    """Compares characters, because tokenizers report no starts of tokens in bytes."""
     words = tokenizer(template)
     found = Encoder(words, "chat").example(row(messages=TALK))
     parts = by_hand(kind, TALK)
@@ -87,8 +87,8 @@ def test_each_token_of_a_talk_is_the_models_or_not(kind: str, template: str) -> 
     assert 0 < found.answers.sum() < len(found.ids)
 
 
-def test_marks_are_those_of_transformers() -> None:
-    """Where it finds them: not where an answer begins with a blank that its token does not tell of."""
+def test_marked_answers_are_those_of_transformers() -> None:
+    """Except answers that begin with a blank that is missing from its token's span."""
     words = tokenizer(MARKED.replace("' ' + m.content", "m.content"))
     theirs = words.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     found = Encoder(words, "chat").example(row(messages=TALK))
@@ -98,7 +98,7 @@ def test_marks_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize(("prompt", "completion"), [("the quick", " brown fox"), ("the qu", "ick brown"), ("", "fox")])
 def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str) -> None:
-    """Also where the prompt ends within a token of the whole: it is shown as it will be when it is asked."""
+    """Also if the prompt ends within a token of the whole text: the prompt is tokenized as it will be at generation."""
     words = tokenizer(None)
     found = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
     before = words(prompt)["input_ids"]
@@ -126,7 +126,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_example_is_told_with_its_line(case: str) -> None:
+def test_invalid_examples_are_reported_with_their_line(case: str) -> None:
     kind, values, expected = BAD[case]
     with pytest.raises(UsageError) as error:
         Encoder(tokenizer(CHATML), kind).example(row(**values))
@@ -135,12 +135,12 @@ def test_what_is_no_example_is_told_with_its_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_templates_that_refuse_or_cannot_be_told_apart_are_told() -> None:
+def test_templates_that_fail_or_hide_answers_are_reported() -> None:
     refuses = CHATML.replace("{%- for m", "{{ raise_exception('no such talk') }}{%- for m", 1)
-    with pytest.raises(UsageError, match="line 7: the chat template refuses it: no such talk"):
+    with pytest.raises(UsageError, match="line 7: the chat template fails: no such talk"):
         Encoder(tokenizer(refuses), "chat").example(row(messages=TALK))
     counts = CHATML.replace("m.content +", "m.content + messages|length|string +")
-    with pytest.raises(UsageError, match="message 2 cannot be told apart"):
+    with pytest.raises(UsageError, match="message 2 cannot be found in the rendered conversation"):
         Encoder(tokenizer(counts), "chat").example(row(messages=TALK))
 
 
@@ -152,7 +152,7 @@ CALLS = (
 
 
 def learnt_of(words: Any, encoder: Encoder, **values: Any) -> tuple[str, str]:
-    """The whole text of an example, and what of it is learnt."""
+    """Return the whole text of an example, and the part that is learnt."""
     made = encoder.example(row(**values))
     return words.decode(made.ids), words.decode(made.ids[made.answers])
 
@@ -180,7 +180,7 @@ def test_tools_are_shown_to_the_template(as_text: bool) -> None:
     assert deaf.unread == {"tools", "name", "id"}
 
 
-def test_nulls_of_arrow_are_no_values() -> None:
+def test_null_fields_of_arrow_are_removed() -> None:
     calls = [{"name": "look", "arguments": {"city": "Oslo", "a": None, "deep": [{"b": None, "c": [None, 1]}]}}]
     talk = [SAY, {"role": "assistant", "content": None, "tool_calls": calls}]
     text, _ = learnt_of(words := tokenizer(CALLS), Encoder(words, "chat"), messages=talk)
@@ -188,7 +188,7 @@ def test_nulls_of_arrow_are_no_values() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_messages_of_no_weight_are_not_learnt(template: str) -> None:
+def test_messages_of_weight_zero_are_not_learnt(template: str) -> None:
     words = tokenizer(template)
     for flags in ({"weight": 0}, {"train": False}, {"weight": 1, "train": False}, {"weight": 0.0}):
         talk = [TALK[0], TALK[1] | flags, TALK[2] | {"weight": None}, TALK[3] | {"weight": 1}]
@@ -199,24 +199,24 @@ def test_messages_of_no_weight_are_not_learnt(template: str) -> None:
 
 
 def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
-    """Templates that write "assistant: " end a prompt with a blank, which the first token of the answer takes."""
+    """Templates that write "assistant: " end a prompt with a blank, which becomes part of the first token of the answer."""
     messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     words = tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
     talk = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "the quick brown"}]
     assert learnt_of(words, Encoder(words, "chat"), messages=talk)[1].strip() == "the quick brown<|im_end|>"
 
 
-def test_data_of_which_nothing_is_to_be_learnt_is_refused() -> None:
+def test_data_without_answers_to_learn_is_refused() -> None:
     ids = np.arange(1, 9)
     rows = {split: ExampleRows(examples_of(ids, ids == 3, [4, 8]), 4, "none") for split in ("train", "validation")}
     check_enough_rows(rows, Config(), 2, "data")
     rows["validation"] = ExampleRows(examples_of(ids, ids == 0, [4, 8]), 4, "none")
-    with pytest.raises(UsageError, match=r"no validation example of data has an answer .* that is to be learnt"):
+    with pytest.raises(UsageError, match=r"no validation example of data has an answer to learn among"):
         check_enough_rows(rows, Config(), 2, "data")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, CALLS])
-def test_the_assistant_may_begin(template: str) -> None:
+def test_the_assistant_may_open_a_conversation(template: str) -> None:
     words = tokenizer(template)
     _, learnt = learnt_of(words, Encoder(words, "chat"), messages=TALK[1:])
     assert "".join(learnt.split()).startswith("jumpsover—ünïcode🦊too<|im_end|>")
@@ -224,7 +224,7 @@ def test_the_assistant_may_begin(template: str) -> None:
 
 
 def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
-    """A special token that transformers has no name for: what is behind it is not learnt, and generation stops at it."""
+    """A special token without a name in transformers: text after it is not learnt, and generation stops at it."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -258,7 +258,7 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     assert all(str(i + (kind != "datasets")) in r.where for i, r in enumerate(found))
 
 
-def test_what_is_learnt_is_shown(tmp_path: Path) -> None:
+def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
     words = tokenizer(CHATML)
     made = Encoder(words, "chat").example(row(messages=TALK))
     (parts,) = preview(examples_of(made.ids, made.answers, [len(made.ids)]), words, 512)
@@ -269,8 +269,8 @@ def test_what_is_learnt_is_shown(tmp_path: Path) -> None:
     assert "".join(part for part, _ in parts) == words.decode(made.ids)
 
 
-def test_what_ends_an_answer_joins_what_ends_a_text(tmp_path: Path) -> None:
-    """Behind the base's own end tokens, of which the first ends a document."""
+def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None:
+    """After the base's own end tokens, the first of which ends a document."""
     folder = language_folders.llama(tmp_path / "llama")
     config = Config(model=ModelConfig(path=str(folder)))
     model = trained_model(config)

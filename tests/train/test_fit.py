@@ -1,4 +1,4 @@
-"""`accordion.fit` in a program that goes on behind it: what a run takes is given back, whichever way it ends."""
+"""`accordion.fit` in a program that continues afterwards: everything the run uses is released, however it ends."""
 
 from __future__ import annotations
 
@@ -47,10 +47,8 @@ def fails() -> None:
     raise ValueError("the task's own")
 
 
-def test_after_a_run_that_raised_the_same_program_goes_on_with_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the error at hand, which holds what the run had; and with a save in the background of the step before."""
+def test_a_program_resumes_a_run_that_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the error is kept, which refers to objects of the run, and with a background save of the previous step."""
     with pytest.raises(ValueError, match="the task's own") as failed:
         fit(tmp_path, Task(3, fails), **{"checkpoint.every": 2})
     assert not dist.is_initialized()
@@ -61,8 +59,8 @@ def test_after_a_run_that_raised_the_same_program_goes_on_with_it(
     del failed
 
 
-def test_a_signal_too_late_for_the_run_is_for_the_program(tmp_path: Path) -> None:
-    """In the last validation nothing is decided any more; in a step it ends the run by its code, and is not sent again."""
+def test_a_signal_after_the_run_is_sent_to_the_program(tmp_path: Path) -> None:
+    """In the last validation no decision follows. In a step the signal ends the run by its exit code, and is not sent again."""
     taken: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
     try:

@@ -1,4 +1,4 @@
-"""What a run keeps, what it goes on from and how it ends: runs of one process, through `accordion.fit`."""
+"""What a run keeps, what it resumes from and how it ends: runs of one process, through `accordion.fit`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BEST = {"train_eval_every": 3, "train_keep_best": True}
 
 
 class Curve:
-    """A weight that counts the steps, and a validation loss that a table gives for each count, 5.0 where it has none.
+    """A weight that counts the steps, and a table of validation losses by count, 5.0 for counts that are not in it.
 
-    `signal_at`: the step of this start in which a signal comes.
+    `signal_at`: the step of this start in which a signal arrives.
     """
 
     def __init__(self, losses: Mapping[int, float] | None = None, signal_at: int = -1) -> None:
@@ -97,7 +97,7 @@ class Plain(Curve):
     optimizer = None  # type: ignore[assignment]
 
 
-def test_options_of_the_optimizer_are_those_of_the_run_that_goes_on(
+def test_a_resumed_run_uses_its_own_options_of_the_optimizer(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(Plain(), train_steps=1)
@@ -107,7 +107,7 @@ def test_options_of_the_optimizer_are_those_of_the_run_that_goes_on(
     assert [group["options"]["weight_decay"] for group in groups] == [0.0]
 
 
-def test_a_run_that_goes_on_keeps_its_batch_or_says_that_it_changes(
+def test_a_resumed_run_keeps_its_batch_or_reports_the_change(
     fit: Callable[..., Fit], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = fit(Curve(), train_steps=1, train_accumulate=2)
@@ -124,23 +124,23 @@ def test_a_run_that_goes_on_keeps_its_batch_or_says_that_it_changes(
     assert with_batch_of(path, JobConfig(), ("train.accumulate",), 1) == JobConfig()
 
 
-def test_a_validation_that_was_owed_keeps_the_best_too(
+def test_a_validation_made_on_resume_may_be_the_best(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is preempted with a validation due, which turns out to be the best one."""
     best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
     preempted(fit, Curve(signal_at=3), train_steps=6, checkpoint_resume="none", **BEST)
-    assert "the same command with --checkpoint.resume auto goes on from there" in capsys.readouterr().out
+    assert "the same command with --checkpoint.resume auto resumes from there" in capsys.readouterr().out
     assert not best.exists()
     fit(task, train_steps=6, **BEST)
     assert extra_of(best)["step"] == 3
     assert f"best: {best}, validation loss 2.0000 after 3 steps" in capsys.readouterr().out
 
 
-def test_the_best_that_is_told_of_is_the_one_that_is_kept(
+def test_the_reported_best_is_the_one_in_the_folder(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where best ones are kept from the second start on, what was lower before counts for nothing."""
+    """If best ones are kept from the second start on, lower losses before do not count."""
     best, often = tmp_path / "run" / "checkpoints" / "best", {"train_eval_every": 2}
     fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
     assert not best.exists()
@@ -151,7 +151,7 @@ def test_the_best_that_is_told_of_is_the_one_that_is_kept(
         assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
 
 
-def test_a_best_that_could_not_be_written_is_not_told_of(
+def test_a_best_that_was_not_written_is_not_reported(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = tmp_path / "run" / "checkpoints" / "best"
@@ -163,22 +163,23 @@ def test_a_best_that_could_not_be_written_is_not_told_of(
     assert "best: " not in said
 
 
-def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_after_that(
+def test_going_back_to_the_best_abandons_later_steps_and_then_goes_forward(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is abandoned is kept and is no more the newest; the same command goes on behind a preemption, also on other ranks."""
+    """Abandoned checkpoints are kept and are not the newest. The same command resumes after a preemption, also on other
+    ranks."""
     folder = tmp_path / "run" / "checkpoints"
     fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
     before = (folder / "step-000006" / "manifest.json").read_bytes()
     back: dict[str, object] = {"checkpoint_resume": "best", "train_steps": 9, **BEST}
     preempted(fit, Curve(signal_at=2), **back)
-    assert "the same command goes on from there" in capsys.readouterr().out
+    assert "the same command resumes from there" in capsys.readouterr().out
     abandoned = ["abandoned-1/step-000004", "abandoned-1/step-000006"]
     assert names_in(folder) == [*abandoned, "best", "step-000002", "step-000005"]
     assert (folder / "abandoned-1" / "step-000006" / "manifest.json").read_bytes() == before
     found = fit(Curve({6: 1.0, 9: 4.0}), **{**back, "train_micro_batch": 1, "train_accumulate": 2})
     said = capsys.readouterr().out
-    assert f"has gone on from {folder / 'best'} to {folder / 'step-000005'} already" in said
+    assert f"has already resumed from {folder / 'best'} and saved {folder / 'step-000005'}" in said
     assert "resumed" in said
     assert (found.step, found.checkpoint) == (9, str(folder / "step-000009"))
     assert f"best: {folder / 'best'}, validation loss 1.0000 after 6 steps" in said
@@ -189,7 +190,7 @@ def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_afte
     ]  # fmt: skip
 
 
-def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
+def test_a_best_of_abandoned_steps_is_moved_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     fit(Curve({3: 2.0}), train_steps=4, checkpoint_every=2, **BEST)
     (folder / "step-000004").rename(folder / ".step-000004.old")  # as a save that was killed leaves it
@@ -202,14 +203,14 @@ def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp
 
 
 class LongToRead(Curve):
-    """Half a second goes by until its data is there, which is read before there are ranks."""
+    """Takes half a second to read its data, before ranks start."""
 
     def dataset(self, split: str) -> TensorDataset:
         time.sleep(0 if dist.is_initialized() else 0.25)
         return super().dataset(split)
 
 
-def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
+def test_the_time_limit_includes_the_preparation(fit: Callable[..., Fit]) -> None:
     found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
     assert (found.state, found.step) == ("stopped", 1)
 
@@ -217,7 +218,7 @@ def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
 @pytest.mark.parametrize(
     "limit", [{"train_patience": 1, "train_eval_every": 2}, {"train_hours": 1e-6}], ids=["patience", "hours"]
 )
-def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
+def test_a_run_that_made_its_last_step_is_finished(
     fit: Callable[..., Fit], limit: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = 4 if "train_patience" in limit else 1
@@ -225,7 +226,7 @@ def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
     said = capsys.readouterr().out
     assert (found.state, found.why, found.step) == ("finished", "", steps)
     assert "stopped after" not in said
-    assert "goes on from there" not in said
+    assert "resumes from there" not in said
     fit(Curve(), train_steps=steps, **limit)
     assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
 
@@ -236,7 +237,7 @@ class NothingHeldOut(Curve):
 
 
 @pytest.mark.parametrize("key", ["patience", "keep_best"])
-def test_what_compares_validations_is_refused_without_data_for_them(
+def test_keys_of_validations_are_refused_without_validation_data(
     fit: Callable[..., Fit], tmp_path: Path, key: str
 ) -> None:
     with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
@@ -244,10 +245,10 @@ def test_what_compares_validations_is_refused_without_data_for_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_best_that_is_saved_anyway_is_not_written_twice(
+def test_the_best_is_linked_if_its_step_is_saved(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a checkpoint of its own all the same, which stays when that of its step is removed; also behind a kill."""
+    """It stays when the checkpoint of its step is removed, and it is linked on resume if the run was killed before that."""
     folder = tmp_path / "run" / "checkpoints"
     monkeypatch.chdir(tmp_path)
     often: dict[str, object] = {"run_dir": "run", "checkpoint_every": 3, "checkpoint_keep": 1, **BEST}
@@ -262,7 +263,7 @@ def test_the_best_that_is_saved_anyway_is_not_written_twice(
     assert faults_in(checkpoint_at(folder / "best")) == []
 
 
-def test_the_best_is_saved_by_itself_where_files_take_no_second_name(
+def test_the_best_is_saved_separately_without_hard_links(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(source: object, target: object) -> None:

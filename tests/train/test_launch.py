@@ -1,4 +1,4 @@
-"""Who started a process is read from its environment alone, and so is what it may use."""
+"""The launcher of a process, and the devices it may use, are determined by its environment alone."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ def test_what_cannot_be_started_is_named(
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
-def test_ranks_that_share_cores_are_warned_of_once_they_are_more_than_the_default() -> None:
+def test_more_ranks_than_cores_and_than_the_default_are_warned_of() -> None:
     assert "64 ranks share 2 cores" in str(launch.few_cores("cpu", 64, 2))
     assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
 
 
-def test_a_rank_that_waits_for_others_says_how_many_have_come(
+def test_a_waiting_rank_reports_how_many_have_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third of three never comes."""
+    """The third of three ranks never starts."""
     monkeypatch.setattr(launch, "SLOW_S", 0.5)
     monkeypatch.setattr(launch, "START_S", 1.5)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -148,12 +148,12 @@ def test_a_rank_that_waits_for_others_says_how_many_have_come(
         with pytest.raises(torch.distributed.DistStoreError, match="not all of 3 ranks have started"):
             first.result()
     said = capsys.readouterr().err
-    assert "rank 0 has waited 0.5 s: 2 of 3 ranks have come that the variables of srun announce" in said
+    assert "rank 0 has waited 0.5 s: 2 of 3 ranks have started that the variables of srun announce" in said
     assert "env -u SLURM_PROCID accordion train" in said
 
 
-def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
-    """Also where a rank of the earlier start had left its word and nobody answered."""
+def test_each_start_has_its_own_keys_in_the_store() -> None:
+    """Also if a rank of the earlier start had written its word and nobody answered."""
     store = torch.distributed.HashStore()
     store.set("accordion/start/1", "left by a rank that is gone")
     for start in ("first", "second"):
@@ -165,8 +165,8 @@ def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_a_command_only_before_there_were_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """None is left where all have ended; what came of them counts."""
+def test_a_signal_ends_the_command_only_before_ranks_start(number: signal.Signals, tmp_path: Path) -> None:
+    """When all ranks have ended, a signal does nothing; their result counts."""
     before, sign = signal.getsignal(number), tmp_path / "begun"
     with pytest.raises(NothingStartedError), Forwarding():
         signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""The model that a run trains: presets, folders, weights; the loss and what it writes."""
+"""The model that a run trains: presets, folders, weights, the loss and samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tiny() -> nn.Module:
 
 
 def filled(mesh: DeviceMesh, choices: list[tuple[ModelConfig, int]]) -> list[dict[str, torch.Tensor]]:
-    """The weights of a run on one rank for each choice and seed."""
+    """The weights of a run on one rank, for each choice and seed."""
     found = []
     for choice, seed in choices:
         model = acc.shard(language_model(configuration(choice, DataConfig()), "a test"), mesh)
@@ -92,8 +92,8 @@ def test_the_loss_is_that_of_the_next_token(tiny: nn.Module) -> None:
         assert token_losses(tiny, batch).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_nobody_looks_for_several_sequences_in_a_row(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host of an accelerator would wait for the answer; the attention is what it is after that look."""
+def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of an accelerator would wait for that search; the attention is the same without it."""
     asked = []
     real = masking_utils.find_packed_sequence_indices
 

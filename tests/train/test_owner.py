@@ -1,4 +1,4 @@
-"""A run folder has one job at a time: others are refused by name, and what a dead job left keeps nobody out."""
+"""A run folder has one job at a time: others are refused with the owner's name, and files of a dead job block nobody."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.support import forked
 
 
 def holds(words: list[str]) -> None:
-    """Hold a folder, under the name of a job, with so many seconds between two refreshes."""
-    folder, job, owner.BEAT_S = Path(words[0]), words[1] or None, float(words[2])
-    owner.SILENCE_S = 0.6
+    """Own a folder as a job, with so many seconds between two refreshes."""
+    folder, job, owner.REFRESH_S = Path(words[0]), words[1] or None, float(words[2])
+    owner.EXPIRY_S = 0.6
     claim = Claim({"run.dir": folder}, job, 0, print)
     print("holds", flush=True)
     time.sleep(600)
@@ -35,7 +35,7 @@ def holds(words: list[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PATIENCE_S": 0.3, "BEAT_S": 0.1, "SILENCE_S": 0.6, "LOOK_S": 0.02}.items():
+    for name, value in {"EXIT_S": 0.3, "REFRESH_S": 0.1, "EXPIRY_S": 0.6, "POLL_S": 0.02}.items():
         monkeypatch.setattr(owner, name, value)
 
 
@@ -44,7 +44,7 @@ Other = Callable[..., forked.Job]
 
 @pytest.fixture
 def other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Other]:
-    """Starts another process that holds `tmp_path`."""
+    """Start another process that owns `tmp_path`."""
     with ExitStack() as stack:
 
         def start(job: str = "", err: Path | None = None, beat_s: float = 0.1) -> forked.Job:
@@ -75,7 +75,7 @@ def far(folder: Path, *, beats: bool) -> threading.Event:
     return ended
 
 
-def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path, other: Other) -> None:
+def test_a_second_job_is_refused_with_the_owners_name(tmp_path: Path, other: Other) -> None:
     holder = other()
     since = json.loads((tmp_path / FILE).read_text())["since"]
     expected = (
@@ -127,9 +127,9 @@ def test_the_checkpoints_of_a_run_are_claimed_too(tmp_path: Path) -> None:
     both.release()
 
 
-def test_one_of_many_at_once_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a clean end, which removes the file, falls together with another job's start."""
-    monkeypatch.setattr(owner, "SILENCE_S", 20.0)  # none is silent for so long on a busy machine
+def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a clean end, which removes the file, coincides with the start of another job."""
+    monkeypatch.setattr(owner, "EXPIRY_S", 20.0)  # none is silent for so long on a busy machine
     context = multiprocessing.get_context("fork")
     held, most = context.Value("i", 0), context.Value("i", 0)
 
@@ -159,10 +159,8 @@ def test_one_of_many_at_once_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
-def test_an_end_leaves_the_file_of_who_took_the_folder_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "BEAT_S", 0.5)  # the first one ends before it looks
+def test_a_release_keeps_the_file_of_a_later_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "REFRESH_S", 0.5)  # the first one ends before it looks
     first = claimed(tmp_path)
     (tmp_path / LEASE).unlink()
     second = claimed(tmp_path, "another")
@@ -174,7 +172,7 @@ def test_an_end_leaves_the_file_of_who_took_the_folder_meanwhile(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_living_owner_on_another_host_is_seen(tmp_path: Path) -> None:
+def test_a_live_owner_on_another_host_keeps_the_folder(tmp_path: Path) -> None:
     ended = far(tmp_path, beats=True)
     for ask in (claimed, lambda folder: check_free({"run.dir": folder}, None)):
         with pytest.raises(UsageError, match=r"in use by another job: process 7 on far, since 2026-01-01 00:00:00 UTC"):
@@ -184,7 +182,7 @@ def test_a_living_owner_on_another_host_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])
-def test_a_dead_owner_on_another_host_is_followed(tmp_path: Path, hours: int) -> None:
+def test_a_dead_owner_on_another_host_is_replaced(tmp_path: Path, hours: int) -> None:
     """However wrong the clock of its host was."""
     far(tmp_path, beats=False)
     os.utime(tmp_path / LEASE, (time.time() + 3600 * hours,) * 2)
@@ -193,10 +191,10 @@ def test_a_dead_owner_on_another_host_is_followed(tmp_path: Path, hours: int) ->
     claim.release()
 
 
-def test_an_owner_without_a_name_is_seen(tmp_path: Path) -> None:
+def test_an_owner_without_a_name_keeps_the_folder(tmp_path: Path) -> None:
     ended = far(tmp_path, beats=True)
     (tmp_path / FILE).write_text('{"host": "far", "pid"')
-    with pytest.raises(UsageError, match="in use by another job: a process that has yet to say its name"):
+    with pytest.raises(UsageError, match="in use by another job: a process that has not written its name yet"):
         claimed(tmp_path)
     ended.set()
 
@@ -222,7 +220,7 @@ def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path) -> None:
 def test_a_job_whose_folder_was_taken_ends(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, other: Other
 ) -> None:
-    """The folder was removed under it, and a new job began there before it looked."""
+    """The folder was removed, and a new job started there before the owner's next refresh."""
     err = tmp_path_factory.mktemp("err") / "err"
     first = other(err=err, beat_s=0.4)
     (tmp_path / LEASE).unlink()
@@ -236,13 +234,13 @@ def test_a_job_whose_folder_was_taken_ends(
     claim.release()
 
 
-def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / LEASE).mkdir()
-    with pytest.raises(UsageError, match="which says whose the folder is, cannot be opened: Is a directory"):
+    with pytest.raises(UsageError, match="which names the folder's owner, cannot be opened: Is a directory"):
         claimed(tmp_path)
 
 
-def test_what_a_launcher_calls_a_job() -> None:
+def test_the_launchers_name_of_a_job() -> None:
     assert job_of({}) is None
     assert job_of({"TORCHELASTIC_RUN_ID": "none"}) is None
     assert job_of({"TORCHELASTIC_RUN_ID": "a"}) == "torchrun a"
@@ -250,7 +248,7 @@ def test_what_a_launcher_calls_a_job() -> None:
     assert job_of({"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}) == "srun 5.0"
 
 
-def test_every_rank_hears_what_the_first_one_was_refused() -> None:
+def test_a_usage_error_of_the_first_rank_is_raised_on_every_rank() -> None:
     store = HashStore()
 
     def refused() -> None:

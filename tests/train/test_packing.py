@@ -1,4 +1,4 @@
-"""Rows of several examples: each example's losses are those that it has alone, whatever lies beside it."""
+"""Rows of several examples: the losses of each example are those of the example alone, whatever shares its row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def examples(count: int = 40, longest: int = 20, seed: int = 0) -> Examples:
     return examples_of(tokens, answers, ends)
 
 
-def test_rows_hold_each_example_once_and_little_else() -> None:
+def test_packed_rows_have_each_example_once_and_little_padding() -> None:
     lengths = np.random.default_rng(1).integers(1, 65, 500)
     rows = packed(lengths, 64)
     assert sorted(i for row in rows for i in row) == list(range(500))
@@ -39,7 +39,7 @@ def test_rows_hold_each_example_once_and_little_else() -> None:
     assert packed(np.array([64, 64]), 64) == [[0], [1]]
 
 
-def test_what_is_cut_is_counted() -> None:
+def test_examples_that_are_cut_are_counted() -> None:
     held = examples(200, longest=60)
     fit = fitted(held, SEQ)
     kept, lost, cut = [], 0, 0
@@ -48,7 +48,7 @@ def test_what_is_cut_is_counted() -> None:
         lost += labels[SEQ:].sum()
         kept += [i] if labels[:SEQ].any() else []
         cut += len(labels) > SEQ and bool(labels[:SEQ].any())
-    assert fit.kept.tolist() == kept
+    assert fit.indices.tolist() == kept
     assert (fit.num_lost, fit.num_cut, fit.num_left_out) == (lost, cut, 200 - len(kept))
     assert fit.lengths.max() == SEQ
     assert f"{cut + fit.num_left_out} of 200 examples are longer" in str(fit.words(SEQ))
@@ -56,7 +56,7 @@ def test_what_is_cut_is_counted() -> None:
 
 
 def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
-    """The sum of the answers' losses of one example, by plain transformers."""
+    """Return the sum of the answers' losses of one example, computed by plain transformers."""
     ids, answers = (torch.tensor(values) for values in held[number])
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
     losses = functional.cross_entropy(logits, ids[1:], reduction="none")
@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_packed_losses_are_those_of_each_example_alone(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, attention: str, flat: bool
 ) -> None:
-    """`flat`: the batch as one row, as flash attention takes it; here with the same kernels."""
+    """`flat`: the batch as one row, as flash attention needs it; here with the same kernels."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
@@ -87,7 +87,7 @@ def test_packed_losses_are_those_of_each_example_alone(
     collate = Collate(SEQ, "documents")
     assert len(rows) < len(held)
     for at in range(0, len(rows), 4):
-        numbers = [int(rows.fit.kept[i]) for row in rows.rows[at : at + 4] for i in row]
+        numbers = [int(rows.fit.indices[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
         batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
         total, count = language_work.answer_losses(model, batch)
@@ -97,7 +97,7 @@ def test_packed_losses_are_those_of_each_example_alone(
 
 
 @torch.no_grad()
-def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
+def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
@@ -105,14 +105,14 @@ def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
     for packing in ("length", "none"):
         rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
         batch = collate([rows[i] for i in range(8)])
-        expected = [alone(model, held, int(rows.fit.kept[row[0]])) for row in rows.rows[:8]]
+        expected = [alone(model, held, int(rows.fit.indices[row[0]])) for row in rows.rows[:8]]
         total, _ = language_work.answer_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert batch["input_ids"].shape[1] == int(rows.fit.lengths[[row[0] for row in rows.rows[:8]]].max())
 
 
 @pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
-def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
+def test_rows_of_a_step_have_similar_lengths_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
     steps: list[set[int]] = []
     orders = [
         iter(LengthOrder(43, Share(rank=r, world=world, micro_batch=micro, accumulate=accumulate), 3))

@@ -1,4 +1,4 @@
-"""`accordion train --plan auto`: what is left to look for, and that a run takes what the plan chose."""
+"""`accordion train --plan auto`: the configurations that are searched, and a run that uses the plan's choice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def searched(config: Config, named: frozenset[str], device: str) -> acc.Search:
     return search_of(config, named, sharding_of(config.shard, device), device)
 
 
-def test_what_the_plan_chose_is_trained():
+def test_the_choice_of_the_plan_is_trained():
     made = with_choice(CONFIG, CHOICE, NAMED)
     check(made)
     assert (made.shard.strategy.name, made.shard.checkpoint_activations) == ("shard_grad_op", "full")
@@ -34,7 +34,7 @@ def test_what_the_plan_chose_is_trained():
     assert (offload.params, offload.optimizer) == ("host", "host")
 
 
-def test_a_step_sees_as_much_as_was_asked_for():
+def test_a_plan_keeps_the_global_batch():
     space = space_of(CONFIG, NAMED, 4, "cpu")
     cut = smaller_of(CONFIG, NAMED, space)
     assert cut is not None
@@ -45,7 +45,7 @@ def test_a_step_sees_as_much_as_was_asked_for():
     assert smaller_of(alone, NAMED, space) is None
 
 
-def test_places_that_are_named_stay():
+def test_given_places_are_kept():
     shard = ShardConfig(offload="params=host,optimizer=disk:/scratch")
     config, named = Config(shard=shard), frozenset({"shard.offload"})
     offload = acc.Offload(params="host", optimizer="disk:/scratch")
@@ -58,7 +58,7 @@ def test_places_that_are_named_stay():
     ]  # fmt: skip
 
 
-def test_inputs_of_recomputed_units_wait_where_the_plan_has_them_unless_a_place_was_named():
+def test_the_plan_places_activations_unless_a_place_is_given():
     assert list(searched(CONFIG, NAMED, "cuda").activations) == ["device", "host"]
     made = with_choice(CONFIG, CHOICE.but(offload="activations=host"), NAMED)
     check(made)

@@ -1,4 +1,4 @@
-"""The learning rate of each step: every schedule against its closed formula, torch's own, and optimizers by name with it."""
+"""The learning rate of each step, against closed formulas and torch's schedulers; optimizers by name."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_each_schedule_has_its_closed_formula(schedule: Any) -> None:
     assert found[WARM:] == pytest.approx([2.0 * formula(t) for t in range(WARM + 1, N + 1)])
 
 
-def test_what_is_not_said_follows_from_the_number_of_steps() -> None:
-    """A third of the steps behind the warmup between drops, a fifth of all steps at the end."""
+def test_defaults_of_schedules_follow_from_the_number_of_steps() -> None:
+    """A third of the steps after the warmup between drops, and a fifth of all steps for the decay at the end."""
     drops = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="step")) for t in (40, 41, 70, 71)]
     assert drops == pytest.approx([1.0, 0.1, 0.1, 0.01])
     ends = [share_at(t, TrainConfig(steps=100, warmup=10, schedule="wsd")) for t in (80, 90, 100)]
@@ -58,7 +58,7 @@ def test_drops_are_those_of_torchs_step_lr() -> None:
 
 
 def test_groups_of_an_optimizer_keep_their_proportions() -> None:
-    """Also once a checkpoint has given them the rates of an earlier step."""
+    """Also after a checkpoint restored the rates of an earlier step."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
     optimizer = torch.optim.SGD(groups)
     options = TrainConfig(steps=10, warmup=0, schedule="linear", final_lr=0.0)
@@ -80,7 +80,7 @@ class Counting(torch.optim.SGD):
 
 
 def resumed(options: dict[str, float], make: Any, *, changed: bool) -> dict[str, Any]:
-    """The options of a new optimizer after it was given the state of an old one that made five steps."""
+    """Return the options of a new optimizer after it loaded the state of an old one that made five steps."""
 
     def rates_with(**options: float) -> Any:
         optimizer = Counting([torch.nn.Parameter(torch.zeros(1))], **options)
@@ -99,12 +99,12 @@ def resumed(options: dict[str, float], make: Any, *, changed: bool) -> dict[str,
     return dict(new.param_groups[0])
 
 
-def test_options_are_those_of_the_run_that_goes_on_and_counts_those_of_the_checkpoint() -> None:
+def test_a_resumed_optimizer_has_the_runs_options_and_the_checkpoints_counts() -> None:
     found = resumed({"lr": 0.3, "momentum": 0.5}, None, changed=True)
     assert (found["lr"], found["momentum"], found["count"]) == (0.3, 0.5, 5)
 
 
-def test_a_scheduler_goes_on_and_is_stepped_anew_if_its_rates_changed() -> None:
+def test_a_scheduler_resumes_or_is_stepped_again_if_its_rates_changed() -> None:
     def make(optimizer: Any) -> Any:
         return lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -113,7 +113,7 @@ def test_a_scheduler_goes_on_and_is_stepped_anew_if_its_rates_changed() -> None:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.RMSprop", "torch.optim:Adam"])
-def test_optimizers_are_named(name: str) -> None:
+def test_optimizers_are_found_by_name(name: str) -> None:
     config = command.read(["--optimizer", name, "--optimizer.lr", "0.25"])
     make = optimizer_of(config.parts)
     assert make is not None
@@ -137,12 +137,12 @@ def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     [
         (["sgd", "--optimizer.lr", "-1"], "optimizer: Invalid learning rate: -1"),
         (["adamw", "--optimizer.betas", "2,3"], "optimizer: Invalid beta parameter at index 0: 2.0."),
-        (["torch.optim.LBFGS"], "optimizer LBFGS computes the loss anew in its step"),
+        (["torch.optim.LBFGS"], "optimizer LBFGS recomputes the loss in its step"),
         (["torch.optim.Muon"], "optimizer: Muon only supports 2D parameters"),
         (["torch.nn.Linear", "--optimizer.out_features", "2"], "optimizer"),
     ],
 )
-def test_an_optimizer_that_refuses_is_told_before_ranks_start(words: list[str], expected: str) -> None:
+def test_an_optimizer_that_refuses_its_options_is_reported_before_ranks_start(words: list[str], expected: str) -> None:
     make = optimizer_of(command.read(["--optimizer", *words]).parts)
     with pytest.raises(UsageError) as error:
         check_optimizer(make)

@@ -1,4 +1,4 @@
-"""What a run writes down and shows: metrics, tables, checkpoints kept."""
+"""The record and the output of a run: metrics, tables, progress."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 
 def record(folder: Path, first_step: int = 0) -> MetricsLog:
-    """With TensorBoard, as a run has it."""
+    """A log with TensorBoard, as runs have it."""
     return MetricsLog(folder, first_step, pytest.fail, trackers_of(Config(), folder, first_step, pytest.fail))
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_record_has_each_step_once(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == expected
 
 
-def test_without_tensorboard_a_line_says_how_to_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_a_line_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     assert not trackers_of(Config(), tmp_path, 0, said.append)
@@ -76,7 +76,7 @@ def test_without_tensorboard_a_line_says_how_to_have_it(tmp_path: Path, monkeypa
     assert not trackers_of(Config(log=LogConfig(tensorboard=False)), tmp_path, 0, pytest.fail)
 
 
-def test_a_record_that_goes_on_keeps_what_it_has_where_the_disk_is_full(tmp_path: Path) -> None:
+def test_a_resumed_record_is_kept_if_the_disk_is_full(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=64k") as disk:
         with MetricsLog(disk, 0, print) as log:
             for step in range(1, 6):
@@ -88,7 +88,7 @@ def test_a_record_that_goes_on_keeps_what_it_has_where_the_disk_is_full(tmp_path
         assert (disk / "metrics.jsonl").read_text() == before
 
 
-def test_a_full_disk_is_told_once_and_the_record_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_writing_continues_later(tmp_path: Path) -> None:
     said: list[str] = []
     with mounted(tmp_path / "disk", "size=64k") as disk, MetricsLog(disk, 0, said.append) as log:
         log.step(line(1))
@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_once_and_the_record_goes_on_when_there_is_room(tmp_
         assert len(said) == 2
 
 
-def test_a_folder_that_is_gone_is_told_once_and_written_to_when_it_is_back(tmp_path: Path) -> None:
+def test_a_removed_folder_is_reported_once_and_writing_continues_later(tmp_path: Path) -> None:
     said: list[str] = []
     folder = tmp_path / "run"
     folder.mkdir()
@@ -126,7 +126,7 @@ def test_a_folder_that_is_gone_is_told_once_and_written_to_when_it_is_back(tmp_p
     assert [content["step"] for _, content in lines_in(folder / "metrics.jsonl")] == [4]
 
 
-def test_peak_bytes_grows_with_what_is_held() -> None:
+def test_peak_bytes_grows_with_allocations() -> None:
     before = peak_bytes(torch.device("cpu"))
     held = torch.ones(before // 4 + (64 << 20) // 4)
     assert peak_bytes(torch.device("cpu")) >= held.nbytes
@@ -180,7 +180,7 @@ def test_without_a_terminal_progress_is_about_a_hundred_lines(capsys: pytest.Cap
     assert shown[-1].startswith("step 1050/1050  loss 2.500  lr 1.0e-03  2,000 tok/s  1.5 GiB/rank")
 
 
-def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Screen(speaks=False) as screen:
         screen.start(0, 1)
         screen.note("words")
@@ -189,7 +189,7 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:
+def test_lines_that_are_no_steps_are_skipped_by_all_readers_of_the_record(tmp_path: Path) -> None:
     whole = [json.dumps({"step": step, "loss": 2.0}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(["7", whole[0], "[1]", "{}", whole[1], '{"step": 3, "lo']))
     assert [content["step"] for _, content in lines_in(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -197,7 +197,7 @@ def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tm
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
 
 
-def test_where_the_record_cannot_be_opened_trackers_are_closed(tmp_path: Path) -> None:
+def test_trackers_are_closed_if_the_record_cannot_be_opened(tmp_path: Path) -> None:
     closed: list[bool] = []
     sink: Any = SimpleNamespace(close=lambda *, failed: closed.append(failed))
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Text from every kind of place becomes the same documents, and what is unusable is named by file and line."""
+"""Text from every kind of file becomes the same documents, and errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     assert len({p.key for p in pieces}) == 1
 
 
-def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
+def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -141,15 +141,15 @@ def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
     source = find(DataConfig(path=str(tmp_path)))
     assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
     assert source.unread == {
-        "image.png": "holds a NUL byte, and is no UTF-8 text",
-        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give JSONL or parquet their usual suffix",
+        "image.png": "has a NUL byte, and is no UTF-8 text",
+        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give a JSONL or parquet file its usual suffix",
         "lost.txt": "a link to nothing",
         "settings.json": "line 1 is no JSON; JSONL has one object in each line",
-        "zeros": "holds a NUL byte, and is no UTF-8 text",
+        "zeros": "has a NUL byte, and is no UTF-8 text",
     }
     (tmp_path / "only").mkdir()
     (tmp_path / "image.png").rename(tmp_path / "only" / "image.png")
-    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(holds a NUL byte"):
+    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(has a NUL byte"):
         find(DataConfig(path=str(tmp_path / "only")))
 
 
@@ -218,8 +218,8 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
         list(find(DataConfig(path=str(path))).pieces())
 
 
-def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
-    """No numbers, nothing that is absent: a cell of "1" or "NA" is that text."""
+def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
+    """A cell of "1" or "NA" is that text, not a number and not missing."""
     (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
     assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
         "1",
@@ -229,7 +229,7 @@ def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_column_that_is_there_twice_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"x.{kind}"
     if kind == "csv":
         path.write_text("text,text\na,b\n")
@@ -260,12 +260,12 @@ def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
 def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
     path = tmp_path / name
     path.write_bytes('{"text": "Straße"}\n'.encode(encoding))
-    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "holds a NUL byte, and is no UTF-8 text"
+    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "has a NUL byte, and is no UTF-8 text"
     with pytest.raises(UsageError, match=f"data file '.*{name}' {what}"):
         find(DataConfig(path=str(path)))
 
 
-def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
+def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     with pytest.raises(UsageError, match=r"does not exist.*'corpus.txt'"):
         find(DataConfig(path=str(tmp_path / "corpsu.txt")))

@@ -1,4 +1,4 @@
-"""Mistakes in a task are told before any rank starts: ours in one line, the user's own with their file and line."""
+"""Mistakes in a task are reported before any rank starts: ours in one line, the user's own with their file and line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ranks were asked for; none starts."""
+    """Record the numbers of ranks that were to be started; start none."""
     asked: list[int] = []
     monkeypatch.setattr(launch, "start", lambda entry, args, nproc, signals: asked.append(nproc) or 0)
     return asked
@@ -77,27 +77,27 @@ OURS = {  # what is in the file, flags, what is said
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
     "another signature": (changed("def loss(self, model, batch)", "def loss(self, batch)"), [], "cannot be called as"),
-    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() gave a NoneType"),
+    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
     "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
     "no data": (changed(DATA, "None"), [], "has no training data"),
     "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
-    "data of no kind": (changed(DATA, "3"), [], "gave a int; it takes a dataset"),
+    "data of no kind": (changed(DATA, "3"), [], "returned a int; it must return a dataset"),
     "a loader for all ranks": (
         changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
         [],
         "by which every rank would read the same samples",
     ),
     "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "ended before one step, 16 samples"),
-    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "gave a tensor of shape (8, 8)"),
-    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss gave a float"),
+    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
+    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
     "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
     "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
     "half a task": (TASK, ["--model", "torch.nn:Linear"], "needs 'in_features'"),
     "rate beside an optimizer": (
         TASK,
         ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
-        "train.lr is 0.5, which the optimizer of your own has no use for",
+        "train.lr is 0.5, but has no effect with your own optimizer",
     ),
     "no such optimizer option": (TASK, ["--optimizer", "torch.optim.SGD", "--optimizer.momentun", "1"], "momentum"),
     "no such optimizer": (TASK, ["--optimizer", "torch.optim.SDG"], "did you mean 'SGD'?"),
@@ -133,7 +133,7 @@ THEIRS = {  # what fails, the line that is shown, where
 
 
 @pytest.mark.parametrize("case", THEIRS)
-def test_errors_of_the_users_are_shown_as_their_own(
+def test_errors_of_the_users_code_are_shown_with_its_files_alone(
     place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     content, error, line = THEIRS[case]
@@ -146,7 +146,7 @@ def test_errors_of_the_users_are_shown_as_their_own(
     assert f"\n{error}: " in said or said.startswith(f"{error}: ")
     assert "site-packages" not in said
     assert "accordion/" not in said
-    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above is of the task's own code, in ")
+    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above was raised by the task's code in ")
     assert not started
 
 
@@ -168,7 +168,7 @@ def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.C
 
 
 def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `accordion plan`, and by a run that takes what the plan chose."""
+    """By `accordion plan`, and by a run that uses the plan's choice."""
     Path("planned.py").write_text(changed("nn.Linear(4, self.width)", "nn.Linear(4, self.width, bias=False)"))
     flags = ["--gpus", "2", "--strategy", "full_shard", "--checkpoint-activations", "none", "--json"]
     assert cli.main(["plan", "--task", "planned.py", "--task.width", "1000", *flags]) == 0
@@ -195,14 +195,14 @@ SHARE = Share(rank=0, world=1, micro_batch=6, accumulate=1)
 def of_ranks(
     world: int, data: object, steps: int, start: dict[int, object] | None = None
 ) -> tuple[list[set[int]], object]:
-    """What `world` ranks read together in each step, and where they are then."""
+    """Return what `world` ranks read together in each step, and their positions afterwards."""
     every = []
     for rank in range(world):
         share = Share(rank=rank, world=world, micro_batch=6 // world, accumulate=2)
         batches = batches_of(data, share, 0, list, pins=False)
         if start is not None:
-            assert batches.go_on(start)
-        every.append(([{int(x) for _ in range(2) for x in next(batches)} for _ in range(steps)], batches.kept()))
+            assert batches.resume(start)
+        every.append(([{int(x) for _ in range(2) for x in next(batches)} for _ in range(steps)], batches.position()))
     assert all(kept == every[0][1] for _, kept in every)
     return [set().union(*(read[i] for read, _ in every)) for i in range(steps)], every[0][1]
 
@@ -211,8 +211,8 @@ def of_ranks(
     "data", [range(50), type("Walk", (), {"__iter__": lambda self: iter(range(50))})()], ids=["map", "iter"]
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ranks_share_out_the_data_and_any_number_of_them_goes_on(data: object, world: int) -> None:
-    """Each step has 12 samples, each of them once; four steps make an epoch of 50, two are left out."""
+def test_ranks_share_the_data_and_any_number_of_ranks_resumes(data: object, world: int) -> None:
+    """Each step has 12 samples, each of them once; four steps make an epoch of 50, and two samples are left out."""
     expected, _ = of_ranks(1, data, 9)
     assert all(len(step) == 12 for step in expected)
     assert len(set().union(*expected[:4])) == 48
@@ -231,13 +231,13 @@ def test_kinds_of_data() -> None:
     read = [next(batches) for _ in range(4)]
     assert [rows_of(batch) for batch in read] == [2, 1, 2, 1]
     other = batches_of(alone, SHARE, 0, list, pins=False)
-    assert other.go_on({"epoch": 1, "num_batches": 1})
+    assert other.resume({"epoch": 1, "num_batches": 1})
     assert torch.equal(next(other)[0], read[3][0])
-    assert not other.go_on({"epoch": 1, "num_read": 1})
+    assert not other.resume({"epoch": 1, "num_read": 1})
 
 
 class Numbers:
-    """An iterable without end that keeps its state, as torchdata asks."""
+    """An endless iterable with a state, as in torchdata."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -263,21 +263,21 @@ def stateful_loader() -> Any:
 
 
 @pytest.mark.parametrize("make", [Numbers, stateful_loader])
-def test_data_with_a_state_goes_on_by_it(make: Any) -> None:
+def test_data_with_a_state_dict_resumes_from_it(make: Any) -> None:
     """Across the end of an epoch of the loader, which has 20 batches."""
     first = batches_of(make(), SHARE, 0, list, pins=False)
     read = [[int(x) for x in next(first)] for _ in range(13)]
-    state, kept = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.kept()
+    state, position = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.position()
     read += [[int(x) for x in next(first)] for _ in range(13)]
     again = batches_of(make(), SHARE, 0, list, pins=False)
     for name, one in again.state().items():
         one.load_state_dict(state[name])
-    assert again.go_on(kept)
+    assert again.resume(position)
     assert [[int(x) for x in next(again)] for _ in range(13)] == read[13:]
 
 
 def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:
-    """The mean that four ranks make of sums and counts, and of none at all; and what it is."""
+    """Return the mean that four ranks compute from sums and counts, also without any, and the expected mean."""
     rank = torch.distributed.get_rank()
     share = Share(rank=rank, world=4, micro_batch=1, accumulate=accumulate)
     sums = torch.tensor([[5.0, 2.0, 7.0], [1.0, 4.0, 3.0], [0.0, 0.0, 0.0], [8.0, 8.0, 8.0]])[:, :accumulate]

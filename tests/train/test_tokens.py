@@ -1,4 +1,4 @@
-"""Tokens come back as the text, documents stay apart, and the cache is whole or absent."""
+"""Tokens decode to the text, documents stay separate, and the cache is complete or absent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
     Vocabulary,
-    _parted,
+    _parts,
     cached_vocabulary,
     check_fits,
     counted,
@@ -53,8 +53,8 @@ def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
     return files.read(split).to_pylist()
 
 
-def test_documents_come_back(tmp_path: Path) -> None:
-    """Also if they hold the text of the token that ends them, and it is to be read as text."""
+def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
+    """Also if documents contain the text of the end-of-text token, which is read as ordinary text."""
     source = corpus(tmp_path)
     vocabulary = replace(train_vocabulary(source.pieces(), 300, quiet), special_as_text=True)
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
@@ -70,7 +70,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
 
 
 def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
-    """A tokenizer that puts tokens around a text, and was saved with truncation and padding."""
+    """Return a tokenizer that puts tokens around a text, and was saved with truncation and padding."""
     own = Tokenizer.from_str(vocabulary.spec)
     special = [(word, own.token_to_id(word)) for word in ("b", "e", END_OF_TEXT)]
     own.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
@@ -81,7 +81,7 @@ def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
 
 @pytest.mark.parametrize(("template", "ends"), [("b $A", [0]), ("b b $A e", [0]), (f"$A {END_OF_TEXT}", [])])
 def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: str, ends: list[int]) -> None:
-    """Special tokens are read as such, and tokens around a text are put there; nothing is cut or filled."""
+    """Special tokens are read as such, and tokens are put around each document; nothing is truncated or padded."""
     from transformers import PreTrainedTokenizerFast
 
     source = corpus(tmp_path)
@@ -95,7 +95,7 @@ def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: 
         assert ids_of(files, split) == wanted
 
 
-def test_a_document_that_comes_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_in_parts_has_one_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "long.txt").write_text("one\ntwo\nthree\n" * 20)
     source = find(DataConfig(path=str(tmp_path / "long.txt")))
     spec = with_around(train_vocabulary(source.pieces(), 300, quiet), f"{END_OF_TEXT} $A").to_str()
@@ -119,7 +119,7 @@ def test_the_cache_is_used(tmp_path: Path) -> None:
     assert (len(said), other.digest == files.digest) == (1, False)
 
 
-def test_a_row_that_is_none_leaves_no_table(tmp_path: Path) -> None:
+def test_an_invalid_row_leaves_no_table(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n{"body": "d"}\n')
     source, vocabulary = (
         find(DataConfig(path=str(tmp_path / "rows.jsonl"))),
@@ -171,7 +171,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
         assert found is not None
         assert (found.size, found.end_id) == (vocabulary.size, expected)
     check_fits(vocabulary.size, 300, "model")
-    with pytest.raises(UsageError, match="rows for 299"):
+    with pytest.raises(UsageError, match="a vocabulary of 299"):
         check_fits(vocabulary.size, 299, "model")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="no tokenizer"):
@@ -179,7 +179,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
-    """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
+    """The largest id, not the number of tokens, decides which model a tokenizer fits and the dtype of its tokens."""
     source = corpus(tmp_path)
     dense = train_vocabulary(source.pieces(), 300, quiet)
     spec = json.loads(dense.spec)
@@ -188,7 +188,7 @@ def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
     vocabulary = folder_vocabulary(tmp_path, 0)
     assert vocabulary is not None
     check_fits(vocabulary.size, 70_001, "model")
-    with pytest.raises(UsageError, match="has ids up to 70000, the model rows for 70000"):
+    with pytest.raises(UsageError, match="has ids up to 70000, but the model has a vocabulary of 70000"):
         check_fits(vocabulary.size, 70_000, "model")
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
     assert max(ids_of(files, "train")) == 70_000
@@ -200,8 +200,10 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["a", "1", "-", "_", " ", "\n", "é", "語", "\u0301"])
-def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> None:
-    """Its time goes with the square of the longest word: the words that it gets are counted."""
+def test_the_trainer_of_tokenizers_gets_no_long_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    """Its time is quadratic in the longest word. The words that it gets are counted."""
     met: list[str] = []
 
     def train(self: Tokenizer, texts: Iterator[str], trainer: object) -> None:
@@ -218,13 +220,13 @@ def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.Monk
     assert "".join(met) == text
 
 
-def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
+def test_text_without_long_runs_is_not_split() -> None:
     text = "".join("a,é 1_"[i % 6] * (1 + i % LONGEST_WORD) for i in range(3000))
-    assert list(_parted(text)) == [text]
-    assert list(_parted("")) == [""]
+    assert list(_parts(text)) == [text]
+    assert list(_parts("")) == [""]
 
 
-def test_what_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reading_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(tokens, "EVERY_S", 0)
     assert list(counted(["x" * 1_500_000, "y" * 1_000_000], len, "reading", said.append)) == [

@@ -1,1 +1,1 @@
-"""What users train: a task of theirs, its parts by class path, and their errors as their own."""
+"""Tasks of users: load them by class path, read their options, and show errors of their code."""

@@ -1,4 +1,4 @@
-"""Classes and functions by class path, and which of their parameters flags and run files may set."""
+"""Load classes and functions by class path, and find which of their parameters flags and run files may set."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ from accordion.optim import ELEMENTWISE
 from accordion.options import SEVERAL
 from accordion.tasks.errors import of_the_task
 
-CLASS_PATH = "class_path"  # the key that names a part's class, beside its options
+CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
-"""The parts of a training that a class path may name, and how many arguments come before the options: the split of the data,
-the model and the batch of a loss, the parameters of an optimizer."""
-BY_NAME = {"data": ("rank", "world")}  # arguments that the run gives where a part takes them
+"""Part of a training that a class path may name -> number of arguments before its options: the split for data, the model and
+the batch for a loss, the parameters for an optimizer."""
+BY_NAME = {"data": ("rank", "world")}  # arguments that the run passes if a part takes them
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
-"""Those that a name says, `adamw`; any other one is named by its class path."""
+"""Name -> optimizer, such as `adamw`; others are given by class path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """A class or function of the user's, "file.py:Name", "package.module:Name" or "package.module.Name", and its options."""
+    """A class or function of the user, "file.py:Name", "package.module:Name" or "package.module.Name", and its options."""
 
     class_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
-    """What `class_path` names. Raises `UsageError` where it names nothing, `TaskError` where importing it fails."""
-    where, colon, name = class_path.partition(":")
+    """Return the class or function at `class_path`. Raises `UsageError` if there is none, `TaskError` if its import fails."""
+    module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
             raise UsageError(
-                f"{key} {class_path!r} is no optimizer; {nearest(class_path.lower(), OPTIMIZERS)} Or name a class, as "
-                "torch.optim.SGD."
+                f"{key} {class_path!r} is no optimizer; {nearest(class_path.lower(), OPTIMIZERS)} Or give the path of a "
+                "class, for example torch.optim.SGD."
             )
         return OPTIMIZERS[class_path.lower()]
-    if where.endswith(".py"):
-        module, name = _of_file(key, where), name or "Task"
+    if module_path.endswith(".py"):
+        module, name = _of_file(key, module_path), name or "Task"
     else:
         if not colon:
-            where, _, name = class_path.rpartition(".")
-        if not where or not name:
+            module_path, _, name = class_path.rpartition(".")
+        if not module_path or not name:
             raise UsageError(
                 f"{key} {class_path!r} names no class; write file.py, file.py:Name, package.module:Name or package.module.Name."
             )
-        module = _of_package(key, where)
-    found: Any = module
+        module = _of_package(key, module_path)
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            kinds = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+        if not hasattr(target, part):
+            kinds = [n for n, value in vars(target).items() if callable(value) and not n.startswith("_")]
             raise UsageError(
-                f"{key} {class_path!r}: there is no {part!r} in {where}; {nearest(part, kinds or ['Task'])}"
+                f"{key} {class_path!r}: there is no {part!r} in {module_path}; {nearest(part, kinds or ['Task'])}"
             )
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{key} {class_path!r} is a {type(found).__name__}; it takes a class or a function.")
-    return found  # type: ignore[no-any-return]
+        target = getattr(target, part)
+    if not callable(target):
+        raise UsageError(f"{key} {class_path!r} is a {type(target).__name__}; it takes a class or a function.")
+    return target  # type: ignore[no-any-return]
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """The module of a file, which finds its neighbours as a program does."""
+    """Return the module of `file`, which can import modules next to it as a program can."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -79,7 +79,7 @@ def _of_file(key: str, file: str) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
-    # Under its own name, so that pickles find it; not where that would hide another module.
+    # Named as the file, so that pickles find it, unless that would hide another module.
     plain = importlib.util.find_spec(path.stem) if known is None and path.stem.isidentifier() else None
     name = path.stem if plain is not None and plain.origin == str(path) else f"task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -105,9 +105,7 @@ def _of_package(key: str, name: str) -> ModuleType:
     except Exception as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and (name + ".").startswith(cause.name + "."):
-            raise UsageError(
-                f"{key}: there is no module {cause.name!r}; it is looked for here and where Python looks."
-            ) from None
+            raise UsageError(f"{key}: there is no module {cause.name!r} in this folder or on Python's path.") from None
         raise
 
 
@@ -115,13 +113,13 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """A dataclass with a field for each option of what `class_path` names, and one for the class path itself.
+    """Return a dataclass with a field for each option of the class or function `class_path`, and one for `class_path`.
 
-    Raises `UsageError` for a parameter that no text can give and that has no default.
+    Raises `UsageError` for a parameter without a default that text cannot express.
     """
     target = target_of(key, class_path)
-    told = _told(target)
-    made: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
+    texts = _arg_texts(target)
+    options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
     lines = [f"{key}: {class_path}.", "", "Args:", f"        {CLASS_PATH}: the class or function"]
     for name, parameter in _parameters(key, target).items():
         if name == CLASS_PATH:
@@ -133,15 +131,15 @@ def options_kind(key: str, class_path: str) -> type[Any]:
                     f"{key} {class_path!r} needs {name!r}, which is no number, text or truth value; give it a default."
                 )
             continue
-        made.append((name, hint, field(default=None if parameter.default is parameter.empty else parameter.default)))
-        lines.append(f"        {name}: {told.get(name) or f'of {class_path}'}")
-    kind = make_dataclass(f"{key.title()}Options", made, frozen=True, kw_only=True)
+        options.append((name, hint, field(default=None if parameter.default is parameter.empty else parameter.default)))
+        lines.append(f"        {name}: {texts.get(name) or f'of {class_path}'}")
+    kind = make_dataclass(f"{key.title()}Options", options, frozen=True, kw_only=True)
     kind.__doc__ = "\n".join(lines)
     return kind
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """The part that `values`, name -> value, describe, defaults included. Raises `UsageError` where an option is missing."""
+    """Return the part described by `values`, name -> value, with defaults. Raises `UsageError` if an option is missing."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -154,23 +152,23 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Those that options may set, with the types that their annotations mean."""
+    """Return the parameters of `target` that options may set, with evaluated annotations."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return {}
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (NameError, TypeError, AttributeError):  # annotations of what is imported for type checkers alone
+    except (NameError, TypeError, AttributeError):  # annotations that only type checkers can evaluate
         hints = {}
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     free = [p for p in signature.parameters.values() if p.kind in named][TAKEN[key] :]
-    given = BY_NAME.get(key, ())
-    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in free if p.name not in given}
+    passed = BY_NAME.get(key, ())
+    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in free if p.name not in passed}
 
 
 def _hint(parameter: inspect.Parameter) -> Any:
-    """The type of an option; None where a text cannot say it."""
+    """Return the type of an option; None if text cannot express its values."""
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]
@@ -191,8 +189,8 @@ def _hint(parameter: inspect.Parameter) -> Any:
     return None
 
 
-def _told(target: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of each parameter, under `Args:`."""
+def _arg_texts(target: Callable[..., Any]) -> dict[str, str]:
+    """Return parameter -> text under `Args:` in the docstring of `target`."""
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
-    found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in found}
+    items = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE)
+    return {name: " ".join(help_text.split()) for name, help_text in items}

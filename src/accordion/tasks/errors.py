@@ -1,4 +1,4 @@
-"""Errors of the user's own code, shown as their own: their files and lines, and none of ours."""
+"""Errors of the user's code, shown with the user's files and lines and without Accordion's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 
 
 class TaskError(AccordionError):
-    """Code of the user's failed. `shown`: its traceback, cut to the user's files, and the error."""
+    """Error for an exception in the user's code. `shown`: its traceback, with the user's files alone."""
 
     def __init__(self, what: str, shown: str) -> None:
         super().__init__(what, shown)
@@ -31,24 +31,24 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """What is raised in here and is no error of this package is the user's own. Raises `TaskError`."""
+    """Context manager that turns an exception of the user's code, in `where`, into a `TaskError`."""
     try:
         yield
     except AccordionError:
         raise
     except Exception as error:
         advise(error)
-        raise TaskError(f"the error above is of the task's own code, in {where}.", own_traceback(error)) from error
+        raise TaskError(f"the error above was raised by the task's code in {where}.", own_traceback(error)) from error
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether code of the user's was running when it was raised: code that is not installed."""
+    """Return True if `error` was raised while code of the user, which is not installed, was running."""
     files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     return any(not name.startswith((*OURS, *INSTALLED)) for name in files)
 
 
 def own_traceback(error: BaseException) -> str:
-    """As Python shows an error, with the frames of code that is not installed; if there are none, all but ours and torch's."""
+    """Return the traceback of `error`, limited to code that is not installed; if there is none, without ours and torch's."""
     others = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
     frames = [f for f in others if not f.filename.startswith(INSTALLED)] or others
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []

@@ -1,4 +1,4 @@
-"""A task on the command line of another command: `--task my_task.py --task.width 64`."""
+"""Read a task on the command line of other commands: `--task my_task.py --task.width 64`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from accordion.tasks.loaded import LoadedTask, loaded
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of a task among `words`, with their values, and all other words."""
-    own, rest = list[str](), list[str]()
-    into = rest
+    """Return `words` as two lists: the options of a task with their values, and all others."""
+    task_words, others = list[str](), list[str]()
+    into = others
     for word in words:
         if word.startswith("--"):
-            into = own if word.startswith("--task.") else rest
+            into = task_words if word.startswith("--task.") else others
         into.append(word)
-    return own, rest
+    return task_words, others
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """The task with the options in `words`. Raises `UsageError` for mistakes in them, `TaskError` for the user's code."""
+    """Return the task `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` from the user's code."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
-    found = values_of(keys, words, prog, "") or {}
-    values = {name.removeprefix("task."): value for name, value in found.items()}
+    flags = values_of(keys, words, prog, "") or {}
+    values = {name.removeprefix("task."): value for name, value in flags.items()}
     return loaded({"task": part_of("task", {**values, "class_path": class_path})})

@@ -1,1 +1,1 @@
-"""The main job: one command that trains a sharded model on text."""
+"""`accordion train`: train a sharded model with one command."""

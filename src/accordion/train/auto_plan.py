@@ -1,4 +1,4 @@
-"""`accordion train --plan auto`: what a plan says is taken, and at the end what was measured beside it."""
+"""`accordion train --plan auto`: use the configuration that a plan chooses, and compare plan and measurement at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from accordion.train.model import configuration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the plan says of a rank: allocated bytes at the peak, and seconds of a step, from low to high."""
+    """The plan's figures for one rank: `choice` in words, peak of allocated bytes, and (lowest, highest) seconds of a step."""
 
     choice: str
     peak_bytes: int
@@ -48,11 +48,11 @@ def planned(
     say: Callable[[str], None],
     task: LoadedTask | None = None,
 ) -> tuple[Job, Expected | None]:
-    """`config` with the fastest strategy, checkpointing and offload that fit; what `named` keys say stays. Raises `UsageError`.
+    """Return `config` with the fastest strategy, checkpointing and offload that fit, and the plan's figures for it.
 
-    What a step sees is left alone, so that the maths are those that were asked for: where its micro-batches do not fit and nobody
-    named them, they are cut smaller and accumulated. `task`: where text is not what is trained. Needs a process without a process
-    group.
+    Keys in `named` keep their values. The batch of a step does not change: if its micro-batches do not fit and no key gives
+    them, smaller ones are accumulated. If the run does not ask for a plan, returns `config` and None. `task`: the task, if
+    the run does not train on text. Needs a process without a process group. Raises `UsageError`.
     """
     if config.train.plan == "none":
         return config, None
@@ -71,16 +71,16 @@ def planned(
     words = choice.sharding.as_config()
     more = [f"{key} {words[key]}" for key in words if key not in ("strategy", "precision", "checkpoint_activations")]
     sizes = f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"
-    said = ", ".join([choice.strategy.name, f"checkpoint_activations {choice.checkpointing}", *more, sizes])
-    say(f"plan: {said}")
-    expected = Expected(choice=said, peak_bytes=best.memory.peak.num_bytes, step_s=(min(seconds), max(seconds)))
+    summary = ", ".join([choice.strategy.name, f"checkpoint_activations {choice.checkpointing}", *more, sizes])
+    say(f"plan: {summary}")
+    expected = Expected(choice=summary, peak_bytes=best.memory.peak.num_bytes, step_s=(min(seconds), max(seconds)))
     return with_choice(config, choice, named), expected
 
 
 def space_of(
     config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str, task: LoadedTask | None = None
 ) -> Space:
-    """Return the space of choices that is left. `task`: the task, if the run does not train on text."""
+    """Return the configurations to search. `task`: the task, if the run does not train on text."""
     if isinstance(config, Config):
         model = trained_model(config)
         subject_for: Callable[[int], Subject] = partial(_subject, config)
@@ -105,13 +105,13 @@ def space_of(
         sharding=base,
         search=replace(search_of(config, named, base, device), units=units),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
-        device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
+        device="cpu" if device == "cpu" else "cuda",  # traces of all accelerators use CUDA's operators
     )
 
 
 def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device: str) -> Search:
-    """Return the values to try, without those that keys name. On CPU ranks nothing can be offloaded: the host is the device."""
-    # A disk takes a folder, which nobody named.
+    """Return the values to try for each key that `named` does not fix. CPU ranks offload nothing: their device is the host."""
+    # Offload to disk needs a folder, which no key gives.
     search = Search(
         micro_batches=[config.train.micro_batch],
         accumulate=config.train.accumulate,
@@ -123,17 +123,17 @@ def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device
 
 
 def sharding_of(shard: ShardConfig, device: str) -> Sharding:
-    """Return the sharding that the keys describe, as far as a plan knows it: of places on a disk, those of states and inputs."""
-    own, inputs = shard.offload, Offload(activations=shard.offload.activations)
-    params = HOST if own.params != DEVICE and own.optimizer != DEVICE else DEVICE
-    offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=own.optimizer)
+    """Return the sharding of the keys as far as a plan models it: no parameters on disk, and no places of gradients."""
+    offload_keys, inputs = shard.offload, Offload(activations=shard.offload.activations)
+    params = HOST if offload_keys.params != DEVICE and offload_keys.optimizer != DEVICE else DEVICE
+    offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=offload_keys.optimizer)
     precision = shard.precision or Precision(params=None if device == "cpu" else torch.bfloat16)
     values = {f.name: getattr(shard, f.name) for f in fields(Sharding)}
     return Sharding(**{**values, "precision": precision, "offload": offload})
 
 
 def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Space | None:
-    """The same with smaller micro-batches and as much of them in a step; None if they were named or cannot be divided."""
+    """Return `space` with smaller micro-batches and the same global batch; None if keys give them or none divides."""
     size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
     smaller = [n for n in range(1, size // 2 + 1) if size % n == 0]
     if not smaller or named & {"train.micro_batch", "train.accumulate"}:
@@ -143,10 +143,10 @@ def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Spac
 
 
 def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
-    """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
-    kept = {"precision", "offload"}
+    """Return `config` with the plan's choice. An offload that `named` has is kept, also one to a disk."""
+    excluded = {"precision", "offload"}
     shard = replace(
-        config.shard, **{f.name: getattr(choice.sharding, f.name) for f in fields(Sharding) if f.name not in kept}
+        config.shard, **{f.name: getattr(choice.sharding, f.name) for f in fields(Sharding) if f.name not in excluded}
     )
     if "shard.offload" not in named:
         shard = replace(shard, offload=choice.offload)
@@ -155,7 +155,7 @@ def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
 
 
 def _subject(config: Config, micro_batch: int) -> Subject:
-    """Training on text; of examples in rows with the mask that keeps them apart; with adapters where there are some."""
+    """Return the training to trace: text, or examples with several in a row and the mask between them; with adapters, if any."""
     model, data, where = config.model, config.data, config.model.path or config.model.preset
     subject = language_subject(
         configuration(model, data), where, micro_batch, data.seq_len, partial(trained_model, config)
@@ -164,7 +164,7 @@ def _subject(config: Config, micro_batch: int) -> Subject:
         return subject
 
     def loss_in_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:  # tokens and labels, each (b, tokens)
-        """The mean loss of tokens, two examples in each row."""
+        """Return the mean loss of tokens, with two examples in each row."""
         tokens, labels = batch
         half = torch.arange(tokens.shape[1], device=tokens.device) % max(1, tokens.shape[1] // 2)
         total, count = answer_losses(
@@ -176,7 +176,7 @@ def _subject(config: Config, micro_batch: int) -> Subject:
 
 
 def card_of(device: str, num_ranks: int) -> Gpu:
-    """The card of this machine, with its own memory; of CPU ranks, a share of the machine, with rates of a guess."""
+    """Return this machine's card with its own memory; for CPU ranks, a share of the machine's memory and guessed rates."""
     if device == "cpu":
         return Gpu(
             name="cpu",
@@ -193,14 +193,14 @@ def card_of(device: str, num_ranks: int) -> Gpu:
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
     if not known:
         raise UsageError(
-            f"train.plan: the card {card!r} is not in the planner's table; choose with `accordion plan` and "
-            "its words for --gpu, and pass what it says to train."
+            f"train.plan: the card {card!r} is not in the planner's table; describe it to `accordion plan` with "
+            "--gpu, and pass its choice to train."
         )
     return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory)), memory_gib=memory)
 
 
-def beside(expected: Expected, steps: Sequence[StepMetrics], device: str) -> str:
-    """One line: the plan's peak and step time, and those measured. The first step makes optimizer state, and is left out."""
+def comparison(expected: Expected, steps: Sequence[StepMetrics], device: str) -> str:
+    """Return one line with planned and measured peak memory and step time, without the first step, which creates states."""
     later = steps[1:] or steps
     peak, seconds = max(s.peak_bytes for s in steps), median(s.step_s for s in later)
     what = "allocated" if device != "cpu" else "resident, with Python and torch"

@@ -1,4 +1,4 @@
-"""Micro-batches of a rank, without end: by a global order, from a stream that all ranks walk through, or from a loader."""
+"""Endless micro-batches of a rank: from a dataset in a global order, from an iterable that all ranks read, or from a loader."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Batches(Protocol):
-    """Owns a place in the data. `state` goes into a checkpoint for each rank, `kept` once: it must be the same on all ranks."""
+    """Endless micro-batches of a rank. A checkpoint saves `position`, equal on all ranks, once, and `state` for each rank."""
 
     def __next__(self) -> Any: ...
-    def kept(self) -> dict[str, Any]: ...
+    def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
-    def go_on(self, kept: dict[str, Any]) -> bool:
-        """Go on where another run stopped, of which `state` is loaded; False where that was in other data."""
+    def resume(self, position: dict[str, Any]) -> bool:
+        """Continue at `position`, after `state` was loaded. Return False if it is a position in other data."""
         ...
 
 
 class OrderedBatches:
-    """Micro-batches of a dataset with `__len__` and `__getitem__`, each rank its share of one order over all samples."""
+    """Micro-batches of a dataset with `__len__` and `__getitem__`: each rank reads its share of one order of all samples."""
 
     def __init__(
         self,
@@ -55,27 +55,27 @@ class OrderedBatches:
             self._batches = iter(self._loader)
         return next(self._batches)
 
-    def kept(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         return self.order.state_dict()
 
     def state(self) -> dict[str, Any]:
         return {}
 
-    def go_on(self, kept: dict[str, Any]) -> bool:
-        if not ("count" in kept and self.order.continues(kept)):
+    def resume(self, position: dict[str, Any]) -> bool:
+        if not ("count" in position and self.order.continues(position)):
             return False
-        self.order.load_state_dict(kept)
+        self.order.load_state_dict(position)
         return True
 
 
 class LoaderBatches:
-    """The batches of a loader, as it gives them; it begins again where it ends, after `set_epoch(epoch)` where it has that.
+    """Batches of a loader, which is started again after its end, with `set_epoch(epoch)` if it has that.
 
-    Reading draws random numbers that the epoch alone decides, the same on all ranks. A loader with `state_dict` goes on by
-    that, and any other one by reading again what was read of the epoch.
+    Random numbers drawn while reading depend on the epoch alone, and are the same on all ranks. A loader with `state_dict`
+    resumes from its state, any other one by reading the batches of the epoch again.
     """
 
-    counter, empty = "num_batches", "the loader of the training data gives no batch; give it data."
+    counter, empty = "num_batches", "the loader of the training data returns no batch; give it data."
 
     def __init__(self, data: Any, seed: int, collate: Collate = lambda batch: batch) -> None:
         self._data, self._draws, self._collate = data, Draws(seed), collate
@@ -88,7 +88,7 @@ class LoaderBatches:
         with self._draws.of(self._epoch):
             if self._batches is None:
                 self._begin()
-            batch: Any = next(self._batches, self)  # type: ignore[arg-type]  # itself: no batch
+            batch: Any = next(self._batches, self)  # type: ignore[arg-type]  # `self` marks the end
         if batch is self:
             if self._num_read == 0:
                 raise UsageError(self.empty)
@@ -97,7 +97,7 @@ class LoaderBatches:
         return self._collate(batch)
 
     def _begin(self, *, tells_epoch: bool = True) -> Iterator[Any]:
-        """Begin a pass over the data, and return it."""
+        """Start a pass over the data and return its iterator."""
         for generator, seed in self._generators.values():
             generator.manual_seed(seed + self._epoch)
         items = begun(self._data, self._epoch) if tells_epoch else iter(self._data)
@@ -109,28 +109,28 @@ class LoaderBatches:
             self._num_read += 1
             yield batch
 
-    def kept(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         return {"epoch": self._epoch, self.counter: self._num_read}
 
     def state(self) -> dict[str, Any]:
         return {"data": self._data, "draws": self._draws} if _is_stateful(self._data) else {}
 
-    def go_on(self, kept: dict[str, Any]) -> bool:
-        if self.counter not in kept:
+    def resume(self, position: dict[str, Any]) -> bool:
+        if self.counter not in position:
             return False
-        self._epoch, self._num_read = kept["epoch"], kept[self.counter]
+        self._epoch, self._num_read = position["epoch"], position[self.counter]
         with self._draws.of(self._epoch):
             if _is_stateful(self._data):
-                self._begin(tells_epoch=is_loader(self._data))  # the state of an iterable has its epoch
+                self._begin(tells_epoch=is_loader(self._data))  # an iterable has the epoch in its state
                 return True
             items = self._begin()
             return all(next(items, self) is not self for _ in range(self._num_read))
 
 
 class StreamedBatches(LoaderBatches):
-    """Micro-batches of an iterable of samples. Each rank walks through all of it and keeps the positions of its share.
+    """Micro-batches of an iterable of samples: each rank reads all samples and keeps the positions of its share.
 
-    An epoch ends with the last whole global batch; then the iterable begins again, as a loader does.
+    An epoch ends with the last whole global batch; then the iterable is started again, as a loader is.
     """
 
     counter = "num_read"
@@ -139,17 +139,17 @@ class StreamedBatches(LoaderBatches):
         super().__init__(data, seed, collate)
         self._share = share
         self.empty = (
-            f"the training data ended before one step, {share.global_batch} samples over all ranks; give more, lower "
-            "train.micro_batch, or, if it is a generator, an object whose __iter__ begins anew."
+            f"the training data ended before one step, {share.global_batch} samples over all ranks; give more data, lower "
+            "train.micro_batch, or replace a generator by an object whose __iter__ starts again."
         )
 
     def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Read the samples of a whole global batch before yielding this rank's micro-batches of it."""
+        """Yield this rank's micro-batches, after reading all samples of their global batch."""
         share = self._share
         while True:
             step = [list[Any]() for _ in range(share.accumulate)]
             for position in range(share.global_batch):
-                item = next(items, self)  # itself: no sample
+                item = next(items, self)  # `self` marks the end
                 if item is self:
                     return
                 if position % share.world == share.rank:
@@ -159,50 +159,50 @@ class StreamedBatches(LoaderBatches):
 
 
 class Draws:
-    """Owns the random numbers that reading data draws, apart from those of the training; begun anew with each epoch."""
+    """Random numbers for reading data, separate from those of the training and seeded by the epoch."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._epoch = -1
-        self._held: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Inside, random numbers are those of reading this epoch."""
+        """Context manager in which random numbers are those for reading `epoch`."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
-            RandomState().load_state_dict(self._held)
+            RandomState().load_state_dict(self._state)
         else:
             seed_all(self._seed + 7919 * (epoch + 1))
             self._epoch = epoch
         try:
             yield
         finally:
-            self._held = RandomState().state_dict()
+            self._state = RandomState().state_dict()
             RandomState().load_state_dict(outside)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "held": self._held}
+        return {"epoch": self._epoch, "held": self._state}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self._epoch, self._held = state["epoch"], state["held"]
+        self._epoch, self._state = state["epoch"], state["held"]
 
 
 def seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's generators."""
+    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def begun(data: Any, epoch: int) -> Iterator[Any]:
-    """A new pass over `data`, which is told the epoch where it, its sampler or its dataset takes that."""
+    """Return a new iterator over `data`, after `set_epoch(epoch)` on it, its sampler and its dataset if they have that."""
     sampler = getattr(data, "sampler", None)
     inside = getattr(getattr(data, "batch_sampler", None), "sampler", None)
     for thing in {id(t): t for t in (data, sampler, inside, getattr(data, "dataset", None))}.values():
-        tell = getattr(thing, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        set_epoch = getattr(thing, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
     return iter(data)
 
 
@@ -210,38 +210,38 @@ def _is_stateful(data: Any) -> bool:
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
-# -- what the data is
+# -- kinds of data
 
 
 def kind_of(data: Any, split: str) -> str:
-    """`loader`, `dataset` or `iterable`. Raises `UsageError` for what is none of these."""
-    what = f"the task's dataset({split!r}) gave a {type(data).__name__}"
+    """Return "loader", "dataset" or "iterable". Raises `UsageError` if `data` is none of these."""
+    what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
         sampled = plain and type(data.sampler) in (SequentialSampler, RandomSampler)
         if sampled and not isinstance(data.dataset, IterableDataset):
             raise UsageError(
                 f"{what} with torch's {type(data.sampler).__name__}, by which every rank would read the same samples; return "
-                "the dataset, of which each rank takes its share, or a loader with this rank's samples: dataset(split, rank, "
+                "the dataset, of which each rank reads its share, or a loader of this rank's samples: dataset(split, rank, "
                 "world)."
             )
     if is_loader(data):
         return "loader"
     if isinstance(data, str | bytes | Mapping | nn.Module):
-        raise UsageError(f"{what}; it takes a dataset, an iterable of samples, a loader, or None.")
+        raise UsageError(f"{what}; it must return a dataset, an iterable of samples, a loader, or None.")
     if is_indexed(data):
         if len(data) == 0:
-            raise UsageError(f"{what} without a sample; give it data, or return None where there is none.")
+            raise UsageError(f"{what} without a sample; give it data, or return None if there is none.")
         return "dataset"
     if hasattr(data, "__iter__"):
         return "iterable"
     raise UsageError(
-        f"{what}; it takes a dataset with __len__ and __getitem__, an iterable of samples, a loader, or None."
+        f"{what}; it must return a dataset with __len__ and __getitem__, an iterable of samples, a loader, or None."
     )
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """What a rank trains on. Raises `UsageError`."""
+    """Return the training batches of a rank. Raises `UsageError`."""
     kind = kind_of(data, "train")
     if kind == "loader":
         return LoaderBatches(data, seed)
@@ -254,9 +254,9 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """This rank's batches and how many samples of them count, equally many on every rank.
+    """Yield (batch, number of its samples that count), equally many pairs on every rank.
 
-    A rank that has none left is given samples that others have, of which none counts: the model is called all the same.
+    A rank without samples left yields samples of other ranks, none of which counts, because every rank must call the model.
     """
     kind = kind_of(data, "validation")
     if kind == "loader":
@@ -270,49 +270,49 @@ def _of_samples(items: Iterator[Any], share: Share, collate: Collate, indexed: A
     if indexed is not None:
         each, count = share.world * share.micro_batch, len(indexed)
         for start in range(0, count, each):
-            mine = [p for p in range(start + share.rank, start + each, share.world) if p < count]
-            yield collate([indexed[i] for i in mine or [start]]), len(mine)
+            positions = [p for p in range(start + share.rank, start + each, share.world) if p < count]
+            yield collate([indexed[i] for i in positions or [start]]), len(positions)
         return
     while True:
-        mine_, first, num_read = list[Any](), None, 0
+        samples, first, num_read = list[Any](), None, 0
         for position in range(share.world * share.micro_batch):
-            item = next(items, share)  # itself: no sample
+            item = next(items, share)  # `share` marks the end
             if item is share:
                 break
             num_read += 1
             first = item if position == 0 else first
             if position % share.world == share.rank:
-                mine_.append(item)
+                samples.append(item)
         if num_read == 0:
             return
-        yield collate(mine_ or [first]), len(mine_)
+        yield collate(samples or [first]), len(samples)
 
 
 def _in_step(loader: Any, batches: Iterator[Any], device: torch.device) -> Iterator[tuple[Any, int]]:
     last = None
     while True:
-        batch = next(batches, loader)  # itself: no batch
+        batch = next(batches, loader)  # `loader` marks the end
         has = torch.full((), int(batch is not loader), device=device)
         dist.all_reduce(has)
         if not int(has):
             return
         if batch is loader and last is None:
             raise UsageError(
-                f"the loader of the validation data gives rank {dist.get_rank()} no batch; give each rank one."
+                f"the loader of the validation data returns no batch on rank {dist.get_rank()}; give each rank one."
             )
         last = last if batch is loader else batch
         yield last, 0 if batch is loader else rows_of(last)
 
 
 def rows_of(batch: Any) -> int:
-    """How many samples a batch holds: the rows of its first tensor; 1 where it has none."""
+    """Return the number of samples in a batch: the rows of its first tensor; 1 if it has none."""
     leaves = tree_leaves(batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors, and whatever else in it has `to`, on `device`."""
+    """Return `batch` with its tensors, and other leaves that have `to`, on `device`."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A rank of a run: what it was given, and what was made of that.
+    """A rank of a run: its inputs, and the objects built from them.
 
-    `sums_locally`: gradients of micro-batches are summed before they are reduced. `decides_on_device`: the device decides if a
-    step is left out, since the optimizer is a fused one with its states on an accelerator.
+    `sums_locally`: sum the gradients of micro-batches before the reduce. `decides_on_device`: the device decides whether a
+    step is skipped, because the optimizer is a fused one with its states on an accelerator.
     """
 
     prepared: Prepared
@@ -68,24 +68,24 @@ class Run:
 def agree(prepared: Prepared, place: RankPlace) -> None:
     """Raise `DivergenceError` on every rank if ranks have different data or another checkpoint."""
     file = prepared.config.train.deepspeed
-    mine = {
+    of_rank = {
         **prepared.work.agreed(),
-        "a checkpoint to go on from": str(prepared.resume),
-        "what train.deepspeed says": "nothing" if file is None else sha256(Path(file).read_bytes()).hexdigest()[:12],
+        "the checkpoint to resume from": str(prepared.resume),
+        "the file train.deepspeed": "none" if file is None else sha256(Path(file).read_bytes()).hexdigest()[:12],
     }
     facts: list[dict[str, str]] = [{}] * place.world
-    dist.all_gather_object(facts, mine)
+    dist.all_gather_object(facts, of_rank)
     for what, value in facts[0].items():
         other = next((rank for rank, theirs in enumerate(facts) if theirs[what] != value), None)
         if other is not None:
             raise DivergenceError(
                 f"ranks differ in {what}: rank 0 has {value}, rank {other} has {facts[other][what]}; give every machine the same "
-                "data.path and checkpoint.dir, on storage that they share."
+                "data.path and checkpoint.dir, on shared storage."
             )
 
 
 def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
-    """Return on every rank what `ask` returns on the first one."""
+    """Return on every rank the result of `ask` on rank 0."""
     answers: list[Any] = [ask() if place.rank == 0 else None]
     dist.broadcast_object_list(answers)
     answer: T = answers[0]
@@ -93,12 +93,12 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build and shard the model, and connect it with what a run needs."""
+    """Build and shard the model, and everything that trains it."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
-    # `auto` is bf16 on accelerators that have it, else fp16, and fp32 on CPU.
+    # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
     options, precision = config.train, config.shard.precision or precision_named(best)
-    assert precision is not None, "only `auto` has none"
+    assert precision is not None, "only auto is None"
     name = str(precision_words(precision))
     theirs = settings_of(config, name)
     built = work.model(options.seed)
@@ -106,8 +106,8 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
     sharding = _sharding(prepared, precision, theirs)
     model = shard_model(built, _mesh(prepared, place, device), sharding)
     work.fill(model, options.seed, on_meta=on_meta)
-    own = work.optimizer(model)
-    optimizer = _optimizer(model, config, theirs, own)
+    task_optimizer = work.optimizer(model)
+    optimizer = _optimizer(model, config, theirs, task_optimizer)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     state_bytes = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in describe(model).units)
@@ -120,7 +120,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         model=model,
         optimizer=optimizer,
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
-        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=own is not None),
+        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
         batches=work.batches(share, options.seed, pins=not on_cpu),
         sums_locally=sharding.strategy.grads is Place.REPLICATE,
         decides_on_device=not on_cpu and theirs is None and not engines_of(optimizer) and is_fused,
@@ -131,7 +131,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding of the run's keys, with the dtype and the kind of sums of a DeepSpeed configuration."""
+    """Return the sharding of the run's keys, with the dtypes and the reduce op of a DeepSpeed configuration."""
     shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
     return replace(
         shard,
@@ -142,7 +142,7 @@ def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None)
 
 
 def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
-    """All ranks: over the shards, and for a hybrid over its replicas too."""
+    """Return the mesh of all ranks: the shard axis, with a replica axis before it for a hybrid strategy."""
     sizes = {"shard": place.world // prepared.replicas}
     if prepared.config.shard.strategy.hybrid:
         sizes = {"replicate": prepared.replicas, **sizes}
@@ -152,7 +152,7 @@ def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceM
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors alone, or what a task, a class path or a DeepSpeed configuration names."""
+    """Return `own` or the optimizer of a DeepSpeed configuration, else AdamW without weight decay of vectors."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: names, and which one to go on from."""
+"""The checkpoints of a run: their names, the one to resume from, and the best one."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.train.config import Job, JobConfig, flat
 
 NAME = re.compile(r"step-\d{6,}")
-ASIDE = "abandoned"  # with a number behind it: the folder of what came behind the step that a run went back to
-BATCH = "sequences in a step"  # beside the keys of a run that a checkpoint keeps
-SHOWN = 3  # tensors named in a message of one line
-# Keys of `train` in which two starts of one command may differ: the number of ranks decides them, or the time that is left.
+ASIDE = "abandoned"  # with a number after it: folder of checkpoints later than the step that a run went back to
+BATCH = "sequences in a step"  # stored in a checkpoint with the keys of the run
+SHOWN = 3  # tensors named in a message
+# Keys of `train` that may differ between two starts of one command: they follow from the number of ranks or the time left.
 OF_A_START = ("train.accumulate", "train.micro_batch", "train.hours")
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
+    """Return the path of the checkpoint after `step` steps."""
     return folder / f"step-{step:06d}"
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none.
+    """Return the checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` if it means none.
 
-    Where an earlier start of the same command has gone on from there, the checkpoint that it came to: a job that is queued
-    again goes forward. `say`: is told which newer ones were passed over and why.
+    If an earlier start of the same command has already resumed from it, returns that start's newest checkpoint, so that a job
+    that is queued again goes forward. `say`: reports newer checkpoints that are unusable, and why.
     """
     resume = config.checkpoint.resume
     if resume in ("auto", "none"):
         try:
-            found = newest(folder)
+            latest = newest(folder)
         except CheckpointError as error:
             raise UsageError(str(error)) from None
-        if resume == "none" and (found.path is not None or found.passed_over):
-            what = "checkpoints" if found.path is None else f"checkpoints, the newest {Path(found.path).name!r}"
+        if resume == "none" and (latest.path is not None or latest.passed_over):
+            what = "checkpoints" if latest.path is None else f"checkpoints, the newest {Path(latest.path).name!r}"
             raise UsageError(
-                f"checkpoint.resume is 'none' but {str(folder)!r} holds {what}; take another run.dir, or remove them. "
-                f"{found.words()}"
+                f"checkpoint.resume is 'none' but {str(folder)!r} has {what}; take another run.dir, or remove them. "
+                f"{latest.words()}"
             )
-        if found.path is None and found.passed_over:
+        if latest.path is None and latest.passed_over:
             raise UsageError(
-                f"checkpoint.dir {str(folder)!r}: {found.words()} Or take another run.dir, or give --checkpoint.resume "
+                f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir, or give --checkpoint.resume "
                 "the path of a checkpoint elsewhere."
             )
-        if found.passed_over:
-            _check_free(folder, Path(str(found.path)))
-            say(f"{found.words()} --checkpoint.resume takes the path of another.")
-        return None if found.path is None else Path(found.path)
+        if latest.passed_over:
+            _check_free(folder, Path(str(latest.path)))
+            say(f"{latest.words()} To resume from another, give its path as --checkpoint.resume.")
+        return None if latest.path is None else Path(latest.path)
     path = Path(folder, BEST) if resume == BEST else Path(resume)
     if resume == BEST and not path.is_dir():
         raise UsageError(
@@ -69,22 +69,22 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
         near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         valid = nearest(path.name, ["auto", "none", BEST, *near])
         raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto', 'none' nor 'best' nor a folder; {valid}")
-    if not (path / MANIFEST).is_file() and (inside := kept(path)) is not None:
+    if not (path / MANIFEST).is_file() and (inside := newest_in(path)) is not None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
     later = _of_same_command(folder, path, config)
     if later is None:
         return path
     say(
-        f"this same command has gone on from {path} to {later} already, and goes on from there; move that away to go back once "
-        "more."
+        f"this command has already resumed from {path} and saved {later}; it resumes from there. To go back again, move that "
+        "away."
     )
     return later
 
 
 def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
-    """The newest checkpoint beyond `origin` that a start with the settings of `config` has written; None if there is none."""
-    found, step, now, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
-    for path in (folder / BEST, kept(folder)):
+    """Return the newest checkpoint after `origin` of an earlier start with the settings of `config`; None if there is none."""
+    latest, step, current, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
+    for path in (folder / BEST, newest_in(folder)):
         try:
             extra = _extra(Path(path)) if path is not None else None
         except UsageError:
@@ -92,26 +92,26 @@ def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | No
         if extra is None or extra["step"] <= step:
             continue
         before = extra["config"]
-        if before.get(key) == now[key] and not set(differing(before, now)) - set(OF_A_START):
-            found, step = Path(str(path)), extra["step"]
-    return found
+        if before.get(key) == current[key] and not set(differing(before, current)) - set(OF_A_START):
+            latest, step = Path(str(path)), extra["step"]
+    return latest
 
 
-def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings of the maths that differ, of those that both have."""
+def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return the keys of settings in both `before` and `now` that differ and change the computation."""
     keys = [
         key
-        for key in now
+        for key in current
         if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
     ]
-    return [key for key in keys if key in before and before[key] != now[key]]
+    return [key for key in keys if key in before and before[key] != current[key]]
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the global batch of the run that `path` is a checkpoint of, for `num_ranks` ranks.
+    """Return `config` with the global batch of the run that saved `path`, for `num_ranks` ranks.
 
-    The batch is left as `config` says if the ranks do not divide that of the run, or if the keys in `named`, which flags and
-    run files gave, decide it. `train.micro_batch` is lowered if it does not divide the share of a rank.
+    It is unchanged if the ranks do not divide that batch, or if keys of `config` or `named` (those given) set the batch.
+    `train.micro_batch` is lowered if it does not divide the share of a rank.
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
@@ -124,9 +124,8 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints in `folder` that are beyond `step` into a folder of their own there, so that they are kept, and are
-    no longer the newest. Where to; None if there are none. Raises `CheckpointError`.
-    """
+    """Move the checkpoints of later steps than `step` into a new folder `abandoned-N`, so that none of them is the newest.
+    Return that folder, None if there are no such checkpoints. Raises `CheckpointError`."""
     beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
     if not beyond:
         return None
@@ -139,15 +138,15 @@ def set_aside(folder: Path, step: int) -> Path | None:
             path.rename(aside / path.name)
     except OSError as error:
         raise CheckpointError(
-            f"what is beyond step {step} in {folder} cannot be moved into {aside.name}: {error.strerror or error}; move it "
-            "away, or take another run.dir."
+            f"checkpoints after step {step} in {folder} cannot be moved into {aside.name}: {error.strerror or error}; move "
+            "them away, or take another run.dir."
         ) from None
     return aside
 
 
 def _step_of(path: Path) -> int:
-    """Of which step a folder is, be it complete or not; -1 for what is no checkpoint of a run."""
-    name = claims.replaced(path.name) or path.name  # a save that was killed may have left it under a hidden name
+    """Return the step of a checkpoint folder, complete or not; -1 if it is no checkpoint of a run."""
+    name = claims.replaced(path.name) or path.name  # a killed save may have left it under a hidden name
     if NAME.fullmatch(name):
         return int(name.rpartition("-")[2])
     try:
@@ -157,19 +156,19 @@ def _step_of(path: Path) -> int:
 
 
 def _check_free(folder: Path, taken: Path) -> None:
-    """Raise `UsageError` where a save of the steps after `taken` would find something that it does not replace."""
+    """Raise `UsageError` if a later save of the run would find a folder that it does not replace."""
     done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
     for path in folder.iterdir():
         later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
         if later and not (path / MANIFEST).exists() and any(path.iterdir()):
             raise UsageError(
-                f"{str(path)!r} has lost its {MANIFEST}, and no save replaces what may be no checkpoint; move it away to go on "
-                f"from {taken}, or take another run.dir."
+                f"{str(path)!r} has no {MANIFEST}, and a save does not replace a folder that may be no checkpoint; move it "
+                f"away to resume from {taken}, or take another run.dir."
             )
 
 
-def kept(folder: Path) -> str | None:
-    """The newest complete checkpoint, for a message; None also where nobody can tell."""
+def newest_in(folder: Path) -> str | None:
+    """Return the path of the newest complete checkpoint; None if there is none, or if `folder` cannot be read."""
     try:
         return newest(folder).path
     except CheckpointError:
@@ -177,7 +176,7 @@ def kept(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """What the run that saved `path` kept beside the tensors."""
+    """Return what the run that saved `path` stored besides tensors. Raises `UsageError` if no run saved it."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -193,7 +192,7 @@ def _extra(path: Path) -> Mapping[str, Any]:
 
 
 def best_in(folder: Path) -> tuple[float, int] | None:
-    """Validation loss and step of what is kept as the best in `folder`; None where nothing is, or nobody can tell."""
+    """Return (validation loss, step) of the best checkpoint in `folder`; None if there is none, or it cannot be read."""
     try:
         best = _extra(folder / BEST)["best"]
         return float(best["loss"]), int(best["step"])
@@ -202,25 +201,25 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def can_link(folder: Path) -> bool:
-    """Whether the file system of `folder` gives a file a second name."""
+    """Return True if the file system of `folder` supports hard links."""
     try:
-        with TemporaryDirectory(dir=folder, prefix=".") as made:
-            Path(made, "a").touch()
-            os.link(Path(made, "a"), Path(made, "b"))
+        with TemporaryDirectory(dir=folder, prefix=".") as temporary:
+            Path(temporary, "a").touch()
+            os.link(Path(temporary, "a"), Path(temporary, "b"))
     except OSError:
         return False
     return True
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Keep the checkpoint after `step` as the best too, if it says that it is: its files get second names, and nothing is copied.
+    """Keep the checkpoint after `step` as the best too, by hard links, if its run recorded it as the best.
 
-    Nothing is done where it is kept already, or where there is no such checkpoint. Raises `CheckpointError`.
+    Does nothing if it is kept already, or if there is no such checkpoint. Raises `CheckpointError`.
     """
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
-    except UsageError:  # it was not written, which is told elsewhere
+    except UsageError:  # it was not written, which is reported elsewhere
         return
     if not isinstance(best, dict) or best.get("step") != step or best_in(folder) == (best.get("loss"), step):
         return
@@ -230,9 +229,10 @@ def keep_as_best(folder: Path, step: int) -> None:
             for name in source.sizes():
                 if name != MANIFEST:
                     os.link(source.path / name, begun.path / name)
-            target.commit(begun, source.read(MANIFEST))  # not linked: by its time checkpoints are told apart
+            # Not linked, because checkpoints are distinguished by the time of this file.
+            target.commit(begun, source.read(MANIFEST))
         except BaseException:
-            with suppress(OSError):  # the first failure is what counts
+            with suppress(OSError):  # report the first failure
                 begun.discard()
             raise
     except OSError as error:
@@ -240,7 +240,7 @@ def keep_as_best(folder: Path, step: int) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if the run is over before `path`, or if `path` is of other tokens or of another kind of run.
+    """Raise `UsageError` if `path` is past the end of the run, or if it has another tokenizer or is of another kind of run.
 
     `tokenizer_digest`: None if the run trains a task.
     """
@@ -261,28 +261,30 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
     if tokenizer_digest is not None and extra["tokenizer"] != tokenizer_digest:
         raise UsageError(
             f"checkpoint {str(path)!r} was trained with another tokenizer (other data, or another model folder); take the data "
-            "it was trained on, another run.dir, or a model.path that holds its tokenizer.json."
+            "it was trained on, another run.dir, or a model.path with its tokenizer.json."
         )
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` where the checkpoint is of another model, naming what differs.
+    """Raise `UsageError` with the differences if the checkpoint is of another model.
 
-    `shapes`: of everything in the model's state dict.
+    `shapes`: name -> shape of everything in the model's state dict.
     """
     manifest = read_manifest(checkpoint_at(path))
-    held = {
+    saved = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()
         if name.startswith("model/")
     }
     wrong = [
-        f"{name} is {held[name]} there and {shape} here"
+        f"{name} is {saved[name]} in it and {shape} in the model"
         for name, shape in shapes.items()
-        if held.get(name, shape) != shape
+        if saved.get(name, shape) != shape
     ]
-    wrong += [f"{name} is not in it" for name in shapes if name not in held and f"model/{name}" not in manifest.aliases]
-    wrong += [f"{name} is not in the model" for name in held if name not in shapes]
+    wrong += [
+        f"{name} is not in it" for name in shapes if name not in saved and f"model/{name}" not in manifest.aliases
+    ]
+    wrong += [f"{name} is not in the model" for name in saved if name not in shapes]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UsageError(

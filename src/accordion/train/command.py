@@ -1,4 +1,4 @@
-"""`accordion train`: reads the configuration, prepares, and runs this rank or starts all of them."""
+"""`accordion train`: read the configuration, prepare, and run this rank or start all ranks."""
 
 from __future__ import annotations
 
@@ -32,90 +32,90 @@ ABOUT = (
 )
 PRINTS = ("--print_config", "--print-config")
 FLAGS = {
-    "--task": ("my_task.py", "train a task of your own: file.py, file.py:Name or package.module:Name (docs/tasks.md)"),
-    "--config": ("RUN.yaml", "run file with the keys below; flags win"),
-    "--print_config": ("", "print the whole configuration as a run file, and end"),
+    "--task": ("my_task.py", "train your own task: file.py, file.py:Name or package.module:Name (docs/tasks.md)"),
+    "--config": ("RUN.yaml", "run file with the keys below; flags override it"),
+    "--print_config": ("", "print the whole configuration as a run file, and exit"),
 }
 SHORT = {  # a flag's short form -> what it stands for
     **{f"--{name}": f"--train.{name}" for name in ("deepspeed", "plan")},
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
     "--adapter": "--adapter.kind",
 }
-TRAINED = ("task", "model", "data", "loss")  # parts that make a task, in place of text
+TRAINED = ("task", "model", "data", "loss")  # with one of these parts, a run trains a task instead of text
 
 
 def read(words: list[str]) -> JobConfig:
-    """The configuration in `words` and in the run files they name; flags win over files, wherever they stand.
+    """Return the configuration given by `words` and the run files they name; flags override files, in any order.
 
-    Raises `UsageError`, and `SystemExit` if they ask for help or for the configuration, which is printed then.
+    Raises `UsageError`, and `SystemExit` after printing help or the configuration if `words` ask for it.
     """
     return _checked(_values(words))
 
 
 def _checked(values: Mapping[str, Any]) -> JobConfig:
-    config = _made(values)
+    config = _config_of(values)
     check(config)
     return config
 
 
-def _made(values: Mapping[str, Any]) -> JobConfig:
-    """Of `group.key` -> value: a run on text, or a task where class paths name what is trained."""
+def _config_of(values: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration from `group.key` -> value: of a task if class paths name what is trained, else of text."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
     parts = {name: part_of(name, groups[name]) for name in TAKEN if groups.get(name, {}).get(CLASS_PATH) is not None}
-    own = {key: value for key, value in values.items() if key.partition(".")[0] not in parts}
-    config: JobConfig = made(JobConfig if set(parts) & set(TRAINED) else Config, own)
+    others = {key: value for key, value in values.items() if key.partition(".")[0] not in parts}
+    config: JobConfig = made(JobConfig if set(parts) & set(TRAINED) else Config, others)
     return fine_tuning(replace(config, parts=parts), values)
 
 
 def _values(words: list[str]) -> dict[str, Any]:
-    """`group.key` -> value, of those that are given."""
-    files, flags = split([_whole(word) for word in words])
+    """Return `group.key` -> value for the keys that `words` and run files give."""
+    files, flags = split([_expanded(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
     base = JobConfig if set(paths) & set(TRAINED) else Config
     kinds = {name: options_kind(name, path) for name, path in paths.items()}
     kinds |= {name: hint for name, hint in get_type_hints(base).items() if name != "parts" and name not in paths}
-    # With the groups that a run has whose parts have these class paths.
+    # The groups of keys depend on the class paths.
     kind = make_dataclass("Keys", [(name, group, field(default_factory=group)) for name, group in kinds.items()])
-    found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
-    if found is None:
+    from_flags = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
+    if from_flags is None:
         raise SystemExit(0)
     values: dict[str, Any] = {}
     for file in files:
         values |= values_of_file(file, options_of(kind))
-    values |= found
+    values |= from_flags
     if prints:
-        print(as_yaml(_made(values)), end="")
+        print(as_yaml(_config_of(values)), end="")
         raise SystemExit(0)
     return values
 
 
-def _whole(word: str) -> str:
+def _expanded(word: str) -> str:
     name, equals, value = word.partition("=")
     return SHORT.get(name, name) + equals + value
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Part -> class path, before anything else is read: they say which other keys there are. Flags win over files."""
-    found: dict[str, str] = {}
+    """Return part -> class path, which decide what other keys exist. Flags override files."""
+    paths: dict[str, str] = {}
     for file in files:
-        said = flattened(content_of(file))
-        found |= {name: str(said[key]) for name in TAKEN if said.get(key := f"{name}.{CLASS_PATH}") is not None}
+        content = flattened(content_of(file))
+        paths |= {name: str(content[key]) for name in TAKEN if content.get(key := f"{name}.{CLASS_PATH}") is not None}
     for i, word in enumerate(flags):
         name, equals, value = word.partition("=")
         part = name.removeprefix("--").removesuffix(f".{CLASS_PATH}")
         if name == f"--{part}.{CLASS_PATH}" and part in TAKEN:
             value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
-            if value and not value.startswith("--"):  # else the reader of flags says what is missing
-                found[part] = value
-    return {name: found[name] for name in TAKEN if name in found}
+            if value and not value.startswith("--"):  # else the parser reports the missing value
+                paths[part] = value
+    return {name: paths[name] for name in TAKEN if name in paths}
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
+    """Run the subcommand: start the ranks, or be one if torchrun or srun started this process. Returns the exit code."""
     began_s = time.time()
     values = _values(words)
     config, named = _checked(values), frozenset(values)
@@ -128,12 +128,12 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
         with launch.Forwarding() as signals:
             return _starting(config, named, cache, signals, began_s)
     except launch.NothingStartedError:
-        print("accordion: ended by a signal before the first step; nothing was to be saved.", file=sys.stderr)
+        print("accordion: ended by a signal before the first step; there is nothing to save.", file=sys.stderr)
         return PREEMPTED
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare, and start the ranks; the exit code. Raises `NothingStartedError`."""
+    """Prepare, start the ranks and return the exit code. Raises `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
@@ -150,15 +150,15 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
+    """Train as a rank of another launcher and return the exit code. A signal during preparation ends it after the first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())
     config = translated(config, named, place.world)
     if config.train.plan != "none":
         raise UsageError(
-            "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "
-            "pass its choice."
+            "train.plan needs `accordion train` to start the ranks; under another launcher, run `accordion plan` and pass its "
+            "choice."
         )
     screen = Screen(speaks=place.rank == 0)
     if warning := launch.few_cores(device, place.local_world, num_cores()):

@@ -15,9 +15,9 @@ from accordion.sharding import Sharding
 from accordion.tasks.classes import CLASS_PATH, PartConfig
 
 Job = TypeVar("Job", bound="JobConfig")
-# Peaks of the learning rate for weights that are pretrained, and for adapters next to them.
+# Default peak learning rates for pretrained weights, and for adapters on them.
 TUNING_LR, ADAPTER_LR = 2e-5, 2e-4
-MAX_SKIPS = 10  # steps in a row that `train.on_nonfinite skip` leaves out
+MAX_SKIPS = 10  # steps in a row that `train.on_nonfinite skip` may skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,130 +25,126 @@ class ModelConfig:
     """The model."""
 
     preset: str = "llama-10m"
-    """a Llama shape: `llama-tiny`, `llama-10m`, `llama-30m`, `llama-125m`, `llama-1b` or `llama-8b`"""
+    """size of a Llama model: `llama-tiny`, `llama-10m`, `llama-30m`, `llama-125m`, `llama-1b` or `llama-8b`"""
     path: str | None = None
-    """folder with `config.json` (any causal language model of transformers), in place of a preset; its `tokenizer.json` is used
-    where there is one"""
+    """transformers folder of a causal language model, with `config.json`, instead of a preset; its `tokenizer.json` is used if
+    it has one"""
     init: Literal["scratch", "pretrained"] = "scratch"
-    """`scratch` draws the weights from `train.seed`, `pretrained` reads the safetensors in `model.path`"""
+    """`scratch` draws random weights from `train.seed`; `pretrained` reads the safetensors files in `model.path`"""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
-    """transformers' implementation of it; `auto`: its own choice, `sdpa` for most models"""
+    """attention implementation of transformers; `auto`: transformers chooses, `sdpa` for most models"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text, or examples with answers to learn."""
+    """The data: text, or examples with answers."""
 
     path: str | None = None
-    """a text, JSON, JSONL, CSV, parquet or Arrow file, compressed ones too, a folder of such files, or a saved datasets folder;
-    without it: the Python standard library's own source files on this machine"""
+    """text, JSON, JSONL, CSV, parquet or Arrow file (may be compressed), a folder of such files, or a folder saved by
+    `datasets`; default: the source files of Python's standard library on this machine"""
     format: Literal["text", "chat", "prompt"] = "text"
-    """`text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in the
-    tokenizer's chat template. Of the latter two the loss is on answers alone"""
+    """`text`: documents; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`,
+    rendered by the tokenizer's chat template. With `prompt` and `chat`, answers alone count in the loss"""
     text_field: str = "text"
-    """field or column that holds the text of a row"""
+    """field or column with the text of a row"""
     special_tokens: Literal["tokens", "text"] = needing("tokens", format=("text",))
-    """of format text: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as transformers does;
-    `text` reads them as letters"""
+    """for format `text`: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as transformers does;
+    `text` reads them as ordinary characters"""
     seq_len: int = at_least(2, 128)
-    """tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are longer the
-    end is cut off"""
+    """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
+    is longer is cut off"""
     packing: Literal["documents", "length", "none"] = needing("documents", format=("chat", "prompt"))
-    """of chat and prompt: `documents`: several examples in a row, none of which sees another; `length`: an example in a row,
-    beside others of about its length; `none`: beside any others"""
+    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `length` puts one
+    example into a row, and examples of similar length into a step; `none` puts one example into a row, in random order"""
     tokenizer: str | None = needing(None, format=("chat", "prompt"))
-    """tokenizer.json or folder of transformers, of chat and prompt, in place of the one in `model.path`"""
+    """for `chat` and `prompt`: tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
     chat_template: str | None = needing(None, format=("chat",))
-    """file with a Jinja template, in place of the tokenizer's"""
+    """for `chat`: file with a Jinja template, instead of the tokenizer's"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapters of PEFT beside frozen weights."""
+    """Adapters of PEFT on frozen weights."""
 
     kind: Literal["none", "lora"] = "none"
-    """`lora`, also `--adapter lora`: low-rank adapters are trained, and nothing else; `none`: all weights are"""
+    """`lora`, short `--adapter lora`, trains low-rank adapters and freezes the model; `none` trains all weights"""
     r: int = at_least(1, 16, kind=("lora",))
-    """rank"""
+    """rank of the adapters"""
     alpha: float = needing(32.0, kind=("lora",))
-    """what an adapter adds is scaled by alpha / r"""
+    """the output of an adapter is scaled by alpha / r"""
     dropout: float = needing(0.0, kind=("lora",))
-    """share of an adapter's inputs that is left out in training"""
+    """probability of dropping an input of an adapter in training"""
     targets: str = needing("auto", kind=("lora",))
-    """layers that have adapters, by the last parts of their names with commas between; `auto`: all linear layers but the
-    head"""
+    """layers with adapters: the last parts of their names, separated by commas; `auto`: all linear layers but the head"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig(Sharding):
-    """How the model is sharded over the ranks.
-
-    Its keys are the fields of `accordion.Sharding` that have words, and the number of replicas.
-    """
+    """How the model is sharded over the ranks."""
 
     replicas: int = at_least(0, 0)
-    """copies of the sharded model with a hybrid strategy; 0: one for each node"""
+    """copies of the sharded model, for a hybrid strategy; 0: one for each node"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak, unless other keys say otherwise."""
+    """Optimization: by default AdamW, linear warmup, and cosine decay to a tenth of the peak."""
 
     steps: int = at_least(1, 100)
-    """optimizer steps in all"""
+    """number of optimizer steps"""
     micro_batch: int = at_least(1, 8)
-    """sequences in one forward of one rank"""
+    """sequences in one forward on one rank"""
     accumulate: int = at_least(1, 1)
-    """micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences"""
+    """micro-batches in a step, which reads ranks x micro_batch x accumulate sequences"""
     global_batch: int = at_least(0, 0)
-    """sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another number of ranks
-    makes the same steps; 0: as `accumulate` says"""
+    """sequences in a step over all ranks, instead of `accumulate`: a run that is resumed on another number of ranks makes the
+    same steps; 0: set by `accumulate`"""
     lr: float = at_least(0, 1e-3)
-    """learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`. Without it 2e-5 if `model.init` is
-    `pretrained`, 2e-4 if adapters are trained then"""
+    """peak learning rate; with `--optimizer NAME`, give `optimizer.lr` instead. If not given: 2e-5 for pretrained weights, 2e-4
+    for adapters on them"""
     warmup: int = at_least(0, 5)
     """steps of linear warmup"""
     schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
-    """of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd` (constant, then
-    linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup"""
+    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `step` (drops), `wsd` (constant, then
+    linear decay); `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
     final_lr: float = at_least(0, 0.1, most=1, schedule=("auto", "cosine", "linear", "wsd"))
-    """share of the peak at which `cosine`, `linear` and `wsd` end"""
+    """fraction of the peak at which `cosine`, `linear` and `wsd` end"""
     decay_factor: float = at_least(0, 0.1, most=1, schedule=("step",))
-    """of `step`: by what a drop multiplies the rate"""
+    """for `step`: factor of the learning rate at each drop"""
     decay_steps: int = at_least(0, 0, schedule=("step", "wsd"))
-    """of `step`: steps between drops, 0: a third of those after the warmup; of `wsd`: steps at the end in which the rate goes
-    down, 0: a fifth of all"""
+    """for `step`: steps between drops, 0: a third of those after the warmup; for `wsd`: steps of the decay at the end, 0: a
+    fifth of all"""
     weight_decay: float = at_least(0, 0.1)
-    """decay of matrices; vectors have none"""
+    """weight decay of matrices; vectors have none"""
     clip: float = at_least(0, 1.0)
     """largest gradient norm; 0: no clipping"""
     seed: int = at_least(0, 0)
-    """of the initial weights and of the order of the data"""
+    """seed of the initial weights and of the order of the data"""
     eval_every: int = at_least(0, 0)
     """steps between validations; 0: only at the end"""
     validation_rows: int = at_least(0, 0)
-    """rows of text or examples that a validation reads, the same random ones each time; 0: all"""
+    """rows of text, or examples, that a validation reads: a random choice, the same each time; 0: all"""
     on_nonfinite: str = "stop"
-    """if loss or gradients are NaN or inf: `stop` ends the run, naming the unit they came up in; `skip` says so and leaves the
-    step out (weights, optimizer and schedule stay), up to 10 steps in a row; `skip:N`: up to N. Steps that a gradient scaler
-    leaves out to lower its scale do not count"""
+    """if loss or gradients are NaN or inf: `stop` ends the run and names the unit that produced them; `skip` reports it and
+    skips the step (weights, optimizer and schedule do not change), at most 10 steps in a row; `skip:N`: at most N. Steps that a
+    gradient scaler skips to lower its scale do not count"""
     deepspeed: str | None = None
-    """a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys here and in
-    `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it"""
+    """DeepSpeed configuration file, short `--deepspeed ds_config.json`: its settings replace the keys here and in `shard`; its
+    optimizer treats all parameters alike; settings that it omits have DeepSpeed's defaults"""
     hours: float = at_least(0, 0.0)
-    """hours in which this start of the run ends with a checkpoint, preparation included; 0: no limit"""
+    """hours after the start of this command by which the run saves a checkpoint and ends; 0: no limit"""
     patience: int = at_least(0, 0, eval_every=True)
-    """validations in a row without a lower loss that end the run; 0: none do"""
+    """end the run after so many validations in a row without a lower loss; 0: never"""
     min_delta: float = at_least(0, 0.0, patience=True)
-    """by how much less a validation loss is lower, for `patience`"""
+    """for `patience`: by how much a validation loss must be below the lowest one to count as lower"""
     keep_best: bool = needing(False, eval_every=True)
-    """keep the checkpoint of the lowest validation loss as `best` in `checkpoint.dir`, beside what `checkpoint.keep` keeps"""
+    """keep the checkpoint with the lowest validation loss as `best` in `checkpoint.dir`, whatever `checkpoint.keep` is"""
     sample_every: int = at_least(0, 0)
-    """steps between samples of text; 0: one at the end"""
+    """steps between samples of generated text; 0: one at the end"""
     plan: Literal["none", "auto"] = "none"
-    """`auto`, also `--plan auto`, takes the fastest `shard.strategy`, `shard.checkpoint_activations` and `shard.offload` that fit
-    where they are not given, cuts micro-batches that do not fit into more of them, and prints at the end what was measured
-    beside the plan"""
+    """`auto`, short `--plan auto`, chooses the fastest `shard.strategy`, `shard.checkpoint_activations` and `shard.offload` that
+    fit into memory, except those that are given; splits micro-batches that do not fit; and prints the plan and what was measured
+    at the end"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,56 +152,56 @@ class CheckpointConfig:
     """Checkpoints."""
 
     dir: str | None = None
-    """folder that holds them; without it: `checkpoints` in the run folder"""
+    """folder of the checkpoints; default: `checkpoints` in the run folder"""
     every: int = at_least(0, 0)
     """steps between checkpoints; 0: only at the end"""
     keep: int = at_least(0, 0)
-    """how many of the newest good ones are kept; 0: all"""
+    """number of the newest complete checkpoints to keep; 0: all"""
     background: bool = True
-    """training goes on while a checkpoint is written; the last one is waited for"""
+    """train on while a checkpoint is written; the run waits for the last one"""
     on_error: Literal["stop", "continue"] = "stop"
-    """where one cannot be written: `stop` ends the run, `continue` says so and trains on"""
+    """if a checkpoint cannot be written: `stop` ends the run, `continue` reports it and trains on"""
     resume: str = "auto"
-    """`auto` goes on from the newest in `checkpoint.dir` where there is one, `none` refuses a folder that holds some, `best` goes
-    on from what `train.keep_best` kept, a path goes on from that one; of the latter two the same command goes forward when it is
-    started again, and checkpoints of later steps go into a folder `abandoned-1`"""
+    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints;
+    `best` resumes from the one that `train.keep_best` kept; a path resumes from that one. With `best` or a path, checkpoints of
+    later steps are moved to a folder `abandoned-1`; the same command, started again, resumes from what it has saved since"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The ranks."""
+    """Ranks and devices."""
 
     nproc: int = at_least(0, 0)
-    """ranks on this machine where accordion starts them itself (not under torchrun or srun); 0: one for each GPU found, else 2"""
+    """ranks to start on this machine, if torchrun or srun does not start them; 0: one for each GPU, or 2 without GPUs"""
     device: str = "auto"
-    """`auto` takes the accelerators of this machine where there are some; `cpu`, or a type of device (cuda, xpu, npu)"""
+    """`auto`: the accelerators of this machine, if it has any, else `cpu`; or a type of device (cuda, xpu, npu)"""
     timeout_s: int = at_least(5, 600)
-    """seconds a rank waits for another one, or for the machine that keeps the job's store, before it ends"""
+    """seconds a rank waits for another rank, or for the job's store, before it exits"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The record."""
+    """The run folder."""
 
     dir: str | None = None
-    """folder for the record and checkpoints; without it: `runs/<model>-<data>`"""
+    """folder for metrics and checkpoints; default: `runs/<model>-<data>`"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Other places that figures are written to."""
+    """Trackers of metrics."""
 
     tensorboard: bool = True
-    """files of TensorBoard in the run folder"""
+    """write TensorBoard files into the run folder"""
     wandb: str | None = None
-    """project of Weights & Biases; without it: not there. WANDB_MODE=offline writes into the run folder, for `wandb sync`"""
+    """log to this project of Weights & Biases. WANDB_MODE=offline writes into the run folder, for `wandb sync`"""
     mlflow: str | None = None
-    """experiment of MLflow; without it: not there. MLFLOW_TRACKING_URI says at which server"""
+    """log to this experiment of MLflow. MLFLOW_TRACKING_URI is the address of the server"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """How a run goes, and the parts of what it trains that class paths name; of a task, that is all."""
+    """How a run goes, and the parts of its task that class paths name. This is the whole configuration of a run on a task."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -218,7 +214,7 @@ class JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The parts of a run on text."""
+    """The model, adapters and data of a run on text."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -227,11 +223,11 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(JobConfig, TextConfig):
-    """One run on text: what it trains, and how it goes."""
+    """Configuration of a run on text: what it trains, and how it goes."""
 
 
 def max_skips_of(word: str) -> int:
-    """Return how many steps in a row `train.on_nonfinite` leaves out: 0 for `stop`. Raises `UsageError` for another word."""
+    """Return how many steps in a row `train.on_nonfinite` skips: 0 for `stop`. Raises `UsageError` for an unknown value."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -247,19 +243,19 @@ def model_name(model: ModelConfig) -> str:
 
 
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return group -> key -> value or its words, what is trained before how."""
+    """Return group -> key -> value or its text form; what is trained comes first."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
     groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
     return parts | {name: g.words() if isinstance(g, Sharding) else dict(vars(g)) for name, g in groups.items()}
 
 
 def flat(config: JobConfig) -> dict[str, Any]:
-    """`group.key` -> value, as written on a command line."""
+    """Return `group.key` -> value, as written on a command line."""
     return {f"{name}.{key}": value for name, group in groups_of(config).items() for key, value in group.items()}
 
 
 def as_yaml(config: JobConfig) -> str:
-    """A run file with every key; values are written as JSON, which is YAML too."""
+    """Return a run file with every key. Values are JSON, which YAML includes."""
     lines = [
         line
         for name, group in groups_of(config).items()
@@ -269,7 +265,7 @@ def as_yaml(config: JobConfig) -> str:
 
 
 def check(config: JobConfig) -> None:
-    """Raise `UsageError` naming the key, the value and the limit; files and devices are not looked at."""
+    """Raise `UsageError` with the key, the value and the limit if a value is not allowed. Reads no files and no devices."""
     for f in fields(config):
         if is_dataclass(group := getattr(config, f.name)):
             check_values(group, f.name)
@@ -278,7 +274,7 @@ def check(config: JobConfig) -> None:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
     if options.schedule == "wsd" and options.warmup + options.decay_steps > options.steps and options.decay_steps:
         raise UsageError(
-            f"train.decay_steps is {options.decay_steps} behind train.warmup {options.warmup}, more than train.steps "
+            f"train.warmup {options.warmup} and train.decay_steps {options.decay_steps} are together more than train.steps "
             f"{options.steps}; lower one of these."
         )
     max_skips_of(options.on_nonfinite)
@@ -308,7 +304,7 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the learning rate for pretrained weights if the keys in `named` give none."""
+    """Return `config` with the learning rate for pretrained weights, unless the keys in `named` give one."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -318,22 +314,20 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """`config` whose `train.accumulate` makes up `train.global_batch` on `num_ranks`; `named`: the keys that were given.
+    """Return `config` with the `train.accumulate` that gives `train.global_batch` on `num_ranks`. `named`: the keys given.
 
-    Raises `UsageError` where it cannot, or where something else says how much a step sees too.
+    Raises `UsageError` if the global batch is not divisible, or if another key also sets the batch.
     """
     options = config.train
     if not options.global_batch:
         return config
     other = "train.deepspeed" if options.deepspeed is not None else "train.accumulate"
     if other in named:
-        raise UsageError(
-            f"train.global_batch is {options.global_batch}, and {other} is given too; say it in one place."
-        )
+        raise UsageError(f"train.global_batch is {options.global_batch}, and {other} is given too; give one of them.")
     accumulate, rest = divmod(options.global_batch, num_ranks * options.micro_batch)
     if rest:
         raise UsageError(
-            f"train.global_batch is {options.global_batch}, which {num_ranks} ranks x train.micro_batch {options.micro_batch} "
-            "do not divide; take a multiple, or a smaller train.micro_batch."
+            f"train.global_batch is {options.global_batch}, which is no multiple of {num_ranks} ranks x train.micro_batch "
+            f"{options.micro_batch}; take a multiple, or a smaller train.micro_batch."
         )
     return replace(config, train=replace(options, accumulate=accumulate))

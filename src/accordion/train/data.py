@@ -1,4 +1,4 @@
-"""Which sequence goes where: the global order, each rank's part of it, and a loader of it."""
+"""The sequences of each rank: the global order, a rank's share of it, and a loader."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accordion.errors import UsageError
 
-IGNORED = -100  # label that the loss leaves out
+IGNORED = -100  # label without a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of every global batch: position p of the order belongs to rank p % world.
+    """One rank's share of every global batch: position p of the order belongs to rank p % world.
 
     A global batch is `world * micro_batch * accumulate` positions, so another number of ranks with the same global batch
-    sees the same sequences at every step.
+    reads the same sequences in every step.
     """
 
     rank: int
@@ -34,16 +34,16 @@ class Share:
         return self.world * self.micro_batch * self.accumulate
 
     def positions(self, micro_step: int) -> range:
-        """Positions in the order that this rank reads in its `micro_step`-th micro-batch."""
+        """Return the positions in the order that this rank reads in its `micro_step`-th micro-batch."""
         start = micro_step * self.micro_batch * self.world + self.rank
         return range(start, start + self.micro_batch * self.world, self.world)
 
 
 def shuffled(index: int, count: int, seed: int) -> int:
-    """Where position `index` lies in a random order of `count` things: a bijection, computed without a table.
+    """Return the image of `index` under a random permutation of `range(count)`, computed without a table.
 
-    A Feistel network of four rounds over the least even number of bits that holds `count`, walked until the result is
-    below it (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): no rank keeps a permutation in memory.
+    A Feistel network of four rounds over the least even number of bits that holds `count`, walked until the result is below
+    it (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): no rank keeps a permutation in memory.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -57,7 +57,7 @@ def shuffled(index: int, count: int, seed: int) -> int:
 
 
 def _mix(value: int, key: int) -> int:
-    """64 well-mixed bits of two numbers: the finisher of splitmix64."""
+    """Return 64 well-mixed bits of two numbers, by the finisher of splitmix64."""
     bits = (value * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -65,7 +65,7 @@ def _mix(value: int, key: int) -> int:
 
 
 class Sequences(Dataset[Tensor]):
-    """Packed tokens cut into windows of `seq_len + 1`: inputs, and the same one token later. Owns nothing."""
+    """Windows of `seq_len + 1` packed tokens: the inputs, and the same shifted by one token."""
 
     def __init__(self, tokens: Any, seq_len: int) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -79,30 +79,30 @@ class Sequences(Dataset[Tensor]):
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Whole windows in `num_tokens` tokens; a window shares its last token with the next."""
+    """Return the number of whole windows in `num_tokens` tokens; consecutive windows share one token."""
     return max(0, (num_tokens - 1) // seq_len)
 
 
 def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch: int, where: str) -> None:
-    """Raise `UsageError` unless the data has one sequence and one global batch."""
+    """Raise `UsageError` unless the data has one sequence and one global batch. `where`: name of the data."""
     count = num_sequences(num_train, seq_len)
     if count == 0 or num_validation < 2:
         raise UsageError(
             f"data.seq_len {seq_len} is longer than the data: {where} has {num_train:,} tokens to train on and "
-            f"{num_validation:,} to validate on; shorten data.seq_len or give more text."
+            f"{num_validation:,} to validate on; lower data.seq_len or give more text."
         )
     if count < global_batch:
         raise UsageError(
             f"one step takes {global_batch} sequences of {seq_len} tokens (ranks x train.micro_batch x train.accumulate), "
-            f"{where} has {count}; lower one of these, shorten data.seq_len or give more text."
+            f"{where} has {count}; lower one of these, lower data.seq_len or give more text."
         )
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """The indices of this rank's micro-batches, epoch after epoch. Owns how many sequences all ranks have read.
+    """Sampler of this rank's micro-batches of indices, epoch after epoch. `num_read`: sequences that all ranks have read.
 
-    Each epoch is a new order of all sequences; what does not fill a global batch at its end is left out, so that ranks
-    always have equally many batches.
+    Each epoch is a new order of all sequences. Those at its end that do not fill a global batch are left out, so that all
+    ranks have equally many batches.
     """
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
@@ -112,13 +112,13 @@ class GlobalOrder(Sampler[list[int]]):
 
     @property
     def num_dropped(self) -> int:
-        """Sequences left out at the end of each epoch."""
+        """Number of sequences left out at the end of each epoch."""
         return self.count - self.steps_per_epoch * self.share.global_batch
 
     def notes(self, what: str) -> list[str]:
-        """Return what to say of a step and an epoch, whose sequences are called `what`."""
+        """Return lines that describe a step and an epoch. `what`: name of the sequences."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
-        uneven = f"; {self.num_dropped} more are left out, so that ranks stay even" if self.num_dropped else ""
+        uneven = f"; the remaining {self.num_dropped} do not fill a step and are left out" if self.num_dropped else ""
         return [
             f"a step is {self.share.global_batch} {what}: {sizes}",
             f"an epoch is {self.steps_per_epoch:,} steps{uneven}",
@@ -139,11 +139,11 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Whether `state` is a place in this order: of as many sequences, shuffled by the same seed."""
+        """Return True if `state` is a position in this order: the same number of sequences, shuffled by the same seed."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where another run stopped, with any number of ranks."""
+        """Continue at `state`, which another number of ranks may have saved."""
         assert self.continues(state)
         self.num_read = state["num_read"]
 
@@ -151,35 +151,33 @@ class GlobalOrder(Sampler[list[int]]):
 def loader_of(
     dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
 ) -> DataLoader[Any]:
-    """Return micro-batches of a dataset in an order, without end; the place in it is that of `order`.
-
-    `pins`: they lie in memory from which an accelerator copies while the host goes on.
-    """
-    own = torch.Generator()  # a loader draws a number when it begins, and a run that goes on begins twice
-    return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=own)
+    """Return a loader of endless micro-batches of `dataset`; its position is that of `order`. `pins`: use pinned memory."""
+    # A loader draws a number when it starts. Its own generator keeps a resumed run, which starts twice, the same.
+    generator = torch.Generator()
+    return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the rows of `count` that a validation reads: all if `most` is 0, else the same random `most` each time."""
+    """Return the rows of `count` that a validation reads: all if `most` is 0, else a random `most`, the same each time."""
     if not 0 < most < count:
         return range(count)
     return sorted(shuffled(position, count, 0) for position in range(most))
 
 
 def rows_read(order: Sequence[int], count: int) -> str:
-    """Return the part of `count` rows in `order` for a message: `all 656 rows`, `256 of 656 rows`."""
+    """Return text for the number of rows in `order`: `all 656 rows`, `256 of 656 rows`."""
     return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return the number of rows of `seq_len` tokens for a validation, the last of which may be shorter."""
+    """Return the number of validation rows of `seq_len` tokens, the last of which may be shorter."""
     return -(-(num_tokens - 1) // seq_len)
 
 
 def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
-    """This rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
+    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
 
-    The last window is filled up, and so are ranks that have fewer windows, with `IGNORED`: averages go by tokens.
+    A shorter last window, and ranks with fewer windows, are filled up with `IGNORED`, so averages are weighted by tokens.
     """
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
@@ -191,5 +189,5 @@ def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[
 
 
 def inputs_and_labels(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, seq_len + 1) tokens -> (b, seq_len) inputs and labels; a filled-up input is token 0, its label ignored."""
+    """Return inputs and labels (b, seq_len) of tokens (b, seq_len + 1). Padding is token 0 with an ignored label."""
     return batch[:, :-1].clamp(min=0), batch[:, 1:]

@@ -1,4 +1,4 @@
-"""`accordion train --deepspeed ds_config.json`: what the file says, as keys of the run."""
+"""`accordion train --deepspeed ds_config.json`: translate the settings of the file into keys of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
-    """What the file in `train.deepspeed` says, its `"auto"` filled from the run; `precision` is fp32, bf16, fp16 or auto."""
+    """Return the settings of `train.deepspeed`, None without it; "auto" is filled from the run. `precision`: may be "auto"."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -36,9 +36,9 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for so many ranks, with what a DeepSpeed configuration says. `named`: the keys that were given.
+    """Return `config` for `num_ranks` ranks with the settings of its DeepSpeed configuration. `named`: the keys given.
 
-    Raises `UsageError` where the file and a flag or run file say different things.
+    Raises `UsageError` if the file and a flag or run file contradict each other.
     """
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
@@ -46,13 +46,13 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
         return config
     if settings.optimizer is not None and not issubclass(settings.optimizer.cls, ELEMENTWISE):
         raise UsageError(
-            f"optimizer.type is {settings.optimizer.cls.__name__}, which looks at more than one element at a time; accordion "
-            f"train steps {', '.join(cls.__name__ for cls in ELEMENTWISE)}."
+            f"optimizer.type is {settings.optimizer.cls.__name__}, whose step is not elementwise; accordion train takes "
+            f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}."
         )
     if settings.scheduler is not None and config.train.schedule != "auto":
         raise UsageError(
-            f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} names one too; say "
-            "it in one place."
+            f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} sets one too; give "
+            "one of them."
         )
     values, changed = flat(config), {}
     for key, value, names in _meanings(config, settings, num_ranks):
@@ -62,7 +62,7 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
             if says:
                 raise UsageError(
                     f"{key} is {values[key]}, and {' and '.join(says)} in {config.train.deepspeed!r} "
-                    f"mean{'s' if len(says) == 1 else ''} {value}; say it in one place."
+                    f"mean{'s' if len(says) == 1 else ''} {value}; give one of them."
                 )
             continue
         changed[key] = value
@@ -80,19 +80,19 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield each key of the run that the file decides, its value, and the keys of the file that would give it."""
+    """Yield (key of the run, its value, keys of the file that can set it) for each key that the file decides."""
     zero = "zero_optimization."
     groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)
     if settings.group_ranks is not None:
         yield "shard.replicas", settings.replicas(num_ranks), groups
     dtypes = ("bf16", "fp16")
-    own = (
+    dtype_key = (
         str(precision_words(config.shard.precision))
         if any(f"{d}.enabled" in settings.autos for d in dtypes)
         else "fp32"
     )
-    precision = next((dtype for dtype in dtypes if settings.said.get(f"{dtype}.enabled")), own)
+    precision = next((dtype for dtype in dtypes if settings.said.get(f"{dtype}.enabled")), dtype_key)
     yield "shard.precision", precision, ("bf16.enabled", "fp16.enabled")
     places = (
         "offload_optimizer.device",
@@ -102,8 +102,8 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
         "cpu_offload_param",
     )
     yield "shard.offload", offload_words(settings.sharding.offload), tuple(zero + name for name in places)
-    said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
-    batch = replace(settings, said=said).batch(num_ranks)
+    keys = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
+    batch = replace(settings, said=keys).batch(num_ranks)
     yield "train.micro_batch", batch.micro_batch, (MICRO, TRAIN)
     yield "train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN)
     yield "train.clip", settings.clip, ("gradient_clipping",)

@@ -1,4 +1,4 @@
-"""Examples with answers: their tokenizer, a row as tokens by its chat template, and which tokens are to be learnt."""
+"""Examples with answers: the tokenizer, rows rendered by a chat template into tokens, and which tokens are learnt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accordion.train.sources import DataRow, Piece, Source, checked_text
 from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template around what the model is to write
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around text that the model is to write
 Span = tuple[int, int]
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -29,40 +29,40 @@ Tools = list[dict[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """`ids`: (tokens,) int64. `answers`: (tokens,) bool, those that are to be learnt."""
+    """Tokens of an example: `ids`, (tokens,) int64, and `answers`, (tokens,) bool, True for tokens that are learnt."""
 
     ids: np.ndarray
     answers: np.ndarray
 
 
 class Encoder:
-    """Makes examples of rows. Owns `unread`, the keys of rows and messages that were met and that nothing reads."""
+    """Converts rows into examples. `unread`: keys of rows and messages seen so far that nothing reads."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
-        """`tokenizer`: of transformers, a fast one. `kind`: "chat" or "prompt"."""
+        """`tokenizer`: a fast one of transformers. `kind`: "chat" or "prompt"."""
         self._tokenizer, self._kind = tokenizer, kind
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
         self._special = special_ids(tokenizer)
         self.unread = set[str]()
 
     def example(self, row: DataRow) -> Example:
-        """Raises `UsageError` for a row that is none."""
+        """Return the example in `row`. Raises `UsageError` if it has none."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
-            made, learnt = self._of_prompt(prompt, completion, row.where), [True]
+            example, learnt = self._of_prompt(prompt, completion, row.where), [True]
         else:
             messages, learnt = messages_of(row)
             tools = _tools_of(row)
             keys = {key for message in messages for key in message} | ({"tools"} if tools else set())
             self.unread |= {key for key in keys if key not in self._template}
-            made = self._of_messages(messages, learnt, tools, row.where)
+            example = self._of_messages(messages, learnt, tools, row.where)
         self.unread |= set(row.left)
-        if any(learnt) and not made.answers[1:].any():
+        if any(learnt) and not example.answers[1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
-        return made
+        return example
 
     def _of_prompt(self, prompt: str, completion: str, where: str) -> Example:
-        """The completion as it is told apart in the whole; where a token would reach over both, each part by itself."""
+        """Return prompt and completion tokenized together, or each by itself if a token would span both."""
         if not completion:
             raise UsageError(f"{where}: field 'completion' is empty; there is nothing to learn from it.")
         before, whole = self._plain(prompt), self._plain(prompt + completion)
@@ -73,12 +73,12 @@ class Encoder:
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """As a prompt is shown to the model: with a token that begins a text, without one that ends it."""
+        """Return the tokens of a prompt as the model sees it: with a beginning-of-text token, without an end-of-text token."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """`learnt`: for each message of the assistant, if it is to be learnt."""
+        """Return the example of a chat. `learnt`: for each message of the assistant, True if it is learnt."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:
@@ -89,32 +89,32 @@ class Encoder:
                 f"{len(spans)} answers; mark one for each message."
             )
         spans = spans if all(learnt) else [span for span, flag in zip(spans, learnt, strict=True) if flag]
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, ends = np.array(found["input_ids"]), np.array([end for _, end in found["offset_mapping"]])
-        # Where each token begins, (tokens,): tokenizers leave blanks at its beginning out of its span.
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, ends = np.array(encoding["input_ids"]), np.array([end for _, end in encoding["offset_mapping"]])
+        # Start of each token, (tokens,): tokenizers exclude leading blanks from its span.
         before = np.maximum.accumulate([0, *ends])[:-1]
-        starts = np.minimum([start for start, _ in found["offset_mapping"]], before).astype(np.int64)
+        starts = np.minimum([start for start, _ in encoding["offset_mapping"]], before).astype(np.int64)
         answers = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
-            # Also a token that a blank before the answer is part of, as transformers and TRL have it.
+            # Include a token that starts with a blank before the answer, as transformers and TRL do.
             answers |= (np.maximum(starts + 1, ends) > start) & (starts < end)
             if not marked:
-                answers &= ~self._blanks_behind_an_end(text, ids, starts, (start, end))
+                answers &= ~self._blanks_after_an_end(text, ids, starts, (start, end))
         return Example(ids, answers)
 
-    def _blanks_behind_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Tokens at the end of an answer that are blank, where they follow its special token: nobody has the model write them."""
+    def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
+        """Return a mask of blank tokens after the special token that ends an answer, which the model never has to write."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
-        found = np.zeros(len(ids), dtype=bool)
+        mask = np.zeros(len(ids), dtype=bool)
         if last is not None:
-            behind = inside[inside > last]
-            if len(behind) and not text[starts[behind[0]] : span[1]].strip():
-                found[behind] = True
-        return found
+            after = inside[inside > last]
+            if len(after) and not text[starts[after[0]] : span[1]].strip():
+                mask[after] = True
+        return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """The conversation, and the spans that the template marks as the model's."""
+        """Return the rendered conversation, and the spans that the template marks as answers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -126,7 +126,7 @@ class Encoder:
                 **self._tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template is a program of its own
-            raise UsageError(f"{where}: the chat template refuses it: {brief(error)}") from None
+            raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
         if not spans[0]:
             raise UsageError(f"{where}: the chat template marks no answer in it; there is nothing to learn from it.")
         return texts[0], [(int(start), int(end)) for start, end in spans[0]]
@@ -137,10 +137,10 @@ class Encoder:
                 self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
             )
         except Exception as error:  # as above
-            raise UsageError(f"{where}: the chat template refuses it: {brief(error)}") from None
+            raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the prompt for an answer that opens its conversation; transformers renders none without messages."""
+        """Return the text before an opening answer. transformers renders no empty prompt, so the end of another one is used."""
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
         begins = prompt.removeprefix(self._render(question, tools, where))
@@ -149,10 +149,10 @@ class Encoder:
         return until.rpartition(content)[0]
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """An answer is what a conversation has more with it than with the prompt for it.
+        """Return the span of each answer: the text that a conversation has beyond the prompt for the answer.
 
-        Some templates render an answer otherwise when others follow (they leave out what was thought). Then it is looked for by
-        its content and by what the template has behind it.
+        Some templates render an answer differently when messages follow, for example without its thoughts. Then the answer is
+        found by its content and the text after it.
         """
         spans = []
         for i, message in enumerate(messages):
@@ -170,50 +170,50 @@ class Encoder:
             closing = until.rpartition(content)[2] if content else ""
             if not (content and text.startswith(before + content + closing)):
                 raise UsageError(
-                    f"{where}: message {i + 1} cannot be told apart in what the chat template makes of the whole; mark answers "
-                    "in the template with {% generation %}, and give it as data.chat_template."
+                    f"{where}: message {i + 1} cannot be found in the rendered conversation; mark answers in the chat template "
+                    "with {% generation %}, and give it as data.chat_template."
                 )
             spans.append((len(before), len(before) + len(content + closing)))
         return spans
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without the null fields of its objects, at every level: Arrow gives all rows the fields of any."""
+    """Return `value` without null fields of objects, at every level. Arrow adds the fields of any row to all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, which may be written as JSON in a text. Raises `UsageError` for anything else."""
+    """Return the tools of a row, given as a list or as JSON text. Raises `UsageError` for anything else."""
     tools = row.values.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     except ValueError:
-        raise UsageError(f"{row.where}: field 'tools' is text, and no JSON.") from None
+        raise UsageError(f"{row.where}: field 'tools' is text that is no JSON.") from None
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
     return without_nulls(tools) or None
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a row, without nulls, and of each of the assistant if it is to be learnt. Raises `UsageError`."""
+    """Return (messages without nulls, for each of the assistant's whether it is learnt). Raises `UsageError`."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
         raise UsageError(f"{row.where}: field 'messages' is {what}; it takes a list of objects with role and content.")
-    found = [_message(message, f"{row.where}: message {i}") for i, message in enumerate(messages, 1)]
-    if not any(message["role"] == "assistant" for message in found):
+    checked = [_message(message, f"{row.where}: message {i}") for i, message in enumerate(messages, 1)]
+    if not any(message["role"] == "assistant" for message in checked):
         raise UsageError(f"{row.where} has no message of the assistant; there is nothing to learn from it.")
     learnt = []
-    for i, message in enumerate(found, 1):
+    for i, message in enumerate(checked, 1):
         flags = {key: message.pop(key) for key in ("weight", "train") if key in message}
         for key, flag in flags.items():
             if flag not in (0, 1):
                 raise UsageError(f"{row.where}: message {i} has {key} {flag!r}; it takes 0 or 1, false or true.")
         if message["role"] == "assistant":
             learnt.append(all(flags.values()))
-    return found, learnt
+    return checked, learnt
 
 
 def _message(message: object, where: str) -> Message:
@@ -235,7 +235,7 @@ def _message(message: object, where: str) -> Message:
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
-    """Return a digest of all that decides what examples become."""
+    """Return a digest of everything that decides the tokens of examples."""
     parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
     if kind == "chat":
         parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]
@@ -246,11 +246,11 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return a fast tokenizer of transformers. Raises `UsageError` if there is none, or it has no chat template for chats."""
+    """Return a fast tokenizer of transformers. Raises `UsageError` if there is none, or no chat template for chats."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
-            f"the tokenizer {type(tokenizer).__name__} is written in Python and does not tell where its tokens lie in the text; "
+            f"the tokenizer {type(tokenizer).__name__} is written in Python and returns no positions of tokens in the text; "
             "take a fast one, which has a tokenizer.json."
         )
     if tokenizer.eos_token_id is None:
@@ -285,7 +285,7 @@ def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, sa
         named = folder
     elif folder is not None and config.model.init == "pretrained":
         raise UsageError(
-            f"model.path {folder!r} has no tokenizer, without which its weights mean nothing; give --data.tokenizer."
+            f"model.path {folder!r} has no tokenizer, which its pretrained weights need; give --data.tokenizer."
         )
     if named is not None:
         return tokenizer_of(StoredModel(kind="folder", path=named, config={}, tokenizer=named))
@@ -296,7 +296,7 @@ def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, sa
 
 
 def _pieces(source: Source) -> Iterator[Piece]:
-    """Yield what is in rows as text that a tokenizer can be trained on."""
+    """Yield the text of rows, for training a tokenizer."""
     for row in source.rows():
         if "messages" in row.values:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]

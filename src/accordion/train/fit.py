@@ -1,4 +1,4 @@
-"""`accordion.fit`: a run of `accordion train` on a task that a program holds, in its own processes."""
+"""`accordion.fit`: train a task in the processes of the calling program."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def fit(task: object, config: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None) -> Fit:
-    """Train `task` as `accordion train --task` does, with its resume, checkpoints, metrics, plan and faults.
+    """Train `task` as `accordion train --task` does, in the calling processes, and return the result of the run.
 
-    Under torchrun or srun every process calls it and is one rank; elsewhere this process is the only rank. `task`: an object
-    with `model`, `dataset` and `loss`, see docs/tasks.md. `config`: a run file. `options`: keys as in run files, such as
-    `{"train.steps": 50}`; they win over the file. The process group is made and ended in here.
+    Under torchrun or srun every process calls it and is one rank; otherwise this process is the only rank. Creates the
+    process group and destroys it at the end. `task`: object with `model`, `dataset` and `loss`, see docs/tasks.md. `config`:
+    a run file. `options`: keys of run files, such as `{"train.steps": 50}`, which override the file.
 
-    Raises `UsageError` for mistakes in any of these, before the first step; `CheckpointError`, `NonFiniteError` and
-    `DivergenceError` as the command ends with; what the task's own code raises. `SystemExit(75)` where a signal ended the run
-    (SIGTERM, SIGUSR1), once it is saved: a launcher starts the program again, and the same call goes on from there. The program's
-    own handlers are back then, and one that came too late for the run is sent to them. Needs
-    `pip install 'accordion-fsdp[train]'`.
+    Raises `UsageError` for mistakes in the arguments, before the first step; `CheckpointError`, `NonFiniteError` and
+    `DivergenceError` as the command does; exceptions of the task's own code. If a signal (SIGTERM, SIGUSR1) ends the run, it
+    saves and raises `SystemExit(75)`: a launcher starts the program again, and the same call resumes. By then the program's
+    own signal handlers are back; they get a signal that arrived too late for the run. Needs `pip install
+    'accordion-fsdp[train]'`.
     """
     from accordion.train.fitting import fitted
 

@@ -1,4 +1,4 @@
-"""What `accordion.fit` does: the parts of `accordion train`, in processes that are there already."""
+"""Implementation of `accordion.fit`: `accordion train` in processes that already run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics import METRICS, lines_in
-from accordion.train.prepare import prepare
+from accordion.train.prepare import Prepared, prepare
 from accordion.train.run_files import values_of_file
 from accordion.train.screen import Screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, of all ranks.
-
-    `checkpoint`: path of the newest, for `accordion.load`.
-    """
+    """Result of a run. `state`: "finished", or "stopped" for the reason `why`. `step`: the last one, with its mean `loss`.
+    `checkpoint`: path of the newest one, for `accordion.load`."""
 
     run_dir: str
     state: str
@@ -48,10 +46,10 @@ class Fit:
 
 
 def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
-    """As `accordion.fit`."""
+    """Train `task` and return the result; see `accordion.fit`."""
     began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
-        raise UsageError("fit makes the process group itself, and there is one; call it without init_process_group.")
+        raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")
     loaded, values = of_object(task), _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
@@ -73,7 +71,7 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     else:
         if job.train.plan != "none":
             raise UsageError(
-                "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
+                "train.plan works in one process; under a launcher, run `accordion plan` and pass its choice."
             )
         store, expected = launch.joined(place, os.environ), None
     prepared = launch.once_per_host(
@@ -82,10 +80,14 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
-        with ExitStack() as held, _told_to_others():
-            outcome = loop.trained(place, store, prepared, device, signals, held)
+        with ExitStack() as cleanups, _reported_to_other_ranks():
+            outcome = loop.trained(place, store, prepared, device, signals, cleanups)
         if outcome.state == "preempted":
             sys.exit(PREEMPTED)
+    return _result(prepared, outcome)
+
+
+def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
     _, last = [("", {}), *lines_in(prepared.run_dir / METRICS)][-1]
     return Fit(
         run_dir=str(prepared.run_dir),
@@ -93,18 +95,18 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
         why=outcome.why,
         step=last.get("step", 0),
         loss=last.get("loss"),
-        checkpoint=checkpoints.kept(prepared.checkpoint_dir),
+        checkpoint=checkpoints.newest_in(prepared.checkpoint_dir),
     )
 
 
 @contextmanager
-def _told_to_others() -> Iterator[None]:
-    """What is raised in here goes to the other ranks, as where it ends the program: that needs the process group, which ends."""
+def _reported_to_other_ranks() -> Iterator[None]:
+    """Context manager that reports an exception to the other ranks while the process group still exists."""
     try:
         yield
     except BaseException as error:
         for hub in hubs_of_job():
-            with suppress(Exception):  # it is a help, and never in the way of the error itself
+            with suppress(Exception):  # must not hide the error itself
                 hub.explain(error)
         raise
 

@@ -1,4 +1,4 @@
-"""Training of a causal language model, on packed text or on examples with answers: losses, validation, and samples."""
+"""Training of a causal language model on packed text or on examples with answers: losses, validation and samples."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from accordion.train.sources import Split
 from accordion.train.token_tables import ExampleFiles, TokenFiles
 
 SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16
-SMALL_BYTES = 4 << 30  # below it a sample is drawn from full parameters, above it from the sharded model, unit by unit
+SMALL_BYTES = 4 << 30  # smaller models are sampled from full parameters, larger ones sharded, unit by unit
 TEMPERATURE = 0.8
-BASE = "base"  # folder in the run's, of a base that is no folder yet
-# Two documents, told apart by how the model answers them in either order.
+BASE = "base"  # in the run folder, for the randomly initialised base of adapters
+# Two documents whose logits are compared in either order.
 ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Base class of the work on a language model. `generation`, `spec`: its generation_config.json and tokenizer.json.
+    """Base class of language model training. `generation`, `spec`: content of its generation_config.json and tokenizer.json.
 
-    `unit`: what the data is counted in, and `of_what` its validation loss is, for messages.
+    `unit`: name of what the data is counted in. `of_what`: what the validation loss is of. Both are used in messages.
     """
 
     config: Config
@@ -69,16 +69,16 @@ class LanguageWork:
     counted: str = "tokens"
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
-        """Return the number of held-out rows, and a function that gives this rank's batches of those in an order."""
+        """Return the number of held-out rows, and a function (share, order of rows) -> this rank's batches."""
         raise NotImplementedError
 
     def _sums(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of all labels that count, and the number of those, both 0-d."""
+        """Return the sum of the losses of all labels that count, and their number, both 0-d."""
         raise NotImplementedError
 
     @property
     def data(self) -> str:
-        """The rows of the run, as its checkpoints name them."""
+        """Name of the rows of the run, stored in checkpoints."""
         return self.files.digest
 
     def agreed(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss of a token that counts, over the batches of all ranks, of which each has equally many."""
+        """Return the mean loss of tokens that count, over the batches of all ranks, of which each has equally many."""
         count, batches_of = self._held_out()
         order = validation_order(count, self.config.train.validation_rows)
         was_training = model.training
@@ -115,9 +115,9 @@ class LanguageWork:
     def _show_sample(
         self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen, **words: bool
     ) -> None:
-        """Show how the model goes on after `prompt`, up to an end token; the same on every rank. Collective.
+        """Show a continuation of `prompt` by the model, up to an end token, the same on every rank. Collective.
 
-        `device`: the device of the computation; parameters may be elsewhere. `words`: of the tokenizer's `decode`.
+        `device`: device of the computation; parameters may be elsewhere. `words`: options of the tokenizer's `decode`.
         """
         generator = torch.Generator().manual_seed(seed)
         small = describe(model).total_params * 4 <= SMALL_BYTES
@@ -143,7 +143,7 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Adapters begin as PEFT begins them. Ranks draw different random numbers afterwards if there is dropout."""
+        """Initialise the model; adapters as PEFT does. With dropout, ranks draw different random numbers afterwards."""
         fill(model, self.config.model, seed)
         if self.config.adapter.dropout:
             torch.manual_seed(seed + 1 + dist.get_rank())
@@ -155,27 +155,27 @@ class LanguageWork:
     def scheduler(self, optimizer: Optimizer) -> None:
         return None
 
-    def kept(self) -> Only:
+    def only(self) -> Only:
         return None if self.config.adapter.kind == "none" else "trained"
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return what a checkpoint says of its model, its end tokens and its adapters, for `accordion export` and `generate`."""
+        """Return what a checkpoint stores of its model, end tokens and adapters, for `accordion export` and `generate`."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra = {"model_config": config, "generation_config": dict(self.generation)}
         if self.config.adapter.kind == "none":
             return extra
-        assert self.config.model.path is not None, "with_base gave it one"
+        assert self.config.model.path is not None, "set by with_base"
         base = str(Path(self.config.model.path).absolute())
         return {**extra, "adapter": {**asdict(self.config.adapter), "base": base}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(LanguageWork):
-    """A language model on text."""
+    """Training of a language model on text."""
 
     files: TokenFiles
     unit: str = "training tokens"
@@ -189,7 +189,7 @@ class Text(LanguageWork):
         return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """The mean of a token; every micro-batch has equally many."""
+        """Return the mean loss of a token; every micro-batch has equally many."""
         return token_losses(model, batch) / (batch.shape[0] * self.config.data.seq_len)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
@@ -203,14 +203,14 @@ class Text(LanguageWork):
         return token_losses(model, batch), (batch[:, 1:] != IGNORED).sum()
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """A sample of text."""
+        """Show a sample of text."""
         prompt = self.files.read("validation")[:PROMPT_TOKENS].to_pylist()
         self._show_sample(model, device, prompt, seed, screen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions(LanguageWork):
-    """A language model on examples."""
+    """Training of a language model on examples with answers."""
 
     files: ExampleFiles
     unit: str = "training examples"
@@ -242,11 +242,11 @@ class Instructions(LanguageWork):
         return GlobalOrder(len(rows), share, 0).notes(what)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum and count over the answer tokens of this micro-batch, 0-d float32."""
+        """Return sum and count over the answer tokens of this micro-batch, 0-d float32."""
         return answer_losses(model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Tokens without filling, of each rank as many as of this one."""
+        """Return the number of tokens of all ranks, without padding, as if each had as many as this one."""
         return share.world * sum(int(batch["num_tokens"]) for batch in batches)
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
@@ -257,7 +257,7 @@ class Instructions(LanguageWork):
         return answer_losses(model, batch)
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """An answer to the first held-out example."""
+        """Show an answer to the first held-out example."""
         ids, answers = self.files.read("validation")[0]
         prompt = [int(token) for token in ids[: int(answers.argmax())]][-self.config.data.seq_len :]
         if prompt:
@@ -268,7 +268,7 @@ class Instructions(LanguageWork):
 
 
 def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """The sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
+    """Return the sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
     inputs, labels = inputs_and_labels(batch)
     with documents_in_rows(several=False):
         logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
@@ -283,18 +283,18 @@ def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:
-    """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
+    """Raise `UsageError` unless there is an answer to validate on and one global batch to train on."""
     data = config.data
-    for split, held in rows.items():
-        if not len(held) or not held.fit.num_answers:
+    for split, split_rows in rows.items():
+        if not len(split_rows) or not split_rows.fit.num_answers:
             raise UsageError(
-                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len) that is to be "
-                "learnt; raise data.seq_len, shorten the prompts, or give some answers a weight."
+                f"no {split} example of {where} has an answer to learn among its first {data.seq_len} tokens (data.seq_len); "
+                "raise data.seq_len, shorten the prompts, or give some answers a weight."
             )
     count = len(rows["train"])
     if count < global_batch:
         several = data.packing == "documents"
-        what, less = (f"rows of {data.seq_len} tokens", " shorten data.seq_len") if several else ("examples", "")
+        what, less = (f"rows of {data.seq_len} tokens", " lower data.seq_len") if several else ("examples", "")
         raise UsageError(
             f"one step takes {global_batch} {what} (ranks x train.micro_batch x train.accumulate), {where} has {count}; lower "
             f"one of these,{less} or give more data."
@@ -302,7 +302,7 @@ def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_
 
 
 def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all labels that count, and how many those are, 0-d float32."""
+    """Return the sum of the losses of all labels that count, and their number, 0-d float32."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
@@ -314,16 +314,15 @@ def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def in_one_row(model: nn.Module) -> bool:
-    """Return True if its attention separates documents only in a batch of one row, as flash attention does by their lengths."""
+    """Return True if the attention separates documents only in a batch of one row, as flash attention does."""
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 
 @torch.no_grad()
 def check_apart(model: nn.Module) -> None:
-    """Raise `UsageError` on every rank where documents of a row see each other, by the logits of one in two places.
-
-    Whether an architecture heeds position ids in its mask is nowhere written down, so it is tried.
-    """
+    """Raise `UsageError` on every rank if documents in a row attend to each other: compare the logits of one in two
+    positions."""
+    # No attribute of a model says whether its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
     model.eval()
@@ -338,40 +337,40 @@ def check_apart(model: nn.Module) -> None:
     bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
     logits = logits.float().reshape(2, len(first) + len(second), -1)
     model.train(was_training)
-    here, there = logits[0, len(first) :], logits[1, : len(second)]
-    apart = (here - there).abs().max() <= bound * here.abs().max()
-    told = apart.to(torch.int64)
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
-    if not int(told):
+    trailing, leading = logits[0, len(first) :], logits[1, : len(second)]
+    are_equal = (trailing - leading).abs().max() <= bound * trailing.abs().max()
+    everywhere = are_equal.to(torch.int64)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    if not int(everywhere):
         raise UsageError(
-            f"data.packing is 'documents', and {type(model).__name__} lets the examples in a row see each other; take "
+            f"data.packing is 'documents', but in {type(model).__name__} the examples in a row attend to each other; take "
             "--data.packing length."
         )
 
 
-# -- the model, and the files beside its weights
+# -- the model, and the files next to its weights
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation_config.json of the base, or one of its config.json, with `ends` among its end tokens."""
+    """Return the base's generation settings, with `ends` added to its end tokens and special tokens of its config.json."""
     base = configuration(config.model, config.data)
-    own = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:
-        own |= generation_config(Path(config.model.path)) or {}
-    held = {key: value for key, value in own.items() if value is not None}
-    return {**held, "eos_token_id": ends_of(own["eos_token_id"], ends)}
+        settings |= generation_config(Path(config.model.path)) or {}
+    present = {key: value for key, value in settings.items() if value is not None}
+    return {**present, "eos_token_id": ends_of(settings["eos_token_id"], ends)}
 
 
 def trained_model(config: Config) -> nn.Module:
-    """The model on the meta device, with adapters and frozen where `config` says so. Raises `UsageError`."""
+    """Return the model on the meta device, with adapters and frozen if `config` has adapters. Raises `UsageError`."""
     model = causal_model(config.model, config.data)
     return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)
 
 
 def with_base(config: Config, run_dir: Path) -> Config:
-    """`config` whose base is a folder: a base that a run draws is kept in the run's, once, since checkpoints do not hold it.
+    """Return `config` with a folder as the base of adapters. A randomly initialised base is saved in the run folder first.
 
-    Host memory holds all of it for the time.
+    Checkpoints do not store the base. Host memory holds all of it meanwhile.
     """
     if config.adapter.kind == "none" or config.model.init == "pretrained":
         return config
@@ -380,9 +379,9 @@ def with_base(config: Config, run_dir: Path) -> Config:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(config.train.seed)
-        made = AutoModelForCausalLM.from_config(configuration(config.model, config.data))
+        base = AutoModelForCausalLM.from_config(configuration(config.model, config.data))
         with draft_of(folder) as draft:
-            made.save_pretrained(draft)
-            if not folder.is_dir():  # else another host was quicker, and drew the same
+            base.save_pretrained(draft)
+            if not folder.is_dir():  # else another host has saved the same base
                 draft.rename(folder)
     return replace(config, model=replace(config.model, path=str(folder), init="pretrained"))

@@ -1,4 +1,4 @@
-"""The ranks: who started this process, and starting them through torchrun's library where nobody did."""
+"""Find out which rank this process is, or start the ranks of this machine through torchrun's library."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ from accordion.train.config import LaunchConfig as Choice
 from accordion.train.ending import PREEMPTED, SIGNALS
 from accordion.train.owner import job_of
 
-CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
-# A failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first.
-ECHO_S = 1.0
-START_S = 600  # in which all ranks of a start must have come to the store
-SLOW_S = 10.0  # after which a start says how many have
-# Variables of one launcher's ranks alone, without which a process is none of these.
+CPU_RANKS = 2  # without GPUs and without launch.nproc: the fewest ranks that shard
+# A collective mostly fails because another rank has died. The launcher has this time to end this rank first.
+SECONDARY_S = 1.0
+START_S = 600  # within which all ranks must connect to the store
+SLOW_S = 10.0  # after which a rank reports how many have connected
+# The variable that makes a process a rank of that launcher.
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 INTERACTIVE_STEP = str(2**32 - 6)  # SLURM's number for the step of a shell that salloc opens
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # variables of torchrun with the address of the store
-# Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
-PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
-FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
-UNREACHED = {  # words of gloo where a collective came to nothing -> what they mean
-    "Timed out waiting": "another rank was not heard of within launch.timeout_s; it is stuck, or its machine or the network is "
-    "gone",
+# Exit codes: ranks diverged; Ctrl-C; added to a signal's number.
+DIVERGED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
+FAILED = "accordion/failed"  # key in the store: rank and exit code of the first rank that failed
+UNREACHED = {  # text in gloo's error for a failed collective -> meaning
+    "Timed out waiting": "another rank did not answer within launch.timeout_s; it hangs, or its machine or the network is "
+    "down",
     "Connection closed by peer": "another rank has ended",
     "Connection reset by peer": "another rank has ended",
 }
 Entry = Callable[..., int | None]
-"""What a rank runs, called with (place, store, *args), and gives its exit code; a module's own function, so that other processes
+"""What a rank runs: called with (place, store, *args), returns its exit code. A function of a module, so that other processes
 can import it."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Which rank this process is, and who said so."""
+    """The rank of this process and its launcher."""
 
     rank: int
     world: int
@@ -85,11 +85,11 @@ class RankPlace:
     local_world: int
     starter: str
     url: str
-    job: str | None = None  # its launcher's name for the job, over all hosts and restarts
+    job: str | None = None  # the launcher's name for the job, equal on all hosts and after restarts
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Read torchrun's variables, else srun's; None in a process that no launcher started."""
+    """Read torchrun's variables, else srun's; return None in a process that no launcher started."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -103,20 +103,20 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
             )
         return _slurm_place(environ)
     except ValueError as error:
-        raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+        raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
 
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535):
-        raise ValueError(f"MASTER_PORT is {text!r}, which is no port")
+        raise ValueError(f"MASTER_PORT is {text!r}, which is no port number")
     return int(text)
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """A task of an srun step with several tasks.
+    """Return the rank in an srun step with several tasks; None in any other process.
 
-    A batch script itself is none: it has a job id but no step id. Nor is what a shell starts that has the terminal of its step
-    (`srun --pty`, `salloc`): the step's other tasks are shells without one, which have ended.
+    A batch script is no rank: it has a job id but no step id. Nor is a program started in a shell that has the terminal of
+    its step (`srun --pty`, `salloc`): the step's other tasks are shells without a terminal, which have ended.
     """
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -141,22 +141,22 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in SLURM's compressed list: `gpu[03-05,9],login` -> `gpu03`."""
+    """Return the first name in SLURM's compressed list: `gpu[03-05,9],login` -> `gpu03`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
     return "".join(part or "" for part in match.groups())
 
 
-def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str, int]:
-    """The type of device and the number of ranks in all. Raises `UsageError` for more ranks on this machine than devices."""
-    devices = devices_named(choice.device, "launch.device", here)
+def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[str, int]:
+    """Return device type and number of all ranks. Raises `UsageError` if this machine has too few devices (`present`)."""
+    devices = devices_named(choice.device, "launch.device", present)
     world = choice.nproc or devices.count or CPU_RANKS
     needed = world
     if place is not None:
         if choice.nproc not in (0, place.local_world):
             raise UsageError(
-                f"launch.nproc is {choice.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
+                f"launch.nproc is {choice.nproc} but {place.starter} started {place.local_world} ranks; leave out the key."
             )
         world, needed = place.world, place.local_rank + 1
     if not devices.is_cpu and needed > devices.count:
@@ -167,11 +167,11 @@ def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str,
 
 
 def few_cores(device: str, local_world: int, cores: int) -> str | None:
-    """Return a warning if ranks on CPUs share cores; None if they do not, or if they are as many as the default."""
+    """Return a warning if CPU ranks must share cores; None if not, or if there are no more than the default number of ranks."""
     if device != "cpu" or local_world <= max(cores, CPU_RANKS):
         return None
     return (
-        f"warning: {local_world} ranks share {cores} cores of this machine; they take long to start and to step. Lower "
+        f"warning: {local_world} ranks share the {cores} cores of this machine, so start and steps are slow. Lower "
         "launch.nproc."
     )
 
@@ -179,16 +179,16 @@ def few_cores(device: str, local_world: int, cores: int) -> str | None:
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 
-    The first rank that fails reports why, and ends the others. SIGTERM ends all of them. With `signals`, SIGTERM and SIGUSR1 are
-    sent on to the ranks: for an `entry` that ends by these as it likes, with the exit code `PREEMPTED` if not at its end. Raises
-    `NothingStartedError` then.
+    The first rank that fails reports why and ends the others. SIGTERM ends all of them. With `signals`, SIGTERM and SIGUSR1
+    are forwarded to the ranks: `entry` ends when it likes, with exit code `PREEMPTED` if before its end. Raises
+    `NothingStartedError` if the signal came before that.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
-    # Only newer versions of torch have it.
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported in one line instead
+    # Only newer versions of torch have this field.
     newer: dict[str, Any] = {f.name: 5 for f in fields(LaunchConfig) if f.name == "shutdown_timeout"}
-    with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
+    with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would not remove its own
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -201,14 +201,14 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
             monitor_interval=0.1,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
-            # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
+            # At SIGTERM and SIGHUP torch's agent would end ranks that still have to save.
             signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             **newer,
         )
-        sign = os.path.join(logs, "begun")
+        started_file = os.path.join(logs, "begun")
         try:
-            with nullcontext() if signals is None else signals.to_ranks(sign):
-                elastic_launch(config, _begun)(sign, entry, *args)
+            with nullcontext() if signals is None else signals.to_ranks(started_file):
+                elastic_launch(config, _begun)(started_file, entry, *args)
         except SignalException as error:
             if error.sigval != signal.SIGTERM:
                 raise KeyboardInterrupt from error
@@ -219,33 +219,31 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
     return 0
 
 
-def _begun(sign: str, entry: Entry, *args: Any) -> None:
-    """Be one rank, and leave a sign that there was one."""
-    Path(sign).touch()
+def _begun(started_file: str, entry: Entry, *args: Any) -> None:
+    """Run as one rank, after creating `started_file`."""
+    Path(started_file).touch()
     guarded(entry, *args)
 
 
 class NothingStartedError(BaseException):
-    """A signal ended the command before its ranks could take one. No `Exception`, as `KeyboardInterrupt` is none: the code of a
-    task, which runs in a preparation, must not take it for its own.
-    """
+    """A signal ended the command before its ranks could handle one. A `BaseException`, as `KeyboardInterrupt` is, because a
+    task's code that runs in the preparation must not catch it."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them, and before there are any
-    `NothingStartedError` is raised. SIGHUP, which a terminal that goes sends, does nothing here and in the ranks.
-    """
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts; before that, they raise
+    `NothingStartedError`. SIGHUP, sent by a closed terminal, is ignored here and in the ranks."""
 
     def __init__(self) -> None:
         self.came = False
         self._starts = False
-        self._begun: Callable[[], bool] = lambda: False  # whether there was a rank, be it that it has ended
-        self._others: set[int | None] = set()  # children from before
+        self._begun: Callable[[], bool] = lambda: False  # True once a rank has started, even if it has ended
+        self._others: set[int | None] = set()  # earlier children of this process
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Forwarding:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._forward) for number in SIGNALS}
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
@@ -254,16 +252,16 @@ class Forwarding(AbstractContextManager["Forwarding"]):
             signal.signal(number, handler)
 
     @contextmanager
-    def to_ranks(self, sign: str) -> Iterator[None]:
-        """Inside, new children of this process are ranks, of which each leaves a file `sign`; behind it signals do nothing."""
+    def to_ranks(self, started_file: str) -> Iterator[None]:
+        """Context manager in which new children are ranks, which each create `started_file`. After it, signals do nothing."""
         self._others = {child.pid for child in multiprocessing.active_children()}
-        self._starts, self._begun = True, Path(sign).exists
+        self._starts, self._begun = True, Path(started_file).exists
         try:
             yield
         finally:
             self._begun = lambda: True
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _forward(self, number: int, frame: object) -> None:
         self.came = True
         ranks = {child.pid for child in multiprocessing.active_children()} - self._others if self._starts else set()
         for rank in ranks:
@@ -275,14 +273,14 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Say what the failing rank could not say itself; the exit code. `asked`: a signal asked the ranks to end."""
+    """Report what failed ranks could not report, and return the exit code. `asked`: a signal asked the ranks to end."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
     if asked and {failure.exitcode for failure in error.failures.values()} <= by_signal:
         raise NothingStartedError from error
     if sys.stderr.isatty():
-        print("\033[?25h", end="", file=sys.stderr)  # the progress bar of a rank that was ended had hidden the cursor
+        print("\033[?25h", end="", file=sys.stderr)  # show the cursor, which a progress bar had hidden
     for rank, failure in error.failures.items():
         how = "interrupted" if failure.exitcode == INTERRUPTED else f"ended by {failure.signal_name()}"
         if failure.exitcode < 0 or failure.exitcode == INTERRUPTED:
@@ -292,86 +290,86 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Be one rank. The rank that fails first reports why; those that fail because of it end silently."""
+    """Run `entry` as one rank. The rank that fails first reports why; ranks that fail because of it end silently."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
-            # A rank is killed if the agent is. torch has SIGINT sent to those of `start`, which is taken for Ctrl-C, and nothing
-            # to those of torchrun, which lose the store and print frames of C++.
+            # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
+            # get nothing, lose the store and print C++ frames.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         faulthandler.enable()
         take_process()
         end_with_one_collection()
         place = place_of(os.environ)
         assert place is not None, "ranks are started by a launcher"
-        if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
+        if "OMP_NUM_THREADS" not in os.environ:  # each rank would use all cores
             torch.set_num_threads(max(1, num_cores() // place.local_world))
         store = joined(place, os.environ)
         try:
             code = entry(place, store, *args)
         except KeyboardInterrupt as error:
-            _say_ended(error)
+            _report_to_hubs(error)
             os._exit(INTERRUPTED)
         except Exception as error:
             advise(error)
-            _say_ended(error)
-            code = _tell(error, place.rank, store)
-            get_error_handler().record_exception(error)  # torchrun shows it in its summary
+            _report_to_hubs(error)
+            code = _report(error, place.rank, store)
+            get_error_handler().record_exception(error)  # for torchrun's summary
         if code:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # not sys.exit: that waits for collectives in flight
+            os._exit(code)  # sys.exit would wait for collectives in flight
 
 
 def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """The job's store with keys of this start alone; every rank calls it. Raises as `_reached` says.
+    """Connect to the job's store and return it with keys of this start alone; collective. Raises as `_connected` does.
 
-    If that takes long, a rank of each host says how many have come as far as it knows, and how to do without the others.
+    If that takes long, a rank of each host reports how many ranks it knows to have started, and how to do without the others.
     """
-    came: set[str] = set()
+    started: set[str] = set()
 
-    def tell() -> None:
+    def report() -> None:
         variable = SAYS_RANK[place.starter]
         print(
-            f"accordion: rank {place.rank} has waited {SLOW_S:g} s: {1 + len(came)} of {place.world} ranks have come that the "
-            f"variables of {place.starter} announce; to train without the others: env -u {variable} accordion train ...",
+            f"accordion: rank {place.rank} has waited {SLOW_S:g} s: {1 + len(started)} of {place.world} ranks have started that "
+            f"the variables of {place.starter} announce; to train without the others: env -u {variable} accordion train ...",
             file=sys.stderr,
             flush=True,
         )
 
-    slow = threading.Timer(SLOW_S, tell)
+    slow = threading.Timer(SLOW_S, report)
     slow.daemon = True
     if place.local_rank == 0:
         slow.start()
     try:
-        return of_this_start(_reached(place, environ), place.rank, place.world, came)
+        return of_this_start(_connected(place, environ), place.rank, place.world, started)
     finally:
         slow.cancel()
 
 
-def _say_ended(error: BaseException) -> None:
-    """Let the ranks that share a model with this one know why it ends: it does so without what Python does at the end."""
+def _report_to_hubs(error: BaseException) -> None:
+    """Report to ranks that share a model with this one why it ends, because `os._exit` skips Python's exit handlers."""
     for hub in hubs_of_job():
         hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
 
-def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """The job's store. Raises `UsageError` where its address is none, and `AccordionError` where nothing answers there."""
+def _connected(place: RankPlace, environ: Mapping[str, str]) -> Store:
+    """Return the job's store. Raises `UsageError` if its address is invalid, and `AccordionError` if it cannot be reached."""
     address, keeps = place.url.removeprefix("tcp://"), place.rank == 0
     if place.starter == "torchrun":
         for name in ADDRESS:
             if not environ.get(name):
                 raise UsageError(
-                    f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset the two."
+                    f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset both."
                 )
         try:
             _port(environ["MASTER_PORT"])
         except ValueError as error:
-            raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+            raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
         address = ":".join(environ[name] for name in ADDRESS)
-        keeps = keeps and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun keeps it
+        keeps = keeps and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = address.rpartition(":")
     try:
-        # Ranks wait for each other in `of_this_start`, which knows how many have come.
+        # Ranks wait for each other in `of_this_start`, which counts them.
         store: Store = TCPStore(
             host, int(port), place.world, keeps, timedelta(minutes=30), wait_for_workers=False, multi_tenant=keeps
         )
@@ -379,17 +377,17 @@ def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
     except torch.distributed.DistError as error:
         why = str(error).partition(" Exception raised from")[0]
         raise AccordionError(
-            f"rank {place.rank} cannot {'keep' if keeps else 'reach'} the job's store at {address}: {why}; give the job a "
-            "MASTER_PORT that nothing else uses."
+            f"rank {place.rank} cannot {'open' if keeps else 'reach'} the job's store at {address}: {why}; set MASTER_PORT to "
+            "a port that nothing else uses."
         ) from None
 
 
-def of_this_start(store: Store, rank: int, world: int, came: set[str]) -> Store:
-    """The job's store, with keys of this start alone. Every rank calls it. The first one adds to `came` for each other one.
+def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
+    """Return the job's store with keys of this start alone; collective. Rank 0 adds a word for each other rank to `words`.
 
-    torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of one that is gone connects to
-    nobody. Counts of restarts do not tell starts apart: machines count their own. So each rank leaves a word that nobody had
-    before, and the first rank answers each such word until all have heard.
+    torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads an ended rank's address connects to nobody.
+    Restart counts do not identify starts: each machine counts its own. So each rank writes a random word, and rank 0 answers
+    words until all ranks have read an answer.
     """
     token = secrets.token_hex(8)
     if rank != 0:
@@ -401,8 +399,8 @@ def of_this_start(store: Store, rank: int, world: int, came: set[str]) -> Store:
     def all_heard() -> bool:
         for key in [f"accordion/start/{r}" for r in range(1, world)]:
             word = store.get(key).decode() if store.check([key]) else ""
-            if word and word not in came:
-                came.add(word)
+            if word and word not in words:
+                words.add(word)
                 store.set(f"accordion/start/{word}", token)
         return int(store.add(f"accordion/start/{token}/heard", 0)) >= world - 1
 
@@ -412,10 +410,10 @@ def of_this_start(store: Store, rank: int, world: int, came: set[str]) -> Store:
 
 
 def give_up_store(store: Store, timeout_s: float) -> None:
-    """Have a question to the job's store fail if its machine is gone, as collectives do after `timeout_s`.
+    """Make requests to the job's store fail after `timeout_s` without an answer from its machine, as collectives do.
 
-    torch's client would wait until the system gives the connection up, on Linux after a quarter of an hour. torch shows no
-    socket of its client, so its connections are found among the descriptors of this process, which is ours.
+    torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
+    client's sockets, so its connections are looked up among the descriptors of this process.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -423,24 +421,24 @@ def give_up_store(store: Store, timeout_s: float) -> None:
     if not isinstance(store, TCPStore) or not descriptors.is_dir():
         return
     for name in os.listdir(descriptors):
-        with suppress(OSError):  # closed since, or no socket
+        with suppress(OSError):  # closed meanwhile, or no socket
             if S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if connection.family != socket.AF_UNIX and connection.getpeername()[1] == store.port:
                         give_up(connection, timeout_s)
 
 
-def _tell(error: Exception, rank: int, store: Store) -> int:
-    """Print why this rank ends, if it is the first one to fail. The exit code of the first, for all of them."""
-    code = 2 if isinstance(error, UsageError) else PARTED if isinstance(error, DivergenceError) else 1
+def _report(error: Exception, rank: int, store: Store) -> int:
+    """Print why this rank ends if it is the first rank that failed. Return the exit code of the first one."""
+    code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code
-        time.sleep(ECHO_S)
+        time.sleep(SECONDARY_S)
     try:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
     except (RuntimeError, torch.distributed.DistError):
-        said = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
-        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{said}", file=sys.stderr)
+        reason = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
+        print(f"accordion: rank {rank} stopped, because the job's store is gone{reason}", file=sys.stderr)
         return code
     if first != f"{rank} {code}":
         return int(first.split()[1])
@@ -450,25 +448,25 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     elif isinstance(error, RuntimeError) and (why := next((UNREACHED[w] for w in UNREACHED if w in str(error)), None)):
         print(f"accordion: rank {rank} stopped: {why}: {' '.join(str(error).split())}", file=sys.stderr)
     elif is_own(error):
-        print(f"accordion: rank {rank} failed in the task's own code:\n{own_traceback(error)}", end="", file=sys.stderr)
+        print(f"accordion: rank {rank} failed in the task's code:\n{own_traceback(error)}", end="", file=sys.stderr)
     else:
         print(f"accordion: rank {rank} failed:\n{''.join(traceback.format_exception(error))}", end="", file=sys.stderr)
     return code
 
 
 def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
-    """Call `do` on the first rank of the job, for which the others wait. Every rank raises a `UsageError` of it."""
+    """Call `do` on rank 0 and return its result, None on other ranks, which wait. Its `UsageError` is raised on every rank."""
     return _first_does(place.rank == 0, store, "accordion/first", do)
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """Call `do`, which returns no None, on the first rank of this host, then on its other ranks. Errors as `first_of_all`."""
+    """Call `do`, which must not return None, on the first rank of this host, then on its others. Errors as `first_of_all`."""
     result = _first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
 def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
-    """Call `do` if this rank is the first, and leave the words of its `UsageError` under `key` for the others, which wait."""
+    """Call `do` if `is_first`, else wait. Other ranks raise its `UsageError`, whose text is stored under `key`."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():
@@ -487,7 +485,7 @@ def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> 
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout_s`."""
+    """Set this rank's device, initialise the process group of all ranks with this timeout, and return the device."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

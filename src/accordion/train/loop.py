@@ -1,4 +1,4 @@
-"""The training loop: what every rank does from joining the group to the sample at the end."""
+"""The training loop: everything a rank does from joining the process group to the sample at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion.checkpoint.prune import BEST
 from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.train import checkpoints
-from accordion.train.auto_plan import beside
+from accordion.train.auto_plan import comparison
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
@@ -29,14 +29,14 @@ from accordion.train.trackers import trackers_of
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: "finished", "stopped" or "preempted". `why`: a sentence if it was stopped."""
+    """How a run ended: "finished", "stopped" for the reason `why`, or "preempted"."""
 
     state: str
     why: str = ""
 
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
-    """Run one rank to its end. Return its exit code: 0, or `PREEMPTED` if a signal ended the run early.
+    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early.
 
     A run that fails keeps its folders and its process group until the process ends.
     """
@@ -45,21 +45,21 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 
 
 def trained(
-    place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, held: ExitStack
+    place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
-    """Train as `prepared.config` says. `held`: takes the callbacks that free folders and process group, if the run fails too."""
+    """Train and return the outcome. `cleanups`: takes callbacks that release folders and group, for the caller if this fails."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(prepared, place, screen))
         if claim is not None:
-            held.callback(claim.release)
+            cleanups.callback(claim.release)
         device = join_group(place, store, kind, config.launch.timeout_s)
-        held.callback(dist.destroy_process_group)
+        cleanups.callback(dist.destroy_process_group)
         agree(prepared, place)
         run = run_of(prepared, place, device, signals, screen)
         saves = RunSaves(run)
-        held.callback(saves.settle)
+        cleanups.callback(saves.settle)
         screen.units(describe(run.model))
         for line in prepared.work.notes(run.share):
             screen.note(line)
@@ -68,12 +68,12 @@ def trained(
         step, outcome = _steps(run, saves, log, done, stack)
         _finish(run, saves, log, step, outcome)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
-    held.close()
+    cleanups.close()
     return outcome
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Train on from `done` steps. Returns how many are done then, and why it ends. `stack`: takes what ends with the run."""
+    """Train on after `done` steps. Return the number of steps done at the end, and the outcome. `stack`: closes with the run."""
     config, screen, seen = run.config, run.screen, list[StepMetrics]()
 
     def record(metrics: StepMetrics) -> None:
@@ -95,16 +95,16 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
         over = _after_step(run, saves, steps, step, log)
     screen.stop()
     if run.prepared.expected is not None and seen:
-        screen.note(beside(run.prepared.expected, seen, run.device.type))
+        screen.note(comparison(run.prepared.expected, seen, run.device.type))
     return step, over
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and draw a sample if that is due after `step`. Return why training ends with it, the same on all ranks."""
+    """Validate, save and draw a sample, if due after `step`. Return the outcome if training ends, the same on all ranks."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
-    # Validated before it is saved, so that what is saved knows of it.
+    # Validate before saving, so that the checkpoint has the result.
     run.best.is_owed = due or (step == options.steps and options.keep_best)
     is_best = run.best.is_owed and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
@@ -126,54 +126,54 @@ def _due(every: int, step: int) -> bool:
 
 
 def _over(run: Run, step: int) -> Outcome | None:
-    """Return why training ends with `step`, None if it goes on; the same on all ranks."""
+    """Return the outcome if training ends with `step`, else None; the same on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
         return Outcome("preempted")
     if step >= run.config.train.steps:
         return Outcome("finished")
     if run.ending.decided == TIME_IS_OVER:
-        return Outcome("stopped", f"train.hours {run.config.train.hours:g} are over")
+        return Outcome("stopped", f"train.hours {run.config.train.hours:g} have passed")
     if run.best.is_over:
         return Outcome("stopped", f"no lower validation loss in {run.best.waited} validations (train.patience)")
     return None
 
 
 def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take the run's folders, or raise `UsageError`; before anything in them is changed."""
-    # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
+    """Take the run's folders before anything in them changes. Raises `UsageError` if another job owns or has changed them."""
+    # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
-    now = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
-    if now != prepared.resume:
+    newest = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
+    if newest != prepared.resume:
         claim.release()
         raise UsageError(
-            f"another job wrote to checkpoint.dir {str(prepared.checkpoint_dir)!r} while this one prepared: the checkpoint to go "
-            f"on from was {prepared.resume} and is {now}; start again."
+            f"another job wrote to checkpoint.dir {str(prepared.checkpoint_dir)!r} while this one prepared: the checkpoint to "
+            f"resume from was {prepared.resume} and is {newest}; start again."
         )
     return claim
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
-    """Write down what is run, and open the record; rank 0 only. Raises `UsageError` if the folder takes nothing even now."""
+    """Write the configuration and open the log of metrics; rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
         return MetricsLog(folder, done, say, trackers_of(run.config, folder, done, say))
     except OSError as error:
         raise UsageError(
-            f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
-            "another run.dir."
+            f"the metrics of the run cannot be written to run.dir {str(folder)!r}: {error.strerror or error}; free some space, "
+            "or take another run.dir."
         ) from None
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Return if this validation is the best so far, and to be kept as such. All ranks answer alike."""
+    """Validate and report it. Return True if a checkpoint is to be kept as the best; the same on all ranks."""
     began_s, best = time.perf_counter(), run.best
     validation = run.prepared.work.validate(run.model, run.share, run.device)
     best.is_owed, best.last = False, step
     if validation is None:
         return False
     run.ending.took("validation", time.perf_counter() - began_s)
-    is_best = best.look(step, validation.loss) and run.config.train.keep_best
+    is_best = best.observe(step, validation.loss) and run.config.train.keep_best
     words = f"{validation.words}{', the best so far' * is_best}"
     run.screen.note(f"validation loss {validation.loss:.4f} after {step} steps{words}")
     if log is not None:
@@ -182,9 +182,9 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """The end: validation loss, where files are, and what the trained model does; no more of it than there is time for.
+    """Validate if that is still due, report files, and show a sample, as far as time allows.
 
-    Raises `CheckpointError` if the weights were not kept.
+    Raises `CheckpointError` if the weights were not saved.
     """
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
@@ -193,8 +193,8 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     if not is_finished:
         note(f"stopped after {steps} of {run.config.train.steps} steps: {over.why or over.state}")
     newest = checkpoints.path_of(folder, steps)
-    held = str(newest) if saves.lost is None and newest.is_dir() else None
-    at = held or (checkpoints.kept(folder) if saves.lost is not None else None) or run.prepared.resume
+    last_save = str(newest) if saves.lost is None and newest.is_dir() else None
+    at = last_save or (checkpoints.newest_in(folder) if saves.lost is not None else None) or run.prepared.resume
     note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     shown = f"; tensorboard --logdir {run_dir}" if run.config.log.tensorboard else ""
     note(f"metrics: {run_dir / 'metrics.jsonl'}{shown}")
@@ -203,7 +203,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     if has_time:
         run.prepared.work.finish(run.model, run.device, run.config.train.seed, run.screen)
     else:
-        left_out = "makes up for the last validation, for which no time was left"
-        note(f"{saves.same_command} {left_out if is_finished else 'goes on from there'}")
+        left_out = "makes the last validation, for which there was no time"
+        note(f"{saves.same_command} {left_out if is_finished else 'resumes from there'}")
     if saves.lost is not None:
         raise saves.not_kept(steps)

@@ -1,4 +1,4 @@
-"""The record of a run: a line of JSON for each step in `metrics.jsonl`, and the same figures to its trackers."""
+"""Metrics of a run: one line of JSON for each step in `metrics.jsonl`, and the same figures to trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"  # in the run folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step of all ranks. `loss`: their average; `peak_bytes`: the most that one of them held, see `peak_bytes`.
+    """One step of all ranks. `loss`: mean over ranks. `peak_bytes`: the largest `peak_bytes` of a rank.
 
     `skipped`: loss or gradients were not finite, and the optimizer did not step.
     """
@@ -47,7 +47,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The figures of held-out data. `words`: what a person reads after the loss."""
+    """The figures of a validation. `words`: text shown after the loss."""
 
     loss: float
     words: str = ""
@@ -55,7 +55,7 @@ class Validation:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this rank has held so far: allocated on the accelerator, or resident in the process on CPU."""
+    """Return the peak memory of this rank: allocated on the accelerator, or resident in the process on CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
@@ -63,10 +63,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Owns `metrics.jsonl` and the trackers of a run; closed by `with`.
+    """Context manager that writes `metrics.jsonl` and gives figures to trackers.
 
-    If the file cannot be written any more (a full disk, a folder that is gone), one line says so, and later steps are written
-    when that works again: a run that trains and saves is worth more than its record.
+    If the file cannot be written (a full disk, a removed folder), it is reported once, training continues, and later steps
+    are written when that works again.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` if that fails."""
+        """Continue after `first_step` steps: lines of later steps are removed. Raises `OSError` if that fails."""
         self._trackers = dict(trackers or {})
         self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:
-            kept = "".join(f"{line}\n" for line, content in lines_in(self._path) if content["step"] <= first_step)
-            if self._path.exists() and kept != self._path.read_text(encoding="utf-8", errors="replace"):
-                write_whole(self._path, kept)
+            text = "".join(f"{line}\n" for line, content in lines_in(self._path) if content["step"] <= first_step)
+            if self._path.exists() and text != self._path.read_text(encoding="utf-8", errors="replace"):
+                write_whole(self._path, text)
             _append(self._path, b"")
         except OSError:
             self._each(lambda tracker: tracker.close(failed=True))
@@ -95,7 +95,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.close(failed=error is not None))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record one step; what is not finite (a loss that diverged) is null in JSON and not given to trackers."""
+        """Record one step. Figures that are not finite are null in the file and not given to trackers."""
         values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
         try:
             _append(self._path, json.dumps(values).encode() + b"\n")
@@ -109,7 +109,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Record a validation; not in `metrics.jsonl`, of which a line is a step."""
+        """Record a validation in trackers; lines of `metrics.jsonl` are steps only."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 
@@ -117,7 +117,7 @@ class MetricsLog:
         for name, tracker in list(self._trackers.items()):
             try:
                 do(tracker)
-            except Exception as error:  # whatever a service or its client raises
+            except Exception as error:  # clients of services raise errors of any kind
                 del self._trackers[name]
                 self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
@@ -136,7 +136,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the text and the content of each line of a step; none if there is no file, without lines that were cut off."""
+    """Yield (text, content) of each complete line of a step; nothing if there is no file."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             content = json.loads(line)

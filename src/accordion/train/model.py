@@ -1,4 +1,4 @@
-"""The model: a preset or a folder, built by transformers, without dropout."""
+"""The language model: a preset or a folder, built by transformers without dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """The config.json of a model's folder. Raises `UsageError` where it is none; no weights are looked at."""
+    """Return the config.json of a model folder. Raises `UsageError` if it is no model folder; does not read weights."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -42,16 +42,16 @@ def check_folder(path: str) -> dict[str, Any]:
 
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
-    """What transformers builds the model from; dropout is off. Raises `UsageError` where it knows no such model."""
+    """Return the configuration of the model for transformers, with dropout off. Raises `UsageError` for an unknown model."""
     from transformers import AutoConfig
 
     if model.path is None:
         shape = TRAINED[model.preset]
-        # transformers' own range, 0.02, suits a width of 2048; at 320 it learns slower, in spikes
+        # The default of transformers, 0.02, suits a width of 2048; at 320 training is slower and has spikes.
         return llama_config(shape, max(4096, data.seq_len), initializer_range=shape.hidden**-0.5)
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
-    except Exception as error:  # transformers checks its configurations with errors of many kinds
+    except Exception as error:  # transformers raises errors of many kinds
         raise UsageError(f"model.path {model.path!r} is no model: {brief(error)}") from None
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and data.seq_len > longest:
@@ -63,20 +63,20 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
-    """The model on the meta device. Raises `UsageError` where it is no causal language model."""
+    """Return the model on the meta device. Raises `UsageError` if it is no causal language model."""
     described = configuration(model, data)
     attention = None if model.attention == "auto" else model.attention
-    made = language_model(described, model.path or model.preset, attention)
-    if is_encoder(described) and not getattr(made.config, "is_decoder", False):
+    built = language_model(described, model.path or model.preset, attention)
+    if is_encoder(described) and not getattr(built.config, "is_decoder", False):
         raise UsageError(
-            f"model.path {model.path!r} is an encoder ({described.model_type}), without a causal mask: it would see the tokens "
-            "that it is to predict. Set is_decoder in its config.json, or write a task of your own (--task)."
+            f"model.path {model.path!r} is an encoder ({described.model_type}) without a causal mask: it would see the tokens "
+            "that it is to predict. Set is_decoder in its config.json, or write your own task (--task)."
         )
-    return made
+    return built
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Give a model that was sharded on meta its weights, the same for any number of ranks; a rank holds its shards only."""
+    """Initialise or load the weights of a model that was sharded on meta, its shards only; equal for any number of ranks."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
         initialise(model)
@@ -87,14 +87,14 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Tell transformers whether a row of a batch holds several documents, each of which begins where position ids do not go on.
+    """Context manager that tells transformers whether rows have several documents, each starting where position ids jump.
 
-    Otherwise a forward begins by looking at the position ids, and the host waits for the device to answer. No argument spares it
-    that alone: a mask is read too or keeps flash attention away, and a cache keeps all keys.
+    Otherwise each forward reads the position ids, and the host waits for the device. No argument avoids that alone: a mask is
+    read too or disables flash attention, and a cache keeps all keys.
     """
     from transformers import masking_utils
 
-    def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> of each token's document in its row, likewise
+    def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> number of each token's document, (b, seq_len)
         if not several:
             return None
         return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)

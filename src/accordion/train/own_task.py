@@ -1,4 +1,4 @@
-"""Training of a task of the user's."""
+"""Training of a user's task."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """The task that `parts` name, or `task` itself. `size`: samples of the training data, where it can be said.
+    """Training of the task that `parts` name, or of `task`. `size`: number of training samples; None if unknown.
 
-    A copy that is pickled has none of what was loaded, and loads it again.
+    Pickled copies do not contain the loaded task and load it again.
     """
 
     parts: Mapping[str, PartConfig]
@@ -75,7 +75,7 @@ class OwnTask:
         return self.loaded.units
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Ranks draw different random numbers afterwards, for dropout."""
+        """Initialise the model. Ranks draw different random numbers afterwards, for dropout."""
         seed_all(seed)
         if self.loaded.init is not None:
             self.loaded.init(model)
@@ -89,12 +89,12 @@ class OwnTask:
     def scheduler(self, optimizer: Optimizer) -> Any:
         if self.loaded.scheduler is None:
             return None
-        made = self.loaded.scheduler(optimizer)
-        if not all(hasattr(made, name) for name in ("step", "state_dict", "load_state_dict")):
+        scheduler = self.loaded.scheduler(optimizer)
+        if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
             raise UsageError(
-                f"the task's scheduler(optimizer) gave a {type(made).__name__}; it takes a torch.optim.lr_scheduler.LRScheduler."
+                f"the task's scheduler(optimizer) is a {type(scheduler).__name__}; return a torch.optim.lr_scheduler.LRScheduler."
             )
-        return made
+        return scheduler
 
     def batches(self, share: Share, seed: int, *, pins: bool) -> Batches:
         data = data_of(self.loaded, "train", share.rank, share.world)
@@ -109,13 +109,13 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Of a loader, as many samples of each rank as of this one."""
+        """Return the number of samples of all ranks in a step; if `size` is unknown, as if each had as many as this one."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {"task": self.loaded.name, "samples": self.size}
 
-    def kept(self) -> None:
+    def only(self) -> None:
         return None
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
@@ -126,23 +126,23 @@ class OwnTask:
 
     @cached_property
     def validation(self) -> Any:
-        """The held-out data of this rank, which is made once."""
+        """The held-out data of this rank, read once."""
         return data_of(self.loaded, "validation", dist.get_rank(), dist.get_world_size())
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Means over all samples of all ranks; a mean of the task's counts for the samples of its batch."""
+        """Return means over the samples of all ranks, None without data; means of the task are weighted by a batch's samples."""
         if self.validation is None:
             return None
         drawn, was_training = RandomState().state_dict(), model.training
         model.eval()
         sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
         for batch, num_samples in validation_of(self.validation, share, self.loaded.collate, device):
-            here = on_device(batch, device)
-            found: dict[str, Any] = {"loss": self.loss(model, here)}
+            on_it = on_device(batch, device)
+            values: dict[str, Any] = {"loss": self.loss(model, on_it)}
             if self.loaded.metrics is not None:
-                found |= _metrics(self.loaded.metrics(model, here))
-            for name, value in found.items():
+                values |= _metrics(self.loaded.metrics(model, on_it))
+            for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + _weighed(name, value, num_samples, device)
         model.train(was_training)
         RandomState().load_state_dict(drawn)
@@ -157,12 +157,12 @@ class OwnTask:
         )
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Nothing: what a task's model makes is the task's to show."""
+        """Do nothing: a task shows its own results."""
 
 
 # -- before ranks start
 
-SMALL_PARAMS = 20_000_000  # a model is tried on the CPU of this process below it
+SMALL_PARAMS = 20_000_000  # a smaller model is tried on the CPU before ranks start
 
 
 OF_OPTIMIZER = ("train.lr", "train.weight_decay", "train.deepspeed")
@@ -170,7 +170,7 @@ OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raises `UsageError` for keys of `train` to which an optimizer or a scheduler of the user's leaves no meaning."""
+    """Raise `UsageError` for keys of `train` that have no effect with the user's optimizer or scheduler."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
         unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
@@ -179,36 +179,36 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
     for key, what in unused.items():
         value = getattr(config.train, key.removeprefix("train."))
         if value != getattr(TrainConfig(), key.removeprefix("train.")):
-            also = "; train.schedule gives it one" if key in ("train.warmup", "train.final_lr") else ""
-            raise UsageError(f"{key} is {value}, which the {what} of your own has no use for; say it there{also}.")
+            also = ", or set train.schedule too" if key in ("train.warmup", "train.final_lr") else ""
+            raise UsageError(f"{key} is {value}, but has no effect with your own {what}; set it there{also}.")
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Try an optimizer that is named beside text, on a matrix and a vector. Raises `UsageError` where it refuses its options."""
+    """Raise `UsageError` if the optimizer of a run on text refuses its options; tried on a matrix and a vector."""
     if make is None:
         return
     params = [nn.Parameter(torch.zeros((2,) * dim, device="cpu")) for dim in (2, 1)]
     try:
-        made = make(params)
+        optimizer = make(params)
     except (ValueError, TypeError, RuntimeError) as error:
         if is_own(error):
             raise
         raise UsageError(f"optimizer: {brief(error)}") from None
-    if not isinstance(made, Optimizer):
-        raise UsageError(f"optimizer(params) gave a {type(made).__name__}; it takes a torch.optim.Optimizer.")
-    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"optimizer {type(made).__name__} computes the loss anew in its step, which the loop does not; take another one."
+            f"optimizer {type(optimizer).__name__} recomputes the loss in its step, which this loop does not; take another one."
         )
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """How many samples there are to train on, None where nobody can say. Raises `UsageError`."""
+    """Return the number of training samples, None if unknown. Raises `UsageError` for data that cannot be used."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
         if data is None:
-            raise UsageError(f"the task {work.loaded.name!r} has no training data: its dataset('train') gave None.")
+            raise UsageError(f"the task {work.loaded.name!r} has no training data: its dataset('train') returned None.")
         kind = kind_of(data, "train")
     with of_the_task("dataset('validation')"):
         held_out = data_of(work.loaded, "validation", share.rank, share.world)
@@ -218,7 +218,7 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
             key = "patience" if options.patience else "keep_best"
             raise UsageError(
                 f"train.{key} compares validations, and the task {work.loaded.name!r} has no data for them: its "
-                "dataset('validation') gave None; give some, or leave the key out."
+                "dataset('validation') returned None; give some, or leave out the key."
             )
     if kind != "dataset":
         return None
@@ -231,34 +231,34 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Read a batch, and where the model is real and small take its loss, as the first rank will. Raises what that raises."""
+    """Read a training batch and, if the model is real and small, compute its loss, as rank 0 will. Raises their errors."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == "cpu" for t in tensors) and sum(t.numel() for t in tensors) < SMALL_PARAMS:
         with of_the_task("loss(model, batch)"):
-            found = work.loss(model.train(), batch)
-        first = found if isinstance(found, Tensor) else found[0]
+            loss = work.loss(model.train(), batch)
+        first = loss if isinstance(loss, Tensor) else loss[0]
         if not first.requires_grad:
             raise UsageError(
-                "the task's loss does not depend on a parameter of the model; nothing would be trained by it."
+                "the task's loss does not depend on a parameter of the model, so nothing would be trained."
             )
     RandomState().load_state_dict(drawn)
 
 
-def _metrics(found: object) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise UsageError(f"the task's metrics gave a {type(found).__name__}; it takes a dict of names and values.")
-    if "loss" in found:
+def _metrics(metrics: object) -> dict[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"the task's metrics are a {type(metrics).__name__}; return a dict of names and values.")
+    if "loss" in metrics:
         raise UsageError(
-            "the task's metrics have one named 'loss', which is that of the task's loss; give it another name."
+            "the task's metrics have one named 'loss', which is the name of the task's loss; give it another name."
         )
-    return dict(found)
+    return dict(metrics)
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Sum and count, (2,) float64; nothing of a batch of which no sample counts."""
+    """Return (sum, count), (2,) float64; zeros for a batch without samples that count."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

@@ -1,4 +1,4 @@
-"""Ownership of run folders: a lease of `filelock` in each, next to a file that says who has it."""
+"""Ownership of run folders: each has a `filelock` lease, and a file that names the owner."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from filelock import SoftFileLease, Timeout
 from accordion.errors import UsageError
 from accordion.train.tokens import write_whole
 
-FILE, LEASE = ".owner", ".owner.lease"  # in the folder; after a kill they stay behind
-PATIENCE_S = 5.0  # in which a job that was ended just now is gone
-BEAT_S = 5.0  # between two refreshes of a lease
-SILENCE_S = 4 * BEAT_S  # after which a lease that is not refreshed may be taken over
-LOOK_S = 0.2
+FILE, LEASE = ".owner", ".owner.lease"  # in the folder; a killed job leaves them
+EXIT_S = 5.0  # for a job that was just ended to exit
+REFRESH_S = 5.0  # between two refreshes of a lease
+EXPIRY_S = 4 * REFRESH_S  # after which a lease that was not refreshed may be taken over
+POLL_S = 0.2
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
-    """A process that has a folder. `job`: its launcher's name of the job, the same on all hosts and after restarts."""
+    """A process that owns a folder. `job`: its launcher's name for the job, equal on all hosts and after a restart."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -39,12 +39,12 @@ class FolderOwner:
         return (
             f"process {self.pid} on {self.host}, since {self.since}"
             if self.pid
-            else "a process that has yet to say its name"
+            else "a process that has not written its name yet"
         )
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """What the launcher calls this job; None where it has no name of its own. A restart keeps it, so that it waits for itself."""
+    """Return the launcher's name for this job, None if it has none. A restart has the same name, and so waits for itself."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"
@@ -53,22 +53,22 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if another living job has one of `folders`, named as the setting in which it is; changes nothing.
+    """Raise `UsageError` if another live job owns one of `folders` (setting -> folder). Changes nothing.
 
-    An owner of which this host cannot tell if it lives is left to `Claim`.
+    An owner whose lease has expired by this host's clock is left to `Claim`.
     """
     for setting, folder in folders.items():
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + EXIT_S
         while (holder := holder_of(folder)) is not None and (job is None or holder.job != job):
             if time.monotonic() > until:
                 raise _taken(setting, folder, holder)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 def holder_of(folder: Path) -> FolderOwner | None:
-    """Return the owner of `folder` if its lease was refreshed of late by this host's clock, and it has not died on this host."""
+    """Return the owner of `folder`, None if its lease has expired by this host's clock or it is a dead process of this host."""
     refreshed = _refreshed(folder)
-    if refreshed is None or abs(time.time() - refreshed) > SILENCE_S:
+    if refreshed is None or abs(time.time() - refreshed) > EXPIRY_S:
         return None
     holder = _read(folder)
     if holder.host == socket.gethostname():
@@ -82,15 +82,15 @@ def holder_of(folder: Path) -> FolderOwner | None:
 
 
 class Claim:
-    """Owns folders for the life of this process, or until `release`."""
+    """Ownership of folders until `release`, or until this process ends."""
 
     def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
-        """Take `folders`, which exist, each under the setting that named it. Raises `UsageError` if another job has one.
+        """Take `folders` (setting -> existing folder). Raises `UsageError` if another job owns one.
 
-        An owner that is dead is followed, at once on its own host and elsewhere when it has been silent for `SILENCE_S`. So are
-        one that ends within a few seconds, and an earlier start of this same job that ends within `wait_s`.
+        Takes over from a dead owner (of another host, `EXPIRY_S` after its last refresh), from one that exits within
+        `EXIT_S`, or from an earlier start of the same job that exits within `wait_s`.
         """
-        self._mine, self._say, self._released = FolderOwner(job=job), say, Event()
+        self._owner, self._say, self._released = FolderOwner(job=job), say, Event()
         self._leases: dict[Path, SoftFileLease] = {}
         try:
             for setting, folder in folders.items():
@@ -101,58 +101,58 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Give the folders back and leave no file. Not while a thread of this job may write, as after a failure."""
+        """Release the folders and remove our files. Not to be called while a thread of the job may write, as after a failure."""
         self._released.set()
         for folder, lease in self._leases.items():
-            if _read(folder) == self._mine:
+            if _read(folder) == self._owner:
                 (folder / FILE).unlink(missing_ok=True)
             lease.release()
         self._leases.clear()
 
     def _wait(self, setting: str, folder: Path, wait_s: float) -> None:
-        began, told, refreshed = time.monotonic(), False, _refreshed(folder)
+        began, is_reported, refreshed = time.monotonic(), False, _refreshed(folder)
         while not self._take(setting, folder):
             holder, waited = _read(folder), time.monotonic() - began
-            again = holder.job is not None and holder.job == self._mine.job
+            again = holder.job is not None and holder.job == self._owner.job
             lives = _refreshed(folder) != refreshed
-            if waited > (wait_s if again else PATIENCE_S if lives else PATIENCE_S + SILENCE_S):
+            if waited > (wait_s if again else EXIT_S if lives else EXIT_S + EXPIRY_S):
                 raise _taken(setting, folder, holder)
-            if again and not told and waited > PATIENCE_S:
-                told = True
-                self._say(f"waiting for an earlier start of this job to leave {setting} {str(folder)!r}: {holder}")
-            time.sleep(LOOK_S)
+            if again and not is_reported and waited > EXIT_S:
+                is_reported = True
+                self._say(f"waiting for an earlier start of this job to release {setting} {str(folder)!r}: {holder}")
+            time.sleep(POLL_S)
 
     def _take(self, setting: str, folder: Path) -> bool:
         lease = self._leases.get(folder) or SoftFileLease(
             folder / LEASE,
-            lease_duration=SILENCE_S,
-            heartbeat_interval=BEAT_S,
+            lease_duration=EXPIRY_S,
+            heartbeat_interval=REFRESH_S,
             thread_local=False,
             on_compromise=lambda _: self._again(setting, folder),
         )
         self._leases[folder] = lease
         try:
             lease.acquire(blocking=False)
-            write_whole(folder / FILE, json.dumps(asdict(self._mine)))
+            write_whole(folder / FILE, json.dumps(asdict(self._owner)))
         except Timeout:
             return False
         except OSError as error:
             raise UsageError(
-                f"{str(error.filename or folder / FILE)!r}, which says whose the folder is, cannot be opened: {error.strerror}."
+                f"{str(error.filename or folder / FILE)!r}, which names the folder's owner, cannot be opened: {error.strerror}."
             ) from None
         return True
 
     def _again(self, setting: str, folder: Path) -> None:
-        """The lease was removed, with the folder perhaps, or taken over: have it again, or end before two jobs write."""
-        while not self._released.wait(BEAT_S):
-            if not folder.is_dir():  # which filelock would make again
+        """Called when the lease was removed or taken over: take it again, or exit before two jobs write to the folder."""
+        while not self._released.wait(REFRESH_S):
+            if not folder.is_dir():  # filelock would create it again
                 continue
             with suppress(OSError):
                 self._leases[folder].release()
             try:
                 if self._take(setting, folder):
                     return
-            except UsageError:  # no folder, no permission: nobody else has it either
+            except UsageError:  # no folder or no permission: nobody else can own it
                 continue
             print(
                 f"accordion: stopped: {setting} {str(folder)!r} was taken from this job while it ran; it is in use by "
@@ -170,16 +170,16 @@ def _taken(setting: str, folder: Path, holder: FolderOwner) -> UsageError:
 
 
 def _refreshed(folder: Path) -> float | None:
-    """Return when the lease of `folder` was refreshed last, by its file system's clock; None if there is none."""
+    """Return the time of the last refresh of the lease, by the clock of its file system; None if there is no lease."""
     with suppress(OSError):
         return (folder / LEASE).stat().st_mtime
     return None
 
 
 def _read(folder: Path) -> FolderOwner:
-    """Return who wrote the file of `folder`; one without a name if nobody did, or it cannot be read."""
+    """Return the owner named in the file of `folder`; one without a name if the file is missing or cannot be read."""
     try:
-        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return FolderOwner(**{key: said[key] for key in ("host", "pid", "since", "job")})
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return FolderOwner(**{key: content[key] for key in ("host", "pid", "since", "job")})
     except (OSError, ValueError, KeyError, TypeError):
         return FolderOwner(host="", pid=0, since="")

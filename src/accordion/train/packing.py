@@ -1,4 +1,4 @@
-"""Rows of examples: which share one, batches of rows with positions that begin anew with each example, and a preview."""
+"""Rows of examples: which examples share a row, batches with position ids that restart with each example, and a preview."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.utils.data import Dataset
 from accordion.train.data import IGNORED, GlobalOrder, Share, shuffled
 from accordion.train.token_tables import Examples
 
-SHOWN = 3  # examples that a person sees before a run
-LONGEST = 1200  # characters of one; of a longer one the middle of each part is left out
+SHOWN = 3  # examples shown before a run
+LONGEST = 1200  # characters shown of an example; the middle of each part of a longer one is left out
 Batch = dict[str, Any]
-"""`input_ids` and `labels`, (b, tokens); `position_ids` where rows hold several examples; `num_tokens`, without the filling."""
+"""`input_ids` and `labels`, (b, tokens); `position_ids` if rows have several examples; `num_tokens`, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The examples that have an answer among their first `seq_len` labels. `kept`: their numbers. `lengths`: labels of each.
+    """The examples with an answer among their first `seq_len` labels, by their `indices`. `lengths`: labels of each.
 
-    `num_cut` of them are longer than that; `num_lost` answer tokens go with what is cut; `num_left_out` have no answer left.
+    `num_cut` of them are longer; `num_lost` answer tokens are cut off; `num_left_out` examples have no answer left.
     """
 
-    kept: np.ndarray
+    indices: np.ndarray
     lengths: np.ndarray
     num_cut: int
     num_left_out: int
@@ -37,30 +37,30 @@ class Fitted:
     num_answers: int
 
     def words(self, seq_len: int) -> str | None:
-        """What was cut, for a person; None where nothing was."""
+        """Return text about what was cut off; None if nothing was."""
         if not self.num_cut and not self.num_left_out:
             return None
         total, lost = self.num_cut + self.num_left_out, self.num_lost
         left_out = f"; {self.num_left_out:,} of them have no answer left and are left out" if self.num_left_out else ""
         return (
-            f"{total:,} of {len(self.kept) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
+            f"{total:,} of {len(self.indices) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
             f"{lost:,} of {self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
         )
 
 
 def fitted(examples: Examples, seq_len: int) -> Fitted:
     lengths = examples.lengths - 1  # the first token is no label
-    keep, num_lost, num_left_out = np.ones(len(lengths), dtype=bool), 0, 0
+    fits, num_lost, num_left_out = np.ones(len(lengths), dtype=bool), 0, 0
     for i in np.flatnonzero(lengths > seq_len):
         labels = examples[int(i)][1][1:]
         num_lost += int(labels[seq_len:].sum())
         if not labels[:seq_len].any():
-            keep[i] = False
+            fits[i] = False
             num_left_out += 1
-    kept = np.flatnonzero(keep)
+    indices = np.flatnonzero(fits)
     return Fitted(
-        kept=kept,
-        lengths=np.minimum(lengths[kept], seq_len),
+        indices=indices,
+        lengths=np.minimum(lengths[indices], seq_len),
         num_cut=int((lengths > seq_len).sum()) - num_left_out,
         num_left_out=num_left_out,
         num_lost=num_lost,
@@ -69,13 +69,13 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Rows of at most `size` tokens of things with these lengths: the longest first, each where it leaves the least room.
+    """Pack items into rows of at most `size` tokens: the longest first, each into the row with the least room left.
 
-    Best fit decreasing (Johnson et al., 1974), whose rows are at most 11/9 of the fewest possible and one more.
+    Best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one.
     """
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # of which there are rows, in ascending order
+    rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
     for i in np.argsort(-lengths, kind="stable"):
         length = int(lengths[i])
         at = bisect_left(rooms, length)
@@ -96,7 +96,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[list[Batch]]):
-    """Rows of examples, each a list of its documents' inputs and labels. Owns nothing but the plan of the rows."""
+    """Rows of examples, each a list of its documents' inputs and labels."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
@@ -105,7 +105,7 @@ class ExampleRows(Dataset[list[Batch]]):
             self.rows = packed(self.fit.lengths, seq_len)
         else:
             order = (
-                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.kept))
+                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.indices))
             )
             self.rows = order.reshape(-1, 1).tolist()
 
@@ -113,10 +113,10 @@ class ExampleRows(Dataset[list[Batch]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:  # type: ignore[override]
-        """Documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
+        """Return documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
         documents = []
         for i in self.rows[index]:
-            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.kept[i])])
+            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.indices[i])])
             labels = np.where(answers[1:], ids[1:].astype(np.int64), IGNORED)
             documents.append((torch.from_numpy(ids[:-1].astype(np.int64)), torch.from_numpy(labels)))
         return documents
@@ -124,9 +124,9 @@ class ExampleRows(Dataset[list[Batch]]):
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Rows as a batch, filled up on the right: to `seq_len` where rows hold several examples, else to the longest.
+    """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row.
 
-    A filling comes behind all that counts, which a causal model does not see; in a row of several examples it is one more.
+    Padding comes after all tokens that count, so a causal model ignores it; in rows of examples it is one more of them.
     """
 
     seq_len: int
@@ -145,19 +145,19 @@ class Collate:
         for i, row in enumerate(rows):
             at = 0
             for inputs, labels in row:
-                here = slice(at, at := at + len(inputs))
-                batch["input_ids"][i, here], batch["labels"][i, here] = inputs, labels
+                span = slice(at, at := at + len(inputs))
+                batch["input_ids"][i, span], batch["labels"][i, span] = inputs, labels
                 if several:
-                    batch["position_ids"][i, here] = torch.arange(len(inputs), device="cpu")
+                    batch["position_ids"][i, span] = torch.arange(len(inputs), device="cpu")
             if several:
                 batch["position_ids"][i, at:] = torch.arange(width - at, device="cpu")
         return {**batch, "num_tokens": sum(lengths)}
 
 
 class LengthOrder(GlobalOrder):
-    """An order of rows that lie sorted by length: those of a step follow each other, and the steps are shuffled.
+    """Order of rows that are sorted by length: a step has consecutive rows, and the steps are shuffled.
 
-    So the rows of all ranks and micro-batches of a step are about equally long, for any number of ranks with that global batch.
+    So the rows of a step have similar lengths on all ranks and in all micro-batches, for any number of ranks with that batch.
     """
 
     def index_of(self, position: int, epoch: int) -> int:
@@ -165,7 +165,7 @@ class LengthOrder(GlobalOrder):
         step, inside = divmod(position, size)
         skipped = shuffled(
             epoch % (self.num_dropped + 1), self.num_dropped + 1, self.seed
-        )  # the shortest or the longest
+        )  # skips some of the shortest or of the longest
         return skipped + shuffled(step, self.steps_per_epoch, self.seed + epoch) * size + inside
 
     def state_dict(self) -> dict[str, int]:
@@ -176,18 +176,18 @@ class LengthOrder(GlobalOrder):
 
 
 def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Sequence[int]) -> Iterator[Batch]:
-    """This rank's batches of the rows in `order`, as many on every rank; if it has none left, none of its labels count."""
+    """Yield this rank's batches of the rows in `order`, as many on every rank: if none are left, one without labels."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
-        mine = [rows[i] for i in order[start + share.rank : start + each : share.world]]
-        batch = collate(mine or [rows[order[start]]])
-        if not mine:
+        share_rows = [rows[i] for i in order[start + share.rank : start + each : share.world]]
+        batch = collate(share_rows or [rows[order[start]]])
+        if not share_rows:
             batch["labels"].fill_(IGNORED)
         yield batch
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first examples as they will be learnt, cut to `seq_len` labels: each in texts, and whether one is learnt."""
+    """Return the first examples as they will be learnt, cut to `seq_len` labels: each a list of (text, whether it is learnt)."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

@@ -1,4 +1,4 @@
-"""Everything that can go wrong before ranks start: settings, data, model folder and checkpoint, checked in this order."""
+"""Check everything before ranks start: settings, data, model folder and checkpoint, in this order."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
 Work = Text | Instructions | OwnTask
-"""A task to train, as the loop sees it: made before ranks start and pickled to each of them."""
+"""What a run trains: the interface of the loop to text, examples or a task. Pickled to each rank."""
 Folders = dict[str, Path]
-"""Those that one job writes to at a time, under the settings that name them."""
+"""Setting -> folder that the run writes to; one job at a time may have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `config`: with the batch of the run that it goes on with. `resume`: the checkpoint to go on from.
-    `expected`: what a plan says of the run. `began_s`: when this start of the run began, by `time.time` of this machine."""
+    """Everything that ranks start from. `config`: with the batch of a resumed run. `resume`: the checkpoint to resume from.
+    `expected`: figures of the plan. `began_s`: `time.time` of this machine when this command started."""
 
     config: JobConfig
     work: Work
@@ -81,15 +81,16 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
+    """Check all input, write the token files to the cache, create the run's folders, and return what ranks start from. Raises
+    `UsageError`, or `TaskError` from the user's code.
 
     Args:
-        place: this process in the run; the first rank of all checks that no other job has the folders of the run
-        cache: folder for tokenizers and tokens, made if need be
-        screen: shows notes, and examples with what is learnt of them
+        place: this process in the run; rank 0 also checks that no other job uses the folders of the run
+        cache: folder for tokenizers and tokens, created if it does not exist
+        screen: shows notes and a preview of examples
         named: the keys that flags and run files gave
-        began_s: when this start of the run began, by `time.time` of this machine
-        task: the task to train, if `config` names no class of it
+        began_s: `time.time` of this machine when this command started
+        task: the task to train, if `config` has no class path of one
     """
     try:
         replicas, world = 1, place.world
@@ -103,7 +104,7 @@ def prepare(
         for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
             if url and "://" in url:
                 raise UsageError(
-                    f"{key} is {url!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
+                    f"{key} is {url!r}, a URL; a run writes to file systems only, so give a path (acc.save takes URLs)."
                 )
         check_trackers(config.log)
         if isinstance(config, Config):
@@ -123,7 +124,7 @@ def prepare(
 
 @contextmanager
 def _cached(cache: Path) -> Iterator[None]:
-    """What fails in here is the cache's: the data's own errors are told by name where it is read."""
+    """Context manager that reports an `OSError` as one of the cache folder; errors of the data are already `UsageError`."""
     try:
         yield
     except OSError as error:
@@ -136,7 +137,7 @@ def _cached(cache: Path) -> Iterator[None]:
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Those of the run, the checkpoint to go on from, and `config` with the batch of that. Nothing is written."""
+    """Return the run's folders, the checkpoint to resume from, and `config` with that run's batch. Writes nothing."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -146,7 +147,7 @@ def _folders(
         if not os.access(above, os.W_OK | os.X_OK):
             raise UsageError(f"{str(path)!r} cannot be written: no permission in {str(above)!r}.")
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
-    if place.rank == 0:  # elsewhere it may have them already when others look
+    if place.rank == 0:  # it may have claimed them before other hosts check
         check_free(folders, place.job)
     resume = checkpoints.choose(folder, config, screen.note)
     return folders, resume, checkpoints.with_batch_of(resume, config, named, place.world)
@@ -161,7 +162,7 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Build the model and read a batch, and take the loss of it where that is quickly done here."""
+    """Prepare a task: build its model, read a batch, and compute its loss if the model is small and on the CPU."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -189,7 +190,7 @@ def _of_text(config: Config, place: RankPlace, cache: Path, screen: Screen, name
         vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     spec = json.loads(vocabulary.spec)
     if spec.get("truncation") or spec.get("padding"):
-        say("tokenizer.json asks for truncation or padding, which is off while documents are read")
+        say("tokenizer.json asks for truncation or padding, which is ignored while documents are read")
     vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
@@ -202,7 +203,7 @@ def _of_text(config: Config, place: RankPlace, cache: Path, screen: Screen, name
     _make(folders)
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    _tell_of_unread(source, say)
+    _report_unread(source, say)
     config = with_base(config, folders["run.dir"])
     generation = generation_settings(config, [vocabulary.end_id])
     work = Text(config=config, files=tokens, generation=generation, spec=vocabulary.spec)
@@ -210,14 +211,14 @@ def _of_text(config: Config, place: RankPlace, cache: Path, screen: Screen, name
 
 
 def _of_examples(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
+    """Prepare examples. The tokenizer is saved in the run folder, where `accordion generate` reads it and its chat template."""
     model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     data, inner = config.data, computing(_check_model(config, resume, say))
     if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
         raise UsageError(
-            f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
-            "see each other; take --data.packing length."
+            f"data.packing is 'documents', but {type(inner).__name__} takes no position ids, so examples in a row would attend "
+            "to each other; take --data.packing length."
         )
     with _cached(cache):
         tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
@@ -233,7 +234,7 @@ def _of_examples(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     tokenizer.save_pretrained(folders["run.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
     if end is None:
-        say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
+        say("the chat template ends an answer with no special token; generation will run to the limit of tokens")
     config = with_base(config, folders["run.dir"])
     generation, spec = generation_settings(config, ends_of(end)), tokenizer.backend_tokenizer.to_str()
     work = Instructions(config=config, files=examples, generation=generation, spec=spec)
@@ -243,18 +244,18 @@ def _of_examples(config: Config, place: RankPlace, cache: Path, screen: Screen, 
 def _check_examples(
     examples: ExampleFiles, config: Config, source: Source, tokenizer: Any, world: int, screen: Screen
 ) -> None:
-    """Show and describe the examples. Raises `UsageError` if there are too few."""
+    """Show a preview and the sizes of the examples. Raises `UsageError` if there are too few."""
     data, say = config.data, screen.note
-    _tell_of_unread(source, say)
+    _report_unread(source, say)
     if examples.unread:
-        say(f"data: fields that are not read, or not by the chat template: {', '.join(examples.unread)}")
+        say(f"data: fields that are not used, or not by the chat template: {', '.join(examples.unread)}")
     rows = {split: ExampleRows(examples.read(split), data.seq_len, data.packing) for split in SPLITS}
     train = rows["train"]
-    screen.examples(preview(train.examples, tokenizer, data.seq_len))  # also of what is refused next
+    screen.examples(preview(train.examples, tokenizer, data.seq_len))  # before the check, which may refuse them
     batch = world * config.train.micro_batch * config.train.accumulate
     check_enough_rows(rows, config, batch, source.label)
-    for split, held in rows.items():
-        cut = held.fit.words(data.seq_len)
+    for split, split_rows in rows.items():
+        cut = split_rows.fit.words(data.seq_len)
         if cut is not None:
             say(f"data, {split}: {cut}")
     say(
@@ -266,7 +267,7 @@ def _check_examples(
         say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
 
 
-def _tell_of_unread(source: Source, say: Say) -> None:
+def _report_unread(source: Source, say: Say) -> None:
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
@@ -275,7 +276,7 @@ def _tell_of_unread(source: Source, say: Say) -> None:
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
-    """Return the model without storage, once it fits the units asked for, its weights and the checkpoint; describe it."""
+    """Return the model on the meta device after checking it against the chosen units, its weights and the checkpoint."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
@@ -286,9 +287,9 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
         except CheckpointError as error:
             raise UsageError(f"model.path: {error}") from None
     if resume is not None:
-        held = model.state_dict(keep_vars=True).items()
+        state = model.state_dict(keep_vars=True).items()
         all_of_it = config.adapter.kind == "none"
-        shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
+        shapes = {name: tuple(value.shape) for name, value in state if all_of_it or value.requires_grad}
         checkpoints.check_model(resume, shapes)
     if config.model.init == "pretrained" and "optimizer" not in config.parts:
         say(
@@ -302,7 +303,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """The size of the vocabulary that the model has rows for."""
+    """Return the size of the vocabulary of the model."""
     if config.model.path is None:
         return TRAINED[config.model.preset].vocab
     described = check_folder(config.model.path)
@@ -317,11 +318,9 @@ def _vocab_of_model(config: Config) -> int:
 def _vocabulary(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Vocabulary:
     if config.model.path is not None:
         folder = Path(config.model.path)
-        held = folder_vocabulary(folder, check_folder(config.model.path).get("eos_token_id"))
-        if held is not None:
-            return held
+        vocabulary = folder_vocabulary(folder, check_folder(config.model.path).get("eos_token_id"))
+        if vocabulary is not None:
+            return vocabulary
         if config.model.init == "pretrained":
-            raise UsageError(
-                f"model.path {str(folder)!r} has no tokenizer.json, without which its weights mean nothing."
-            )
+            raise UsageError(f"model.path {str(folder)!r} has no tokenizer.json, which its pretrained weights need.")
     return cached_vocabulary(source, source.pieces(), model_vocab, cache, say)

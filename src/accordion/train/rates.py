@@ -1,4 +1,4 @@
-"""The learning rate of each step: a schedule by name, one of DeepSpeed, or a scheduler of the user's."""
+"""The learning rate of each step: from a schedule of `train.schedule`, of DeepSpeed, or from a user's scheduler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """The learning rates of an optimizer: of a schedule, of a scheduler, or those that the optimizer was made with.
+    """Sets the learning rates of an optimizer: by `prescribed` or `scheduler`; without either they stay as they are.
 
-    A step that was left out is no step of these. `prescribed`: the rate of step 1, 2, ... of a group from its first rate.
+    `prescribed(step, first)`: rate of step 1, 2, ... of a group that started with `first`. Skipped steps do not count.
     """
 
     def __init__(
@@ -32,30 +32,30 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of step 1, 2, ... that is not left out. Returns that of the first group."""
+        """Set the rates of step 1, 2, ... (skipped steps do not count). Returns the rate of the first group."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def after(self) -> None:
-        """Call after each step that was made."""
+        """Step the scheduler; call after each step that was not skipped."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint keeps."""
+        """Return the objects that a checkpoint stores."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self, num_steps: int, *, changed: bool) -> None:
-        """Give a loaded optimizer the options of this run's configuration again, after `num_steps` steps.
+        """Restore the options of this run's configuration in a loaded optimizer, after `num_steps` steps.
 
-        `changed`: the configuration of the optimizer or scheduler differs from that of the run that saved the checkpoint. A
-        scheduler is stepped again from its beginning then; else it goes on with its state.
+        `changed`: keys of the optimizer or scheduler differ from those of the run that saved the checkpoint. A scheduler is
+        then stepped again from its beginning; otherwise it continues from its state.
         """
         groups = list(zip(self._optimizer.param_groups, self._options, strict=True))
         if self._scheduler is None:
-            # Optimizers also keep state in their groups (a count of steps, say): what a constructor takes is an option.
+            # Options are what a constructor takes. Groups may also have state, for example a count of steps.
             kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
             takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
             for group, options in groups:
@@ -65,7 +65,7 @@ class LearningRates:
             for group, options in groups:
                 group.update(options)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of a scheduler that is stepped before its optimizer
+                warnings.simplefilter("ignore")  # torch warns if a scheduler is stepped before its optimizer
                 for _ in range(num_steps):
                     self._scheduler.step()
 
@@ -73,7 +73,10 @@ class LearningRates:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """`is_own`: the optimizer is the user's: its rate stays as it was made unless `scheduler` or `train.schedule` changes it."""
+    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`.
+
+    A user's own optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto".
+    """
     if scheduler is not None or (is_own and options.schedule == "auto"):
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:
@@ -83,11 +86,11 @@ def rates_of(
 
 
 def share_at(step: int, options: TrainConfig) -> float:
-    """Which share of its peak the rate has in step 1, 2, ...: linear warmup, then what `train.schedule` says.
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then `train.schedule`.
 
-    With x from 0, at the end of the warmup, to 1, at the last step, and f the share `final_lr`: cosine
-    f + (1 - f)(1 + cos(pi x)) / 2, linear 1 - (1 - f) x; step `decay_factor` to the
-    power of the drops so far; wsd 1, and at the end linear with an x of its own.
+    With x from 0 at the end of the warmup to 1 at the last step, and f = `final_lr`: cosine is f + (1 - f)(1 + cos(pi x)) /
+    2; linear is 1 - (1 - f) x; step is `decay_factor` to the power of the drops so far; wsd is 1, then linear at the end with
+    an x of its own.
     """
     if step <= options.warmup:
         return step / options.warmup

@@ -1,4 +1,4 @@
-"""Run files: YAML with the keys of `accordion train`; every mistake is one sentence with the nearest valid name."""
+"""Run files: YAML with the keys of `accordion train`. Every mistake is one sentence with the nearest valid name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED = frozenset({"run.report"})
 
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
-    """What a run file says: `group.key` -> value. Raises `UsageError` naming the file, the key and what was given."""
+    """Return `group.key` -> value of a run file. Raises `UsageError` with the file, the key and the value."""
     known = {option.key: option for option in options}
     content = content_of(file)
     _check_keys(file, content, list(known))
@@ -24,7 +24,7 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """`group: {key: value}` as `group.key` -> value."""
+    """Return `group: {key: value}` as `group.key` -> value."""
     values: dict[str, Any] = {}
     for name, group in content.items():
         values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
@@ -52,11 +52,11 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def content_of(file: str) -> dict[str, Any]:
-    """Keys, or groups with their keys, as they stand there. Raises `UsageError`."""
+    """Return the content of a run file: keys, or groups with their keys. Raises `UsageError`."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UsageError(f"run file {file!r} is no regular file; it is read more than once, so write it to one.")
+            raise UsageError(f"run file {file!r} is no regular file, which it must be because it is read twice.")
         text = path.read_text(encoding="utf-8")
         _check_scalars(file, yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
@@ -81,7 +81,7 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raises `UsageError` for a key that does not exist."""
+    """Raise `UsageError` for a key that does not exist."""
     groups = sorted({key.partition(".")[0] for key in keys})
     for name, group in content.items():
         if "." in str(name) and str(name) in keys:
@@ -97,13 +97,13 @@ def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None
 
 
 def _check_scalars(file: str, root: yaml.Node | None) -> None:
-    """Raise `UsageError` for a key given twice, of which YAML takes the last, and for a number that can be read two ways."""
+    """Raise `UsageError` for a key given twice (YAML would use the last), and for a number that can be read in two ways."""
     seen: set[str] = set()
     for group, value in root.value if isinstance(root, yaml.MappingNode) else []:
         inner = value.value if isinstance(value, yaml.MappingNode) else []
-        for name, held in [(str(group.value), value), *((f"{group.value}.{key.value}", held) for key, held in inner)]:
+        for name, node in [(str(group.value), value), *((f"{group.value}.{key.value}", node) for key, node in inner)]:
             if name in seen:
-                raise UsageError(f"run file {file!r}: key {name!r} is given twice; say it once.")
+                raise UsageError(f"run file {file!r}: key {name!r} is given twice; give it once.")
             seen.add(name)
-            if isinstance(held, yaml.ScalarNode) and held.style is None and AMBIGUOUS.fullmatch(held.value):
-                raise UsageError(f"run file {file!r}: {name} is {short(held.value)!r}; {UNCLEAR}")
+            if isinstance(node, yaml.ScalarNode) and node.style is None and AMBIGUOUS.fullmatch(node.value):
+                raise UsageError(f"run file {file!r}: {name} is {short(node.value)!r}; {UNCLEAR}")

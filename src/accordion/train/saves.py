@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes while it trains, and going on from one."""
+"""The checkpoints that a run saves while it trains, and resuming from one."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from accordion.train import checkpoints
 from accordion.train.build import Run, of_first
 from accordion.train.config import flat
 
-# Keys from which the options and rates of an optimizer follow.
+# Keys that decide the options and rates of an optimizer.
 OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 class RunSaves:
-    """The saves of a run: owns the one under way, and why the last step that was saved was not kept, if it was not.
+    """Saves checkpoints of a run and resumes from one. Keeps track of the save under way.
 
-    `lost`: that error. `links`: the best is kept, as a link of its step's checkpoint if that is saved anyway.
+    `lost`: error of the last step's save, None if it succeeded. `links`: a saved step that is the best is hard-linked.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint
         self.folder = run.prepared.checkpoint_dir
         self.links = run.config.train.keep_best and of_first(run.place, lambda: checkpoints.can_link(self.folder))
-        # Not with states on disk: a copy of them in memory is what they are there to avoid.
+        # Not with states on disk, because a background save copies them into memory.
         self._in_background = self._options.background and not run.config.shard.offload.uses_disk
-        # The save that is written, since when by `time.perf_counter`, and of which step; None of the best.
+        # The save under way, its start by `time.perf_counter`, and its step (None for the best).
         self._under_way: tuple[Saving, float, int | None] | None = None
         self.lost: CheckpointError | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save, or do what `checkpoint.on_error` says. `name`: of the checkpoint, if it is not that of its step."""
+        """Save, and handle a failure as `checkpoint.on_error` says. `name`: folder name, if not that of the step."""
         run, extra, state = self._run, self._progress(step), self._state()
         path = self.folder / name if name else checkpoints.path_of(self.folder, step)
         try:
             saver_of(run.model).wait()
-        except CheckpointError as error:  # of the save before, which says nothing of this one
+        except CheckpointError as error:  # of the previous save
             self.failed(error)
         self.poll()
         background, began_s, keep = self._in_background and not last, time.perf_counter(), self._options.keep
@@ -55,7 +55,7 @@ class RunSaves:
                 state=state,
                 background=background,
                 keep=0 if name else keep,
-                only=run.prepared.work.kept(),
+                only=run.prepared.work.only(),
             )
             self._under_way = saving, began_s, None if name else step
             if not background:
@@ -67,7 +67,7 @@ class RunSaves:
             self.lost = lost
 
     def poll(self) -> None:
-        """If the save under way is done: note how long it took, and link it as the best if it is."""
+        """If the save under way is done, record its time, and link it as the best if it is."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -76,41 +76,41 @@ class RunSaves:
             self._link_best(step)
 
     def settle(self) -> None:
-        """Wait for the save under way, which takes the group and the folders; its error was reported, or there is worse."""
+        """Wait for the save under way, before group and folders are released. Its error was reported, or a worse one will be."""
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
 
     def failed(self, error: CheckpointError) -> None:
-        """Do what `checkpoint.on_error` says."""
+        """Raise `error` or report it, as `checkpoint.on_error` says."""
         if self._options.on_error == "stop":
             raise error
         self._run.screen.note(f"no checkpoint: {error}; training goes on")
 
     def not_kept(self, step: int) -> CheckpointError:
-        """Return the error of a run that trained on past a failure and has nothing to show for its last steps."""
-        newest = checkpoints.kept(self.folder)
-        kept = (
-            f"the newest checkpoint is {newest}, from which {self.same_command} goes on"
+        """Return the error for a run that trained on after a failed save and has no checkpoint of its last steps."""
+        newest = checkpoints.newest_in(self.folder)
+        rest = (
+            f"the newest checkpoint is {newest}, from which {self.same_command} resumes"
             if newest
             else "there is no checkpoint"
         )
-        return CheckpointError(f"the weights after step {step} were not kept, {kept}: {self.lost}")
+        return CheckpointError(f"the weights after step {step} were not saved, {rest}: {self.lost}")
 
     @property
     def same_command(self) -> str:
-        """The command that goes on from the newest checkpoint, in words."""
+        """Text for the command that resumes from the newest checkpoint."""
         refuses = self._options.resume == "none"
         return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
     def resume(self) -> int:
-        """Fill the run from the checkpoint that was chosen. Returns how many steps are done."""
+        """Load the checkpoint that was chosen into the run. Returns the number of steps done."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
         try:
-            extra = load(path, run.model, run.optimizer, state=self._state(), only=run.prepared.work.kept())
+            extra = load(path, run.model, run.optimizer, state=self._state(), only=run.prepared.work.only())
         except CheckpointError as error:
-            raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
+            raise CheckpointError(f"{error} To resume from another, give its path as --checkpoint.resume.") from None
         if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
             ours = run.scaler.state_dict()
             run.scaler.load_state_dict({**ours, "scale": scale["scale"], "_growth_tracker": scale["_growth_tracker"]})
@@ -120,53 +120,53 @@ class RunSaves:
         done, steps = int(extra["step"]), run.config.train.steps
         run.screen.note(f"resumed from {path}: {done} of {steps} steps are done")
         self._order_folder(path, done)
-        if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
-            run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
+        if not (run.prepared.work.has_data_of(extra) and run.batches.resume(extra["loader"])):
+            run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts again")
         self._compare(extra["config"], done)
         if done == steps:
             run.screen.note(
-                "nothing is left to train; raise train.steps to go on, or take another run.dir to start over"
+                "nothing is left to train; raise train.steps to train on, or take another run.dir to start over"
             )
         return done
 
     def _order_folder(self, path: Path, done: int) -> None:
-        """Have the folder of checkpoints agree with a run that goes on from `path`, and `done` steps, in it."""
+        """Adjust the folder of checkpoints to a run that resumes from `path`, after `done` steps."""
         run = self._run
         if self._options.resume != "auto" and run.place.rank == 0:
-            # They would be the newest for every later start. Only now, when the one to go back to is known to load.
+            # Later starts would take them as the newest. Moved only now, after the chosen one has loaded.
             aside = checkpoints.set_aside(self.folder, done)
             if aside is not None:
                 run.screen.note(f"checkpoints of later steps are in {aside} now")
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
-            self._link_best(done)  # if a run was killed between the two
+            self._link_best(done)  # in case the run was killed between save and link
         if run.config.train.keep_best:
-            # What the folder holds later ones are to be below, wherever this run comes from.
+            # New validations must be below the best in this folder, even if the run resumes from elsewhere.
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
     def _compare(self, before: Mapping[str, Any], done: int) -> None:
-        """Note the settings that changed since the checkpoint, and set the learning rates of this run."""
-        now = self._settings()
-        changed = checkpoints.differing(before, now)
+        """Report the settings that changed since the checkpoint, and set the learning rates of this run."""
+        current = self._settings()
+        changed = checkpoints.differing(before, current)
         if changed:
             self._run.screen.note(
-                "changed since: " + ", ".join(f"{key} {before[key]} -> {now[key]}" for key in changed)
+                "changed since: " + ", ".join(f"{key} {before[key]} -> {current[key]}" for key in changed)
             )
         rates_changed = any(key.startswith(OF_RATES) for key in changed)
         self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
 
     def _settings(self) -> dict[str, Any]:
-        """The keys of the run, its number of ranks, and the batch that follows from these."""
+        """Return the keys of the run, its number of ranks, and the resulting batch."""
         run = self._run
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """Return the state of the run that a checkpoint holds beside its tensors; `resume` reads it."""
+        """Return the state of the run that a checkpoint stores with its tensors; `resume` reads it."""
         run = self._run
         return {
             **run.prepared.work.progress(run.model),
             "step": step,
             "config": self._settings(),
-            "loader": run.batches.kept(),
+            "loader": run.batches.position(),
             "scaler": run.scaler.state_dict(),
             "skipped": run.skips.total,
             "best": run.best.state(),
@@ -174,7 +174,7 @@ class RunSaves:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint holds for each rank."""
+        """Return the objects that a checkpoint stores for each rank."""
         run = self._run
         return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 

@@ -1,4 +1,4 @@
-"""Sources of data: files, folders and saved datasets, as one stream of documents or of rows with their places."""
+"""Sources of data: read files, folders and saved datasets as documents or rows, with their positions for messages."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from accordion.train.config import DataConfig
 
 Split = Literal["train", "validation"]
 VALIDATION_SHARE = 20  # one document in this many
-CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> what separates columns
+CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> separator of columns
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 KINDS |= dict.fromkeys(CSV, "csv")
 DATASET_MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")
-PIECE_CHARS = 1 << 20  # longer text files come in pieces of about this size, cut at a line's end
-HEAD_BYTES = 1 << 16  # of a file in a folder, to see if it is text
-# Tests are repetitive, and encodings are tables written by a program.
+PIECE_CHARS = 1 << 20  # longer text files are read in pieces of about this size, split at the end of a line
+HEAD_BYTES = 1 << 16  # read from a file in a folder, to see if it is text
+# Tests are repetitive, and encodings are generated tables.
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved datasets folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """One row. `where`: file and line or row, for a message. `left`: names of its fields that were not asked for."""
+    """A row of data. `where`: file and line or row, for messages. `left`: names of its fields that were not asked for."""
 
     where: str
     values: dict[str, Any]
@@ -53,11 +53,11 @@ class DataRow:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of fields: those that every row must have, and those that are read if a row has them."""
+    """Names of fields that every row must have (`needed`), and of fields that are read if a row has them (`optional`)."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    key: str = ""  # of the configuration that names them
+    key: str = ""  # the configuration key that names them
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,8 +69,8 @@ class Fields:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
                 raise UsageError(f"{where} has no {what} {name!r}{self.key and f' ({self.key})'}; {near}")
-        own = {name: values[name] for name in self.names if name in values}
-        return DataRow(where=where, values=own, split=split, left=tuple(name for name in values if name not in own))
+        read = {name: values[name] for name in self.names if name in values}
+        return DataRow(where=where, values=read, split=split, left=tuple(name for name in values if name not in read))
 
 
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
@@ -102,13 +102,13 @@ def suffix_of(path: Path) -> str:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed as its suffix says."""
+    """Open a file for reading, decompressed according to its suffix."""
     file: IO[bytes] = COMPRESSED.get(path.suffix.lower(), partial(open, mode="rb"))(path)
     return file
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` naming the file and the line or row."""
+    """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row."""
     if path.is_dir():
         yield from _saved(path, key, fields)
     elif KINDS[suffix_of(path)] == "json":
@@ -118,10 +118,10 @@ def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Rows of JSON Lines, or of one array in a file named `.json`, each with its own fields.
+    """Yield the rows of JSON Lines, or of one array in a `.json` file, each with its own fields.
 
-    `datasets` gives all rows of a file the fields and types of its first 10 MB: rows with a later field are an error, fields
-    that a row lacks are null, and texts that look like dates are times.
+    `datasets` would give all rows the fields and types of the first 10 MB: a later field is an error, missing fields are
+    null, and text that looks like a date becomes a time.
     """
     may_be_array = suffix_of(path) == ".json"
     with opened(path) as file:
@@ -154,7 +154,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Rows of a file that `datasets` reads."""
+    """Yield the rows of a file that `datasets` reads."""
     what = f"data file {str(path)!r}"
     number = 0
     try:
@@ -171,7 +171,7 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def columns_of(path: Path, fields: Fields) -> list[str]:
-    """Return the column names of a CSV or parquet file, none of Arrow's. Raises `UsageError` unless they have `fields`."""
+    """Return the column names of a CSV or parquet file, [] for Arrow. Raises `UsageError` unless `fields` are among them."""
     what, suffix, names = f"data file {str(path)!r}", suffix_of(path), list[str]()
     if suffix in CSV:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -195,7 +195,7 @@ def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict
     kind = KINDS[suffix_of(path)]
     how: dict[str, Any] = {}
     if kind == "csv":
-        text = datasets.Value("string")  # else a column of "1" or "NA" is numbers or nothing
+        text = datasets.Value("string")  # otherwise "1" is read as a number and "NA" as missing
         how = {"sep": CSV[suffix_of(path)], "encoding": "utf-8-sig", "keep_default_na": False, "na_filter": False}
         how["features"] = datasets.Features(dict.fromkeys(names, text))
     elif kind == "parquet":
@@ -208,12 +208,12 @@ def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Rows of a folder that `datasets` saved. Parts that are neither for training nor for validation are left out."""
+    """Yield the rows of a folder saved by `datasets`. Splits that are neither for training nor for validation are left out."""
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # its readers' own errors; all of them mean that the folder is unusable
+    except Exception as error:  # errors of many kinds, all of an unusable folder
         raise UsageError(f"data.path {str(path)!r} is no saved datasets folder: {error}") from None
     parts = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
     held_out = next(
@@ -241,8 +241,8 @@ def checked_text(value: object, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"{where} holds half of a surrogate pair (\\u{ord(value[error.start]):04x} at character {error.start}), which is "
-            "no text; JSON writes such a character as two of them, or as itself in UTF-8."
+            f"{where} has half of a surrogate pair (\\u{ord(value[error.start]):04x} at character {error.start}), which is no "
+            "text; JSON writes such a character as both halves, or as itself in UTF-8."
         ) from None
     return value
 
@@ -252,7 +252,7 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one document. `key` names the document; `ends`: no more of it follows; `split` where the data says it."""
+    """Text of a document, or a part of it. `key`: its name. `ends`: this is the last part. `split`: if the data names one."""
 
     key: str
     text: str
@@ -262,7 +262,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data that was found. `files`: key and path of each. `unread`: reason for each file of the folder that is left out.
+    """Data to read. `files`: key and path of each. `unread`: file of the folder that is left out -> reason.
 
     `stamp` changes when a file is added, removed or written. `lenient`: bytes that are not UTF-8 are replaced.
     """
@@ -276,13 +276,13 @@ class Source:
     lenient: bool = False
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield every document in a fixed order. Raises `UsageError` naming the file and the line or row."""
+        """Yield every document in a fixed order. Raises `UsageError` with the file and the line or row."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
 
     def rows(self) -> Iterator[DataRow]:
-        """Yield every row in a fixed order. Raises as `pieces`."""
+        """Yield every row in a fixed order. Raises `UsageError` with the file and the line or row."""
         for key, path in self.files:
             with _named(path):
                 yield from read_rows(path, key, self.fields)
@@ -298,7 +298,7 @@ class Source:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn errors of reading `path` into `UsageError` with its name."""
+    """Context manager that turns errors of reading `path` into `UsageError` with its name."""
     try:
         yield
     except OSError as error:
@@ -307,8 +307,8 @@ def _named(path: Path) -> Iterator[None]:
         raise UsageError(f"data file {str(path)!r} cannot be decompressed: {error}.") from None
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"data file {str(path)!r} is no UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it, or give JSONL or "
-            "parquet their usual suffix."
+            f"data file {str(path)!r} is no UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it, or give a JSONL or "
+            "parquet file its usual suffix."
         ) from None
 
 
@@ -317,7 +317,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Documents are the rows' texts; of tables, in which a row may have none, those that have some."""
+    """Yield the texts of rows as documents. Tables may have rows without text, which are left out."""
     (field,) = fields.needed
     is_json = not path.is_dir() and KINDS[suffix_of(path)] == "json"
     for row in read_rows(path, key, fields):
@@ -326,7 +326,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def split_of(piece: Piece) -> Split:
-    """Return the split of a document: the one that the data names, else by a hash of its name, the same everywhere."""
+    """Return the split of a document: that of the data, else by a hash of its name, the same on every machine."""
     return piece.split if piece.split is not None else split_by_key(piece.key)
 
 
@@ -376,7 +376,7 @@ def first_of(words: Sequence[str], most: int = 20) -> str:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return why a file of a folder is not read, None if it is. Faults of single rows are errors when it is read."""
+    """Return why a file of a folder is not read, None if it is. Errors in single rows are raised when the file is read."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else NOT_REGULAR
     has_rows, suffix = _has_rows(path), suffix_of(path)
@@ -388,9 +388,9 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
         with _named(path), opened(path) as file:
             head = file.read(HEAD_BYTES)
             if b"\0" in head:
-                return "holds a NUL byte, and is no UTF-8 text"
+                return "has a NUL byte, and is no UTF-8 text"
             codecs.getincrementaldecoder("utf-8")().decode(head, len(head) < HEAD_BYTES)
-        # Next to text, such files often hold something else than rows of text.
+        # In a folder of texts, such files often have other content than rows of text.
         if suffix in CSV:
             columns_of(path, fields)
         elif suffix == ".json":
@@ -401,12 +401,12 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
 
 
 def _neighbour(path: Path) -> str:
-    """Return what there is in place of `path`, for a message."""
+    """Return text about what exists in place of `path`."""
     folder = path.parent
     if not folder.is_dir():
         return f"nor does the folder {str(folder)!r}."
-    here = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    return nearest(path.name, here[:20]) if here else f"{str(folder)!r} is empty."
+    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+    return nearest(path.name, names[:20]) if names else f"{str(folder)!r} is empty."
 
 
 def _stdlib(fields: Fields) -> Source:
@@ -445,16 +445,16 @@ def _source(
 
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """Return what is below, links followed, in an order that is the same on every machine.
+    """Return all files below `folder`, following links, in the same order on every machine.
 
-    Hidden files, folders named in `without`, and a folder that was walked before under another name are left out.
+    Leaves out hidden files, folders named in `without`, and a folder that was already walked under another name.
     """
-    found, walked = [], set[Path]()
+    files, walked = [], set[Path]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in walked:
             folders.clear()
             continue
         walked.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in without)
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(found)
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(files)

@@ -1,4 +1,4 @@
-"""Steps of a run: forward and backward of micro-batches, the optimizer's step, and the figures of it all."""
+"""Steps of a run: forward and backward of micro-batches, the optimizer step, and their figures."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ from accordion.train.batches import on_device
 from accordion.train.build import Run
 from accordion.train.data import Share
 from accordion.train.metrics import StepMetrics, peak_bytes
-from accordion.train.nonfinite import FLEETING, came_up_in
+from accordion.train.nonfinite import FLEETING, source_of
 from accordion.train.saves import RunSaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step that the device was given: what it will tell of it, and what doing it again takes."""
+    """A step that was given to the device: its figures to come, and what is needed to repeat it."""
 
     step: int
     lr: float
     began_s: float  # by `time.perf_counter`
     seen: list[Any]  # its micro-batches
-    drawn: dict[str, Any]  # the random numbers' state before it
+    drawn: dict[str, Any]  # state of the random generators before it
     figures: HostCopy
 
 
 class Steps:
-    """Owns the step whose figures the host has not read yet, and says when they are read: at once, or one step later.
+    """Runs steps, and reads their figures at once or one step later.
 
-    Where the device decides by itself whether a step changes anything, the host reads a step's figures behind the next one's
-    backward: the device has that to do meanwhile. What was not finite is then looked into one step later, with the weights that
-    it had, which the device left alone; the gradients of the step under way are made anew behind that. `settle` before
-    whatever asks how far training has come: a save, a validation, the end.
+    If the device decides by itself whether to skip a step, the host reads a step's figures after the next step's backward, so
+    that the device always has work. A nonfinite step is then examined one step later, with the same weights, since the device
+    did not change them; the gradients of the step under way are computed again afterwards. Call `settle` before a save, a
+    validation or the end.
     """
 
-    def __init__(self, run: Run, saves: RunSaves, tell: Callable[[StepMetrics], None]) -> None:
-        """`tell` is called with each step's figures, in order."""
-        self._run, self._saves, self._tell = run, saves, tell
+    def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
+        """`record` is called with each step's figures, in order."""
+        self._run, self._saves, self._record = run, saves, record
         self._unread: Taken | None = None
-        self._told_s = 0.0
+        self._recorded_s = 0.0
 
     def __enter__(self) -> Steps:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """After an error the record has the last step that was done all the same, if that can be read without waiting."""
+        """After an error, record the last finished step if its figures can be read without waiting."""
         taken = self._unread
-        with suppress(RuntimeError):  # of a device that answers nobody any more; there is worse to tell
+        with suppress(RuntimeError):  # of a failed device, whose own error is reported
             if taken is not None and taken.figures.is_ready():
                 metrics = self._metrics(taken)
                 if not metrics.skipped:
-                    self._tell(metrics)
+                    self._record(metrics)
 
     def take(self, step: int) -> None:
-        """Forward and backward of each micro-batch, and one optimizer step where all is finite on all ranks."""
+        """Run forward and backward of each micro-batch, and one optimizer step if everything is finite on all ranks."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
-        drawn = RandomState().state_dict()  # after those that reading the data draws
+        drawn = RandomState().state_dict()  # reading the data draws random numbers too
         loss = _backward(run, seen, run.scaler.scale)
-        if not self.settle():  # the gradients went when the step before was done again
+        if not self.settle():  # the gradients were lost when the previous step was repeated
             RandomState().load_state_dict(drawn)
             loss = _backward(run, seen, run.scaler.scale)
         lr = run.rates.before(step - run.skips.total)
         run.scaler.unscale_(run.optimizer)
         norm = clip_grad_norm_(run.model, run.config.train.clip or math.inf)
-        # The norm is summed too, though it is the same on all ranks, so that they decide alike whatever one of them has.
+        # The norm is equal on all ranks. Summing it makes all of them decide alike even if it is not.
         sums = torch.stack([loss, norm])
-        own = (peak_bytes(run.device), run.ending.wish())
-        # Filled on the device, since a copy of a host's list would wait for it.
-        most = torch.stack([torch.full((), number, dtype=torch.int64, device=run.device) for number in own])
+        numbers = (peak_bytes(run.device), run.ending.wish())
+        # Filled on the device, because a copy from the host would wait for it.
+        most = torch.stack([torch.full((), number, dtype=torch.int64, device=run.device) for number in numbers])
         dist.all_reduce(sums)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         figures = HostCopy([sums, most, run.scaler.scale(torch.ones((), device=run.device))])
@@ -93,7 +93,7 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and tell what was not read yet. Whether that was finite; raises `NonFiniteError` where the run ends by it."""
+        """Read and record pending figures. Return True if they are finite. Raises `NonFiniteError` if the run ends."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -108,14 +108,14 @@ class Steps:
         if not metrics.skipped:
             run.rates.after()
         now_s = time.perf_counter()
-        step_s, self._told_s = now_s - max(taken.began_s, self._told_s), now_s
+        step_s, self._recorded_s = now_s - max(taken.began_s, self._recorded_s), now_s
         work = run.prepared.work
         speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, taken.seen) / step_s}
-        self._tell(replace(metrics, step_s=step_s, **speed))
+        self._record(replace(metrics, step_s=step_s, **speed))
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
-        """Waits for the device where it has not come so far; without the time, which goes on."""
+        """Return the figures of a step without its time; waits for the device if needed."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
         self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
@@ -130,17 +130,17 @@ class Steps:
         )
 
     def _optimize(self, step: Callable[[], object] | None) -> None:
-        """Do a step of the optimizer, None if it is left out, and what follows one."""
+        """Run an optimizer step (None if it is skipped), then update the scaler and zero the gradients."""
         try:
             if step is not None:
                 step()
-        except CheckpointError as error:  # of a save in the background; the step is done
+        except CheckpointError as error:  # of a background save; the step is done
             self._saves.failed(error)
         self._run.scaler.update()
         self._run.optimizer.zero_grad()
 
     def _leave_out(self, taken: Taken, metrics: StepMetrics) -> None:
-        """Do the step again at scale 1 to find where NaN or inf came up, and do what `train.on_nonfinite` says."""
+        """Repeat the step at scale 1 to find the source of NaN or inf, and do what `train.on_nonfinite` says."""
         run, after = self._run, RandomState().state_dict()
         figures = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
@@ -150,27 +150,27 @@ class Steps:
             norm = clip_grad_norm_(run.model, math.inf)
             dist.all_reduce(norm)
             if not math.isfinite(float(norm)):
-                raise NonFiniteError("the sum of squares of finite gradients is not.")
+                raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
 
         run.optimizer.zero_grad()
-        where = came_up_in(run.model, again, figures)
+        where = source_of(run.model, again, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
             run.skips.overflowed()
             *_, scale = taken.figures.read()
-            run.screen.note(f"step {taken.step} is left out: gradients overflowed at scale {scale:g}, which is lowered")
+            run.screen.note(f"step {taken.step} is skipped: gradients overflowed at scale {scale:g}, which is lowered")
             return
         try:
-            run.screen.note(run.skips.found(taken.step, where or f"{figures}; {FLEETING}."))
+            run.screen.note(run.skips.nonfinite(taken.step, where or f"{figures}; {FLEETING}."))
         except NonFiniteError:
             self._saves.settle()
             raise
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
-    """A step that changes nothing where a sum is NaN or inf, which the device decides: the host need not know.
+    """Run a step that changes nothing if one of `sums` is NaN or inf; the device decides, and the host does not wait.
 
-    A fused optimizer heeds `found_inf`, by which `torch.amp.GradScaler` tells it of gradients that overflowed.
+    Uses `found_inf`, with which `torch.amp.GradScaler` tells a fused optimizer of overflowed gradients.
     """
     optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
     try:
@@ -180,11 +180,11 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 
 
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Forward and backward of a step's micro-batches; this rank's part of the loss, 0-d, whose mean over ranks is the loss."""
+    """Run forward and backward of a step's micro-batches. Return this rank's loss, 0-d; the mean over ranks is the loss."""
     loss, counted = torch.zeros((), device=run.device), Counted(run.share)
     for i, batch in enumerate(batches):
-        later = run.sums_locally and i + 1 < len(batches)
-        with no_sync(run.model) if later else nullcontext():
+        is_summed_later = run.sums_locally and i + 1 < len(batches)
+        with no_sync(run.model) if is_summed_later else nullcontext():
             mean = counted.mean_of(run.prepared.work.loss(run.model, batch))
             torch.autograd.backward(scale(mean))
         loss += mean.detach()
@@ -196,10 +196,10 @@ def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> T
 
 
 class Counted:
-    """Owns the counts of a step, by which sums of losses become the mean over the micro-batches of all ranks.
+    """The counts of a step, which turn sums of losses into the mean over the micro-batches of all ranks.
 
-    The first micro-batch divides by as many as it would be if all others counted alike; what is left to scale is known behind
-    the last one. So a backward never waits for the forwards that come after it.
+    The first micro-batch divides by the total count as if all others had the same count; `left` corrects this after the last
+    one. So no backward waits for a later forward.
     """
 
     def __init__(self, share: Share) -> None:
@@ -208,7 +208,7 @@ class Counted:
         self._own: Tensor | None = None
 
     def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """This rank's part of the step's mean, of which the mean over ranks is taken."""
+        """Return this rank's share of the step's mean; its mean over ranks is the loss."""
         if isinstance(loss, Tensor):
             return loss / self._share.accumulate
         total, count = loss
@@ -221,7 +221,7 @@ class Counted:
         return total / self._first
 
     def left(self) -> Tensor | None:
-        """By what gradients and losses are to be multiplied still, 0-d and the same on all ranks; None by nothing."""
+        """Return the factor that gradients and losses still need, 0-d and equal on all ranks; None if it is 1."""
         if self._own is None or self._first is None or self._share.accumulate == 1:
             return None
         dist.all_reduce(self._own)

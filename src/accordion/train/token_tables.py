@@ -1,4 +1,4 @@
-"""Tokens as tables in the cache of `datasets`: text as one stream, examples row by row; ranks map its Arrow files."""
+"""Tokens as Arrow tables in the cache of `datasets`: text as one stream, examples as rows. Ranks map the files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
-TAIL_SHARE = 20  # if no document falls to validation, the last 1/20 of the tokens does
+TAIL_SHARE = 20  # if no document is for validation, the last 1/20 of the tokens is
 BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
-BLOCK_TOKENS = 1 << 16  # of text, in a row of its table
+BLOCK_TOKENS = 1 << 16  # tokens of text in a row of its table
 BLOCKS_AT_ONCE = 64  # written at once
 
 
@@ -31,7 +31,7 @@ BLOCKS_AT_ONCE = 64  # written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Text as tokens on disk. `digest` is of the tokens themselves: equal on ranks that read equal data."""
+    """Text as tokens on disk. `digest`: of the tokens, so it is equal on ranks that read equal data."""
 
     files: tuple[str, ...]
     num_train: int
@@ -41,12 +41,12 @@ class TokenFiles:
     tokenizer_digest: str
 
     def read(self, split: Split) -> ChunkedArray:
-        """Return the tokens of a split, mapped."""
+        """Return the tokens of a split, mapped from the files."""
         return _streams(_table(self.files))[split]
 
 
 def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say) -> TokenFiles:
-    """Return the tokens of `source`, from the cache or put there. Raises `UsageError` if it holds no text."""
+    """Return the tokens of `source` from the cache, after creating them if needed. Raises `UsageError` if it has no text."""
     kind = "uint16" if vocabulary.size <= 1 << 16 else "uint32"
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -57,7 +57,7 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
             num_documents += row["documents"]
             yield row
         if num_documents == 0:
-            raise UsageError(f"{source.label!r} holds no text.")
+            raise UsageError(f"{source.label!r} has no text.")
 
     columns = {"held_out": "bool", "ids": [kind], "documents": "int32"}
     files = _cached(rows, columns, cache / "tokens", key_of(source.stamp, vocabulary.digest), BLOCKS_AT_ONCE)
@@ -72,11 +72,11 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
         sizes = {f"num_{split}": len(tokens) for split, tokens in streams.items()}
         return {**sizes, "num_documents": int(table["documents"].to_numpy().sum()), "digest": digest.hexdigest()}
 
-    return TokenFiles(files=files, tokenizer_digest=vocabulary.digest, **_kept_beside(files, summary))
+    return TokenFiles(files=files, tokenizer_digest=vocabulary.digest, **_stored_summary(files, summary))
 
 
 def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
-    """Yield the tokens of each piece with its split, and if its document ends with it."""
+    """Yield (split, tokens, whether its document ends) for each piece."""
     tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
@@ -98,7 +98,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[Any]) -> Iterator[dict[str, Any]]:
-    """Yield rows of about `BLOCK_TOKENS` tokens of one split, and how many documents end in them."""
+    """Yield rows of about `BLOCK_TOKENS` tokens of one split, with the number of documents that end in them."""
     ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
 
     def row(split: Split) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return the tokens of each split. If one has none, the last of the other are its."""
+    """Return the tokens of each split. If one is empty, the last tokens of the other are used."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -135,10 +135,10 @@ def _streams(table: Any) -> dict[Split, ChunkedArray]:
 
 
 class Examples:
-    """Examples of one split. `examples[i]` gives the tokens of one and which of them are answers, both (tokens,)."""
+    """Examples of one split. `examples[i]` is (tokens, which of them are answers), both (tokens,)."""
 
     def __init__(self, table: Any, numbers: np.ndarray) -> None:
-        """`table`: with columns `ids`, `answers` and `num_answers`. `numbers`: the rows of this split."""
+        """`table`: has columns `ids`, `answers` and `num_answers`. `numbers`: the rows of this split."""
         self._ids, self._answers, self._numbers = table["ids"], table["answers"], numbers
         from pyarrow import compute
 
@@ -155,7 +155,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFiles:
-    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data. `unread`: fields left out."""
+    """Examples on disk. `digest`: of their content, so it is equal on ranks that read equal data. `unread`: unused fields."""
 
     files: tuple[str, ...]
     num_train: int
@@ -165,16 +165,16 @@ class ExampleFiles:
     unread: list[str]
 
     def read(self, split: Split) -> Examples:
-        """Return the examples of a split, mapped."""
+        """Return the examples of a split, mapped from the files."""
         return _parts(_table(self.files))[split]
 
 
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> ExampleFiles:
-    """Return the examples of `source`, from the cache or put there. `size`: of the vocabulary.
+    """Return the examples of `source` from the cache, after creating them if needed. `size`: of the vocabulary.
 
-    Raises `UsageError` for a row that is no example, and for fewer than two.
+    Raises `UsageError` for a row that is no example, and for fewer than two examples.
     """
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
@@ -194,9 +194,7 @@ def cached_examples(
             }
         if count < 2:
             what = "one example" if count else "no example"
-            raise UsageError(
-                f"{source.label!r} holds {what}; give two at least, one to train on and one to validate on."
-            )
+            raise UsageError(f"{source.label!r} has {what}; give at least two, one to train on and one to validate on.")
 
     columns = {"held_out": "bool", "ids": [dtype], "answers": ["bool"], "num_answers": "int32", "unread": ["string"]}
     files = _cached(rows, columns, cache / "examples", key_of(source.stamp, tokenizer_digest))
@@ -213,11 +211,11 @@ def cached_examples(
         sizes = {f"num_{split}": len(part) for split, part in parts.items()}
         return {**sizes, "digest": digest.hexdigest(), "unread": sorted(unread)}
 
-    return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_kept_beside(files, summary))
+    return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_stored_summary(files, summary))
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
-    """Return the examples of each split. If one has none, the last of the other are its."""
+    """Return the examples of each split. If one is empty, the last examples of the other are used."""
     held_out = table["held_out"].to_numpy()
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not len(train):
@@ -237,7 +235,7 @@ def _cached(
     key: str,
     at_once: int = 1000,
 ) -> tuple[str, ...]:
-    """Return the Arrow files of the table named `key`, which `datasets` makes of `rows` whole or not at all."""
+    """Return the Arrow files of the table named `key`. `datasets` creates it from `rows`, completely or not at all."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -247,7 +245,7 @@ def _cached(
         for name, kind in columns.items()
     }
     shows = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # `counted` tells of it
+    datasets.disable_progress_bars()  # `counted` reports progress
     try:
         table = datasets.Dataset.from_generator(
             rows,
@@ -267,14 +265,14 @@ def _cached(
 
 
 def _table(files: Sequence[str]) -> Any:
-    """Return the table in Arrow files, mapped. It needs no `datasets`, which takes a rank seconds to import."""
+    """Return the table in Arrow files, mapped. Does not use `datasets`, which takes a rank seconds to import."""
     import pyarrow as pa
 
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])
 
 
-def _kept_beside(files: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` says of a table, which reads all of it; kept beside its files."""
+def _stored_summary(files: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary stored next to the files of a table; if there is none, the result of `make`, which reads the table."""
     path = Path(files[0]).with_name("summary.json")
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

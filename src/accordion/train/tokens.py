@@ -1,4 +1,4 @@
-"""The tokenizer of text: of a model's folder, or trained on the data and kept in the cache."""
+"""The tokenizer of text: from a model folder, or trained on the data and stored in the cache."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from accordion.files import NOT_REGULAR
 from accordion.train.sources import Piece, Source, split_of
 
 T = TypeVar("T")
-FORMAT = 3  # of the cache; a change of code that changes tokens takes the next number
+FORMAT = 3  # of the cache; increment it when a change of code changes tokens
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
-LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
-ONE_KIND = re.compile(r"[^\W_]*|(?:[^\w\s]|_)*|\s*")  # what the tokenizer never parts: letters, signs, blanks
-EVERY_S = 10.0  # between lines about how far it is
+LONGEST_WORD = 1024  # characters in a run of letters, blanks or signs; longer runs are data, not words
+ONE_KIND = re.compile(r"[^\W_]*|(?:[^\w\s]|_)*|\s*")  # runs that the pre-tokenizer never splits: letters, signs, blanks
+EVERY_S = 10.0  # between lines about progress
 Say = Callable[[str], None]
-"""Takes a line about what goes on."""
+"""Shows a line of progress or information."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data: `spec` is its tokenizer.json, `size` the rows that a model needs, one more than its largest id.
+    """A tokenizer as data. `spec`: its tokenizer.json. `size`: the vocabulary that a model needs, its largest id plus one.
 
-    `special_as_text`: "<|endoftext|>" in a document is letters.
+    `special_as_text`: "<|endoftext|>" and other special tokens in a document are read as ordinary characters.
     """
 
     spec: str
@@ -47,7 +47,7 @@ class Vocabulary:
         return hashlib.sha256(f"{self.end_id} {self.spec}{more}".encode()).hexdigest()
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer for whole documents, as transformers calls it: without truncation and padding."""
+        """Return the tokenizer for whole documents, without truncation and padding, as transformers uses it."""
         tokenizer = Tokenizer.from_str(self.spec)
         tokenizer.encode_special_tokens = self.special_as_text
         tokenizer.no_truncation()
@@ -55,7 +55,7 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a document: those that tokenizer.json adds to a text, and the end of text."""
+        """Return the tokens before and after a document: those that tokenizer.json adds to a text, and end-of-text."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -64,15 +64,15 @@ class Vocabulary:
 
 
 def counted(items: Iterable[T], num_chars: Callable[[T], int], doing: str, say: Say) -> Iterator[T]:
-    """Yield `items`, and say every ten seconds how many characters were read. `doing`: the beginning of that line."""
+    """Yield `items`, and report every ten seconds how many characters were read. `doing`: start of that line."""
     began = last = time.monotonic()
     chars = 0
     for item in items:
         yield item
         chars += num_chars(item)
-        if (now := time.monotonic()) - last > EVERY_S:
-            last = now
-            say(f"{doing}: {chars / 1e6:,.1f} million characters read, {now - began:.0f} s")
+        if (time_s := time.monotonic()) - last > EVERY_S:
+            last = time_s
+            say(f"{doing}: {chars / 1e6:,.1f} million characters read, {time_s - began:.0f} s")
 
 
 def train_vocabulary(pieces: Iterable[Piece], size: int, say: Say) -> Vocabulary:
@@ -87,12 +87,12 @@ def train_vocabulary(pieces: Iterable[Piece], size: int, say: Say) -> Vocabulary
         show_progress=False,
     )
     pieces = counted(pieces, lambda piece: len(piece.text), "training the tokenizer", say)
-    tokenizer.train_from_iterator((part for text in _training_text(pieces) for part in _parted(text)), trainer)
+    tokenizer.train_from_iterator((part for text in _training_text(pieces) for part in _parts(text)), trainer)
     return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=0)
 
 
 def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
-    """The training split up to a limit; all of a small source that has only validation by its hash."""
+    """Yield the training split up to `TRAINING_CHARS`; if it is empty, the validation split."""
     chars, spare = 0, []
     for piece in pieces:
         if split_of(piece) == "train":
@@ -106,10 +106,10 @@ def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
         yield from spare
 
 
-def _parted(text: str) -> Iterator[str]:
-    """`text` in parts, cut only inside runs of one kind that are longer than `LONGEST_WORD`.
+def _parts(text: str) -> Iterator[str]:
+    """Yield `text` in parts, split only inside runs of one kind that are longer than `LONGEST_WORD`.
 
-    A run of letters is one word to the trainer, whose time goes with the square of the longest one. Ordinary text stays whole.
+    To the trainer a run of letters is one word, and its time is quadratic in the longest. Ordinary text is not split.
     """
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
@@ -120,7 +120,7 @@ def _parted(text: str) -> Iterator[str]:
 
 
 def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
-    """The tokenizer of a model's folder, None where it has none. `end_id`: what its config.json says."""
+    """Return the tokenizer of a model folder, None if it has none. `end_id`: eos_token_id of its config.json."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -132,8 +132,8 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
         raise UsageError(f"{str(path)!r} is no tokenizer: {error}") from None
     end = end_id[0] if isinstance(end_id, list) and end_id else end_id
     if not isinstance(end, int):
-        found = (tokenizer.token_to_id(word) for word in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"))
-        end = next((number for number in found if number is not None), None)
+        candidates = (tokenizer.token_to_id(word) for word in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"))
+        end = next((number for number in candidates if number is not None), None)
     if end is None:
         raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
     size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
@@ -141,7 +141,7 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for the `pieces` of `source` from the cache; else train it and keep it there."""
+    """Return the tokenizer for the `pieces` of `source` from the cache; if it is not there, train and store it."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
         vocabulary = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
@@ -154,19 +154,19 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 
 
 def keep_tokenizer(vocabulary: Vocabulary, cache: Path) -> None:
-    """Keep the tokenizer where `accordion generate` looks for it by its digest."""
+    """Store the tokenizer in the cache under its digest, for `accordion generate`."""
     path = cache / "tokenizers" / vocabulary.digest / "tokenizer.json"
     if not path.exists():
         write_whole(path, vocabulary.spec)
 
 
 def key_of(*parts: str) -> str:
-    """Return the name in the cache of what is made from `parts`."""
+    """Return the name in the cache of a file that is made from `parts`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a reader finds the old one, the new one, or none."""
+    """Write a small file atomically: a reader sees the old content, the new content, or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -177,9 +177,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if a model has no row for some token of a tokenizer with ids below `size`."""
+    """Raise `UsageError` if the model's vocabulary is smaller than `size`, that of the tokenizer. `where`: its name."""
     if size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {where} has ids up to {size - 1}, the model rows for {model_vocab}; take the tokenizer "
-            "that belongs to the model, or set vocab_size in config.json."
+            f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "
+            "model's own tokenizer, or set vocab_size in config.json."
         )

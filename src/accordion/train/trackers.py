@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow beside the record: the same figures, in one run of theirs over all starts of ours."""
+"""TensorBoard, Weights & Biases and MLflow: they get the figures of a run, and all starts of a run are one run there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from accordion.errors import UsageError
 from accordion.train.config import JobConfig, LogConfig, flat
 from accordion.train.tokens import write_whole
 
-IDS = "trackers.json"  # in the run folder: which runs of theirs this one is
+IDS = "trackers.json"  # in the run folder: tracker -> id of this run there
 PACKAGES = ("wandb", "mlflow")
-FLUSH_S = 10  # after which TensorBoard shows a figure
+FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
 class RunTracker(Protocol):
-    """Takes the figures of a run. If one of these raises, that is told, and the tracker is asked no more."""
+    """Interface of a tracker of figures. If a method raises, that is reported, and the tracker is not used any more."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Begin a run, or go on with the run `theirs` after `first_step` steps. Return its name there if that is needed."""
+        """Start a run, or continue the run `theirs` after `first_step` steps. Return its id if the tracker needs it again."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -36,14 +36,14 @@ class RunTracker(Protocol):
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if a package is asked for that is not installed."""
+    """Raise `UsageError` if a tracker is asked for whose package is not installed."""
     for name in PACKAGES:
         if getattr(log, name) is not None and find_spec(name) is None:
             raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Return those that `config.log` names, opened. One that cannot be opened is told of and left out."""
+    """Open the trackers that `config.log` names and return them. One that fails is reported and left out."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),
@@ -53,7 +53,7 @@ def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable
     for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
         try:
             theirs = tracker.open(config, run_dir, first_step, ids.get(name))
-        except Exception as error:  # whatever a service or its client raises
+        except Exception as error:  # clients of services raise errors of any kind
             say(f"not recorded in {name}: {' '.join(str(error).split())}; training goes on")
             continue
         opened[name] = tracker
@@ -72,14 +72,14 @@ def _ids(run_dir: Path) -> dict[str, str]:
 
 
 class _TensorBoard:
-    """Event files in the run folder."""
+    """Writes TensorBoard files into the run folder."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> None:
         if find_spec("tensorboard") is None:
             raise UsageError("it is not installed here; pip install tensorboard, or give --log.tensorboard false")
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = first_step + 1 if first_step else None  # steps that come anew
+        purged = first_step + 1 if first_step else None  # these steps are trained again
         self._writer: Any = SummaryWriter(str(run_dir), purge_step=purged, flush_secs=FLUSH_S)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -91,7 +91,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases, whose client gives figures to a process of its own, which waits for the service."""
+    """Weights & Biases. Its client passes figures to another process, which waits for the service."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
@@ -103,7 +103,7 @@ class _Wandb:
             id=theirs,
             resume="allow" if theirs is not None else None,
         )
-        # Their own steps only grow; a run that goes on takes back what was not saved.
+        # Steps of W&B only grow, but a resumed run repeats steps that were not saved.
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
@@ -115,7 +115,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    """MLflow, whose client sends figures from a thread of its own."""
+    """MLflow. Its client sends figures from another thread."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         self._entities: Any = importlib.import_module("mlflow.entities")
@@ -127,14 +127,14 @@ class _Mlflow:
         else:
             self._run = theirs
             self._client.update_run(self._run, status="RUNNING")
-        known = self._client.get_run(self._run).data.params  # which cannot be written anew there
+        known = self._client.get_run(self._run).data.params  # cannot be overwritten
         settings = [self._entities.Param(k, str(v)) for k, v in flat(config).items() if k not in known]
         self._client.log_batch(self._run, params=settings)
         return self._run
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        now = round(1000 * time.time())
-        metrics = [self._entities.Metric(key, value, now, step) for key, value in values.items()]
+        time_ms = round(1000 * time.time())
+        metrics = [self._entities.Metric(key, value, time_ms, step) for key, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics, synchronous=False)
 
     def close(self, *, failed: bool) -> None:
