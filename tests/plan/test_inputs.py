@@ -164,7 +164,7 @@ def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_ro
         ({"offload": "activations=host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
         (
             {"offload": "activations=disk:/x", "engine": "fsdp2"},
-            r"fsdp2 with offload=activations=disk:/x is not planned",
+            r"fsdp2 with offload=activations=disk:/x cannot be planned",
         ),
     ],
 )
