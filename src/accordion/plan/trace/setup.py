@@ -22,7 +22,7 @@ class Subject:
     make: Callable[[], nn.Module]  # creates the model on the meta device; may be called many times
     batch: Callable[[], Any]  # creates a micro-batch, which is passed to `loss`; its tensors need no values
     loss: Callable[[nn.Module, Any], Tensor]
-    attention_share: float = 1.0  # share of attention's operations that remains if samples are packed into rows
+    attention_share: float = 1.0  # share of its operations that remains if samples are packed into rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,9 @@ class TrainingSetup:
     no_sync: bool = False  # only the last micro-batch reduces gradients
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`
     sharding: Sharding = field(default_factory=Sharding)  # or a mapping of its fields
-    reshard_root: bool | None = (
-        None  # FSDP2's `reshard_after_forward` of the root; None: FSDP2's default, which is False
-    )
-    reshard_last: bool = True  # FSDP2's `reshard_after_forward` of the last unit
+    # FSDP2's `reshard_after_forward` of the root (None: its default, which keeps the root unsharded) and of the last unit.
+    reshard_root: bool | None = None
+    reshard_last: bool = True
     device: Literal["cuda", "cpu"] = "cuda"  # "cpu": the engine on CPU ranks with gloo
 
     def __post_init__(self) -> None:
