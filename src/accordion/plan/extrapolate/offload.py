@@ -55,7 +55,7 @@ def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
 
 @dataclass(slots=True)
 class UnitState:
-    """What one rank keeps of a unit between steps: elements of its parameters, and bytes of optimizer states."""
+    """The state of one unit on one rank between steps: elements of its parameters, and bytes of optimizer states."""
 
     elements: int = 0
     state_bytes: int = 0

@@ -219,9 +219,7 @@ class OffloadWalk:
         if place.phase is StepPhase.STEP or begins(place):  # a backward has ended
             yield from self._finish_store()
         yield event
-        if (
-            place.unit >= 0 and place.unit not in self._gathers.values()
-        ):  # a single rank, whose shards are the parameters
+        if place.unit >= 0 and place.unit not in self._gathers.values():  # a single rank, without gathers
             yield from self._wait_for_step(place.unit)
             fetched = yield from self._fetch(place.unit, 1)
             if fetched is not None:

@@ -20,7 +20,7 @@ from accordion import _torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """What cannot be derived from the schema of one operator, or of a family of operators."""
+    """Properties of an operator, or of a family of operators, that its schema does not show."""
 
     flops: Callable[[Any], float] | None = None  # (args) -> floating point operations, two for each multiply-add
     moved: Callable[[Any, Any], int] | None = None  # (args, out) -> bytes read and written
@@ -271,10 +271,7 @@ FAMILIES: Sequence[tuple[Callable[[str], bool], Operator]] = [
     ),
     (
         lambda name: "mkldnn" in name or name.endswith("_for_cpu"),
-        Operator(
-            bound=_twice,
-            why="a CPU operator, in place of which CUDA runs another: at most twice its inputs and outputs",
-        ),
+        Operator(bound=_twice, why="a CPU operator; CUDA runs another one: at most twice its inputs and outputs"),
     ),
     (
         lambda name: name.startswith(SOLVES) and "norm" not in name,
