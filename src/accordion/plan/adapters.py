@@ -63,7 +63,7 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
-    """Freeze `model` and add adapters of `rank` to its linear layers, in place.
+    """Freeze `model` in place and add adapters of `rank` to linear layers, whose weights get four bits if `four_bits`.
 
     `targets`: "all" for all but the head, or last names of layers separated by commas. Raises `UsageError` for unknown names.
     """
