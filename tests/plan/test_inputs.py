@@ -99,7 +99,7 @@ def step_of(units: int, forward_s: float, activations: str) -> Step:
 @pytest.mark.parametrize(
     ("units", "forward_s", "activations", "seconds"),
     [
-        # Stores are hidden behind forwards. The backward waits half a second for the first fetch.
+        # Stores are hidden by forwards. The backward waits half a second for the first fetch.
         (5, 1.0, "host", 20.5),
         # All units leave as fast as the link lets them: the last one's forward is over at 2.5, then one input comes back, and
         # four more beside backwards of 0.3.
@@ -111,7 +111,7 @@ def step_of(units: int, forward_s: float, activations: str) -> Step:
         (5, 1.0, "disk", 42.5 + 0.5 + 3.0),
     ],
 )
-def test_simulated_streams_of_offloaded_inputs_match_arithmetic(
+def test_streams_of_offloaded_inputs_match_arithmetic(
     units: int, forward_s: float, activations: str, seconds: float
 ) -> None:
     step = step_of(units, forward_s, activations)

@@ -91,7 +91,7 @@ def costs(scale: float = 1.0) -> Costs:
         ("all", 3, 4.0, 6.0, 44.5),
     ],
 )
-def test_simulated_streams_of_a_step_on_the_host_match_arithmetic(offload, units, forward_s, begins_s, seconds):
+def test_streams_of_a_step_on_the_host_match_arithmetic(offload, units, forward_s, begins_s, seconds):
     step = simulate(offloaded(log_of(units, forward_s), choice(offload).offload, compute_bytes=2), costs())
     first = min(s.start_s for s in step.stretches if s.stream == "compute")
     assert first == pytest.approx(begins_s, rel=1e-3)
