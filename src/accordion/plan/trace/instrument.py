@@ -56,7 +56,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
 
 def _counted_as(category: Category, tracker: Tracker, function: Callable[[], None]) -> Callable[[], None]:
     def call() -> None:
-        with tracker.taken_for(category):
+        with tracker.new_memory_as(category):
             function()
 
     return call
@@ -75,7 +75,7 @@ class StepTrace(Observer):
         self._tracker.enter(StepPhase.BACKWARD, unit.index)
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        self._tracker.belongs(grads, Category.GRADIENTS)
+        self._tracker.set_category(grads, Category.GRADIENTS)
 
     def memory_is_for(self, purpose: Purpose | None) -> None:
         if purpose is None:

@@ -71,7 +71,7 @@ def _steps(
     subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker, stand_ins: Substitutes | None
 ) -> Log:
     workspaces = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
-    tracker.belongs(workspaces, Category.OTHER)
+    tracker.set_category(workspaces, Category.OTHER)
     tracker.only_memory = True
     _step(subject, run, model, rig, tracker)
     tracker.only_memory = False
@@ -102,10 +102,10 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
             tracker.enter(StepPhase.BACKWARD)
             torch.autograd.backward(loss)
     for parameter in model.parameters():
-        tracker.belongs(parameter.grad, Category.GRADIENTS)
+        tracker.set_category(parameter.grad, Category.GRADIENTS)
     tracker.enter(StepPhase.STEP)
     rig.clip(1.0)
-    with tracker.taken_for(Category.OPTIMIZER):
+    with tracker.new_memory_as(Category.OPTIMIZER):
         rig.optimizer.step()
     rig.optimizer.zero_grad()
 

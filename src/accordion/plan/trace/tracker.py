@@ -80,7 +80,7 @@ class Tracker(StorageWatch):
             self.stream = before
 
     @contextmanager
-    def taken_for(self, category: Category) -> Iterator[None]:
+    def new_memory_as(self, category: Category) -> Iterator[None]:
         """Context manager in which all new memory gets this category."""
         before, self.category = self.category, category
         try:
@@ -97,7 +97,7 @@ class Tracker(StorageWatch):
         finally:
             self._paused -= 1
 
-    def belongs(self, tensors: Any, category: Category) -> None:
+    def set_category(self, tensors: Any, category: Category) -> None:
         """Set the category of the memory of `tensors`, which was logged before."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
@@ -138,7 +138,7 @@ class Tracker(StorageWatch):
         if self.with_workspaces:
             self.workspace(workspace_of(func, args))
         if self._operator in ARGUMENT_CATEGORIES:
-            self.belongs((args, kwargs), ARGUMENT_CATEGORIES[self._operator])
+            self.set_category((args, kwargs), ARGUMENT_CATEGORIES[self._operator])
         if self.only_memory:
             return out
         if func.namespace in ("c10d", "_c10d_functional"):
