@@ -1,4 +1,4 @@
-"""A mixture whose experts lie over some of the ranks, in a plan: messages, memory and time by arithmetic."""
+"""Plans of a mixture with experts sharded over some of the ranks: messages, memory and time computed by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def held(plan: Plan, category: str) -> int:
     return sum(alloc.num_bytes for alloc, _ in plan.log.held if alloc.category.value == category)
 
 
-def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
+def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folder: str) -> None:
     plain, spread = (planned(folder, **FIXED, expert_parallel=n) for n in (1, 4))
     tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
     assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
@@ -81,7 +81,7 @@ def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
     assert "as many tokens as any other" in " ".join(said["assumed"]["remarks"])
 
 
-def test_an_all_to_all_leaves_the_node_by_each_cards_own_link() -> None:
+def test_an_all_to_all_leaves_the_node_on_the_network_link_of_each_card() -> None:
     cluster, rates, num_bytes = Cluster(gpu=GPUS["h100"], node=8, network_gbps=50.0), REACHED["middle"], 1 << 30
 
     def seconds(experts: int) -> float:
@@ -96,7 +96,7 @@ def test_an_all_to_all_leaves_the_node_by_each_cards_own_link() -> None:
     assert (axes[EXPERT_DATA].ranks, axes[EXPERT_DATA].on_node) == (16, 2)
 
 
-def test_modules_that_hold_experts_are_those_with_a_matrix_for_each() -> None:
+def test_modules_with_a_matrix_for_each_expert_are_found() -> None:
     class Holds(nn.Module):
         num_experts = 4
 
@@ -124,7 +124,7 @@ def test_modules_that_hold_experts_are_those_with_a_matrix_for_each() -> None:
         ({"expert_parallel": 4, "model": "llama3-8b"}, r"and llama3-8b has no experts that can be spread"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_traced(folder: str, options: dict[str, Any], said: str) -> None:
+def test_unsupported_combinations_raise_before_a_trace(folder: str, options: dict[str, Any], said: str) -> None:
     def told(text: str) -> None:
         raise AssertionError(text)
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_is_said_before_anything_is_traced(folder: str, options: 
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_experts_that_are_units_of_their_own_on_numbers_of_gpus_that_they_divide(folder: str, strategy: str) -> None:
+def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folder: str, strategy: str) -> None:
     options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}
     found = planned(folder, **options, expert_parallel=COUNT)
     assert [c.choice.gpus for c in found.found.candidates] == [COUNT]
@@ -148,8 +148,8 @@ def on_meta(num_layers: int) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_deep_mixture_of_which_every_rank_steps_all_but_experts_is_that_of_some_blocks() -> None:
-    """Of experts a rank steps its share, of the rest all: the step of more blocks grows by both."""
+def test_a_deep_mixture_with_a_replicated_optimizer_is_extended_exactly() -> None:
+    """A rank steps its share of the experts and all other parameters: the step grows with the blocks by both."""
     subject = replace(subjects.subject_of("mixture", "experts over 4, recomputed"), make=partial(on_meta, 9))
     run = subjects.run_of("mixture", "experts over 4, recomputed")
     run = replace(run, sharding=replace(run.sharding, strategy=acc.NO_SHARD))

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 in the engine's place: its streams and copies, what it keeps, and what it cannot do."""
+"""Plans with PyTorch's FSDP2 in place of the engine: its streams and copies, units that stay unsharded, and its limits."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_each_stream_of_fsdp2_has_its_own_work_and_memory():
     assert {unit for unit in log.units if unit} == {"blocks.0", "blocks.1", "blocks.2"}
 
 
-def test_what_is_kept_is_gathered_once():
+def test_units_that_stay_unsharded_are_gathered_once():
     assert collectives(traced(reshard_root=True)).count(("gather", "gather")) == 8
     assert collectives(traced(reshard_last=False)).count(("gather", "gather")) == 6
     assert collectives(traced(strategy=acc.SHARD_GRAD_OP)).count(("gather", "gather")) == 4
 
 
 @pytest.mark.slow
-def test_a_deep_model_under_fsdp2_is_that_of_some_blocks():
+def test_a_deep_model_under_fsdp2_is_extended_exactly():
     run, subject = replace(run_of(checkpoint_activations="full"), engine="fsdp2"), gpt(8)
     whole = trace(subject, run)
     quick, how = log_of(subject, run)

@@ -1,4 +1,4 @@
-"""Inputs of recomputed units off the device, in a plan: bytes that ranks take, streams by arithmetic, and the search."""
+"""Plans with offloaded inputs of recomputed units: bytes compared with ranks, streams computed by hand, the search."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def choice(activations: str, **more: Any) -> Choice:
 
 
 def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
-    """Bytes of the host and of the disk that inputs of one rank take."""
+    """Return the bytes of host and disk that the inputs of one rank take."""
     model = subjects.made("gpt", CASE, "cpu")
     offload = acc.Offload(activations=place)
     acc.shard(model, mesh, **{**subjects.CASES[CASE].sharding, "offload": offload})
@@ -55,7 +55,7 @@ def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_bytes_of_the_host_and_of_the_disk_are_those_that_ranks_take(world: Any, tmp_path: Path) -> None:
+def test_bytes_on_host_and_disk_match_what_ranks_take(world: Any, tmp_path: Path) -> None:
     log = trace(subjects.subject_of("gpt", CASE), replace(subjects.run_of("gpt", CASE), device="cuda"))
     inputs = inputs_of(log)
     assert len(inputs) == 4
@@ -69,7 +69,7 @@ def test_bytes_of_the_host_and_of_the_disk_are_those_that_ranks_take(world: Any,
 
 
 def log_of(units: int, forward_s: float) -> Log:
-    """As a trace has it: an input leaves before its unit, and comes back one unit ahead; a backward takes three forwards."""
+    """Return a log that stores an input before its unit and fetches it one unit ahead; a backward takes three forwards."""
 
     def product(seconds: float) -> Op:
         flops = seconds * CLUSTER.gpu.tflops * 1e12 * CLUSTER.gpu.products
@@ -99,7 +99,7 @@ def step_of(units: int, forward_s: float, activations: str) -> Step:
 @pytest.mark.parametrize(
     ("units", "forward_s", "activations", "seconds"),
     [
-        # Copies are hidden: each input leaves beside its unit, and the first to come back is waited for, half a second.
+        # Stores are hidden by forwards. The backward waits half a second for the first fetch.
         (5, 1.0, "host", 20.5),
         # All units leave as fast as the link lets them: the last one's forward is over at 2.5, then one input comes back, and
         # four more beside backwards of 0.3.
@@ -111,7 +111,9 @@ def step_of(units: int, forward_s: float, activations: str) -> Step:
         (5, 1.0, "disk", 42.5 + 0.5 + 3.0),
     ],
 )
-def test_streams_of_inputs_elsewhere(units: int, forward_s: float, activations: str, seconds: float) -> None:
+def test_streams_of_offloaded_inputs_match_arithmetic(
+    units: int, forward_s: float, activations: str, seconds: float
+) -> None:
     step = step_of(units, forward_s, activations)
     assert step.seconds == pytest.approx(seconds, rel=1e-3)
     assert {"copies to the host", "copies from the host"} <= {part.name for part in by_kind(step)}
@@ -135,7 +137,7 @@ FIXED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_room(folder: str) -> None:
+def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_full(folder: str) -> None:
     fixed = {**FIXED, "offloads": ["none"]}
     plain = planned(folder, **fixed, checkpoint_activations="full")
     assert {c.choice.offload.activations for c in plain.found.candidates} == {"device"}
@@ -164,11 +166,11 @@ def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_ro
         ({"offload": "activations=host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
         (
             {"offload": "activations=disk:/x", "engine": "fsdp2"},
-            r"fsdp2 with offload=activations=disk:/x is not planned",
+            r"fsdp2 with offload=activations=disk:/x cannot be planned",
         ),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(folder: str, options: dict[str, Any], said: str) -> None:
+def test_unsupported_combinations_raise_one_sentence(folder: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(acc.UsageError, match=said) as raised:
         planned(folder, **{**FIXED, **options})
     assert "\n" not in str(raised.value)

@@ -82,9 +82,9 @@ def test_a_function_of_a_file_gives_the_model(code):
     [
         ("", "names no function; write .*own_for_plan.py:build"),
         (":nothing", "nothing"),
-        (":text", "gave a str; text\\(\\) takes no arguments and gives a module"),
+        (":text", "returned a str; text\\(\\) must return an nn.Module"),
         (":without", "has no nn.Embedding, so it reads no tokens; plan it as a task"),
-        (":narrow", r"made of tokens of shape \(1, 2048\); a language model makes a tensor of \(1, 32\)"),
+        (":narrow", r"is of shape \(1, 2048\); a language model returns a tensor of shape \(1, 32\)"),
     ],
 )
 def test_what_gives_no_language_model_is_told_of(code, name, said):

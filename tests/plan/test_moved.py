@@ -1,4 +1,4 @@
-"""A step whose states rest on the host: its streams by arithmetic, and its copies beside those that the engine begins."""
+"""Plans with optimizer states on the host: streams computed by hand, and copies compared with those of the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choice(offload: str, gpus: int = RANKS) -> Choice:
 
 
 def log_of(units: int, forward_s: float) -> Log:
-    """Gathered one ahead, reduced behind the backward of the unit before; a backward takes twice as long; messages nothing."""
+    """Return a log that gathers one unit ahead; a reduce ends during the next backward; a backward takes two forwards."""
     gpu = CLUSTER.gpu
 
     def product(seconds: float) -> Op:
@@ -91,7 +91,7 @@ def costs(scale: float = 1.0) -> Costs:
         ("all", 3, 4.0, 6.0, 44.5),
     ],
 )
-def test_streams_of_a_step_on_the_host(offload, units, forward_s, begins_s, seconds):
+def test_streams_of_a_step_on_the_host_match_arithmetic(offload, units, forward_s, begins_s, seconds):
     step = simulate(offloaded(log_of(units, forward_s), choice(offload).offload, compute_bytes=2), costs())
     first = min(s.start_s for s in step.stretches if s.stream == "compute")
     assert first == pytest.approx(begins_s, rel=1e-3)
@@ -108,7 +108,7 @@ def test_streams_of_a_step_on_the_host(offload, units, forward_s, begins_s, seco
     assert copied["fetch"] == pytest.approx(units * (0.5 if offload == "optimizer" else 1.0), rel=1e-3)
 
 
-def test_a_measured_step_on_the_device_says_nothing_of_the_host():
+def test_calibration_by_a_step_does_not_scale_work_of_the_host():
     moved = offloaded(log_of(2, 1.0), choice("all").offload, 2)
     plain, scaled = (simulate(moved, costs(scale)) for scale in (1.0, 2.0))
     for stream in ("fetch", "store", "host step", "host"):
@@ -121,8 +121,8 @@ def test_a_measured_step_on_the_device_says_nothing_of_the_host():
 @pytest.mark.parametrize(
     ("offload", "accumulate"), [("all", 1), ("optimizer", 2), pytest.param("all", 2, marks=pytest.mark.slow)]
 )
-def test_copies_are_those_of_the_engine_in_its_order(offload, accumulate):
-    """Which transfers start, one after the other, and how large copies are; small tensors, so their padding shows."""
+def test_copies_match_those_of_the_engine_in_order_and_size(offload, accumulate):
+    """Compare the order of all transfers and the sizes of copies, with tensors so small that padding shows."""
     run = replace(run_of(8), accumulate=accumulate)
     places = {"params": "host"} if offload == "all" else {}
     asked = replace(run, sharding=replace(run.sharding, offload=acc.Offload(optimizer="host", **places)))
@@ -147,8 +147,8 @@ def launches(log: Log) -> list[tuple[str, StepPart]]:
     return found
 
 
-def test_one_rank_is_planned_as_the_engine_holds_it():
-    """Its shards are the parameters, unless these rest on the host: then it gathers them, as no trace without offload has it."""
+def test_a_single_rank_is_planned_as_the_engine_runs_it():
+    """Its shards are the parameters; if these are on the host it gathers them, which no trace without offload shows."""
     cluster = replace(CLUSTER, gpus=1)
     looked = space(lambda size: gpt(3, batch=size), strategies=["full_shard"], micro_batches=[2], cluster=cluster)
     asked = replace(choice("disk", 1), micro_batch=2)
@@ -165,7 +165,7 @@ def test_one_rank_is_planned_as_the_engine_holds_it():
 
 @pytest.mark.parametrize("step", ["host", "device"])
 def test_a_plan_runs_on_one_thread(step, monkeypatch):
-    """Fake tensors bear no second one: a state that a thread filled while this one ran an operator ended a plan now and then."""
+    """Fake tensors do not work in a second thread: a plan failed at times while another thread filled a state."""
     begun: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
@@ -175,8 +175,8 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     assert not [name for name in begun if name.startswith("accordion")]
 
 
-def test_states_on_disk_take_of_the_device_what_those_on_the_host_do():
-    """So a search replays the memory of one of them for both."""
+def test_states_on_disk_and_on_the_host_take_the_same_device_memory():
+    """A search relies on this: it replays the memory of one of them for both."""
     log = log_of(3, 1.0)
     moved = [offloaded(log, choice(tier).offload, 2) for tier in ("all", "disk")]
     host, disk = (memory_of(m) for m in moved)

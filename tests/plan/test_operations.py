@@ -1,4 +1,4 @@
-"""Operations of what torch's own counter leaves out."""
+"""Flops of operators that torch's own counter does not count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Count(_torch.DispatchMode):
         return out
 
 
-def test_products_of_experts_count_forward_and_both_ways_back() -> None:
+def test_grouped_products_count_the_forward_and_two_gradients() -> None:
     x = torch.randn(ROWS, K, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(GROUPS, K, N, dtype=torch.bfloat16, requires_grad=True)
     offs = torch.tensor([3, 9, 20, ROWS], dtype=torch.int32)
@@ -36,7 +36,7 @@ def test_products_of_experts_count_forward_and_both_ways_back() -> None:
     assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
 
 
-def test_those_of_transformers_count_alike() -> None:
+def test_grouped_products_of_transformers_count_the_same() -> None:
     pytest.importorskip("transformers.integrations.moe")
     x = torch.empty(ROWS, K, device="meta", requires_grad=True)
     w = torch.empty(GROUPS, K, N, device="meta", requires_grad=True)
@@ -48,7 +48,7 @@ def test_those_of_transformers_count_alike() -> None:
     assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
 
 
-def test_weights_whose_rows_are_dealt_out() -> None:
+def test_grouped_products_with_a_split_right_side_count_each_column_once() -> None:
     a, b = torch.randn(GROUPS, N, K, dtype=torch.bfloat16), torch.randn(K, ROWS, dtype=torch.bfloat16)
     offs = torch.tensor([8, 8, 16, ROWS], dtype=torch.int32)
     with Count() as count:
@@ -57,8 +57,8 @@ def test_weights_whose_rows_are_dealt_out() -> None:
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
-def test_attention_computes_as_much_with_fewer_heads_of_keys(num_kv_heads: int) -> None:
-    """One product for the scores and one for their sums; back, the scores once more and two of each. Causal ones count half."""
+def test_attention_has_the_same_flops_with_fewer_key_heads(num_kv_heads: int) -> None:
+    """Forward: two products, scores and weighted sums. Backward: five, the scores again. A causal mask halves both."""
     q = torch.empty(2, 8, 16, 4, device="meta", dtype=torch.bfloat16)
     k = torch.empty(2, num_kv_heads, 16, 4, device="meta", dtype=torch.bfloat16)
     one = 2 * 2 * 8 * 16 * 16 * 4

@@ -18,8 +18,8 @@ from accordion.offload.estimate import estimate_memory
 from accordion.plan.choice import in_memory
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log, Op
 from accordion.plan.extrapolate.family import UnlikeError
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, rests_of
-from accordion.plan.extrapolate.sizes import alike
+from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, state_by_unit
+from accordion.plan.extrapolate.sizes import resized_like
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
@@ -113,7 +113,7 @@ def test_sizes_change_equally_under_another_strategy_and_checkpointing(sharding)
     """The change of a larger micro-batch is traced once for all of them."""
     base, more = (traced(2, 8, batch) for batch in (3, 6))
     mine, other = (traced(2, 8, batch, **sharding) for batch in (3, 6))
-    made = alike(mine, base, more)
+    made = resized_like(mine, base, more)
     assert peak_of(made).num_bytes == peak_of(other).num_bytes != peak_of(mine).num_bytes
     assert peak_of(made).breakdown == peak_of(other).breakdown
     for expandable in (True, False):
@@ -123,7 +123,7 @@ def test_sizes_change_equally_under_another_strategy_and_checkpointing(sharding)
     ]
     lost = replace(mine, events=[e for e in mine.events if not isinstance(e, Op)])
     with pytest.raises(UnlikeError):
-        alike(lost, base, more)
+        resized_like(lost, base, more)
 
 
 @pytest.mark.parametrize("strategy", [acc.FULL_SHARD, pytest.param(acc.SHARD_OPTIM, marks=pytest.mark.slow)])
@@ -222,7 +222,7 @@ def test_offload_copies_cost_time_and_host_memory(plain):
         times[offload] = step_of_choice(moved, run_of(8), chosen, CLUSTER, "middle").seconds
     assert times["none"] < times["optimizer"] <= times["all"] < times["disk"]
     params = sum(p.numel() for p in gpt(3).make().parameters())
-    assert sum(rests.elements for rests in rests_of(plain).values()) == pytest.approx(params / 8, rel=0.02)
+    assert sum(state.elements for state in state_by_unit(plain).values()) == pytest.approx(params / 8, rel=0.02)
     assert host_bytes(plain, choice(), 2, CLUSTER) == 0
 
 

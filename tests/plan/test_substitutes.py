@@ -1,4 +1,4 @@
-"""What operators keep for the backward: by hand, as CUDA's do, beside what a trace has, and what the CPU's would keep."""
+"""Bytes that operators save for the backward: computed by hand for CUDA, and compared with traces for CUDA and CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 640
 
 
 class Scaled(nn.Module):
-    """Takes part with one weight in what an operator is given, so that a backward comes by."""
+    """Adds a parameter to the input of an operator, so that the operator has a backward, and returns its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Scaled(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`of`: the operator, of an input and a weight. `by_hand`: bytes. `as_on_cpu`: the CPU keeps as many."""
+    """An operator and the bytes that it saves on CUDA."""
 
-    of: Callable[[Tensor, Tensor], Tensor]
-    by_hand: int
+    of: Callable[[Tensor, Tensor], Tensor]  # (input, weight) -> output of the operator
+    by_hand: int  # bytes
     dtype: torch.dtype = HALF
     shape: tuple[int, ...] = (BATCH, HEADS, SEQ, HEAD)
-    as_on_cpu: bool = False
+    as_on_cpu: bool = False  # the CPU saves as many bytes
 
 
 def attends(**options: object) -> Callable[[Tensor, Tensor], Tensor]:
@@ -58,7 +58,7 @@ def masked(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, weight: Tensor) -> Tensor:
-    """Half as many heads of keys as of queries."""
+    """Attention with half as many key heads as query heads."""
     return F.scaled_dot_product_attention(x, x[:, ::2], x[:, ::2], is_causal=True, enable_gqa=True)
 
 
@@ -120,7 +120,7 @@ CASES = {
 
 
 def kept_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
-    """Bytes of activations where the backward begins, without the loss."""
+    """Return the bytes of activations at the start of the backward, without the loss."""
 
     def make() -> nn.Module:
         with torch.device("meta"):
@@ -138,7 +138,7 @@ def kept_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
 
 
 def taken_before_backward(log: Log) -> int:
-    """Bytes of activations that a forward took and did not give back; the batch was there before."""
+    """Return the bytes of activations that a forward allocates and does not free. The batch was allocated before."""
     live: dict[int, Alloc] = {}
     for event in log.events:
         if isinstance(event, Enter) and event.place.phase is StepPhase.BACKWARD:
@@ -152,14 +152,14 @@ def taken_before_backward(log: Log) -> int:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own word for that
 @pytest.mark.parametrize("name", CASES)
-def test_what_an_operator_keeps_is_what_cudas_does(name):
+def test_saved_bytes_match_those_of_cudas_operators(name):
     case = CASES[name]
     assert kept_bytes(case, "cuda") == case.by_hand
     assert (kept_bytes(case, "cpu") == case.by_hand) is case.as_on_cpu
 
 
-def test_what_a_backward_recomputes_has_stand_ins_too():
-    """By name: a block that is recomputed keeps as much meanwhile as one that is not."""
+def test_operators_are_replaced_in_recomputation_too():
+    """Operators that were imported by name are replaced in the forward and when a backward recomputes it."""
 
     def peak(checkpointing: str) -> int:
         sharding = {"precision": acc.Precision(params=HALF), "checkpoint_activations": checkpointing}
@@ -176,7 +176,7 @@ def test_what_a_backward_recomputes_has_stand_ins_too():
 
 
 class Named(nn.Module):
-    """A block of operators that were imported by name."""
+    """A block that calls operators imported by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def deep() -> nn.Module:
         return nn.Sequential(*[Named() for _ in range(4)])
 
 
-def test_stand_ins_go_with_the_trace():
+def test_operators_are_not_replaced_after_the_trace():
     x = torch.randn(2, 8, requires_grad=True)
     before = dropout(x, 0.5).grad_fn.name()
     with Substitutes().installed():

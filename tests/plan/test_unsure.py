@@ -1,4 +1,4 @@
-"""Operators whose inside is not known: no verdict where one of them could take more than is left, and a verdict elsewhere."""
+"""Operators with an unknown workspace: no verdict if one could take more than is left, otherwise a verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(memory_gib: float, **options: object) -> object:
     return builders.planned(model, total, torch.empty(8, 8, 128, 128), gpu=gpu, **{**fixed, **options})
 
 
-def test_no_verdict_where_an_operator_could_take_more_than_is_left():
+def test_no_verdict_if_an_operator_could_take_more_than_is_left():
     wide = planned(80.0)
     memory = wide.chosen.memory
     assert wide.verdict == "fits"
@@ -45,7 +45,7 @@ def test_no_verdict_where_an_operator_could_take_more_than_is_left():
     assert (small.verdict, small.as_dict()["fits"]) == ("does not fit", False)
 
 
-def test_what_is_known_needs_no_bound_and_what_is_not_has_one():
+def test_only_unknown_workspaces_have_a_bound():
     x, rows = torch.empty(64, 64), torch.empty(64, dtype=torch.long)
     asked = [
         (torch.ops.aten.mm.default, (x, x), x, 0),

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights (LoRA), which may be kept in four bits (QLoRA): as peft and bitsandbytes have them."""
+"""Low-rank adapters for frozen weights (LoRA), which may be stored in four bits (QLoRA), as in peft and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from accordion.errors import UsageError, nearest
 
 ALL = "all"
-NF4_BLOCK = 64  # elements that share a scale, kept in 8 bits
+NF4_BLOCK = 64  # elements that share a scale of 8 bits
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer and two narrow ones beside it, which are trained."""
+    """A frozen linear layer plus two trained low-rank layers, whose output is added."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A frozen linear layer of four bits a weight; forward and backward make the weights in the dtype of what comes in."""
+    """A frozen linear layer with weights of four bits, which forward and backward convert to the dtype of the input."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -57,14 +57,15 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, width / 2) of two weights a byte -> (out, width), by one kernel."""
+    """Convert `weight` (out, width / 2), two weights in a byte, to (out, width) in `dtype` with one kernel."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 
 
-def with_adapters(model: nn.Module, where: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
-    """`model` with all of it frozen and adapters at linear layers, changed in place. `targets`: "all" but the head, or the last
-    names of layers, with commas between. Raises `UsageError` where none has that name.
+def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
+    """Freeze `model` in place and add adapters of `rank` to linear layers, whose weights get four bits if `four_bits`.
+
+    `targets`: "all" for all but the head, or last names of layers separated by commas. Raises `UsageError` for unknown names.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
@@ -73,16 +74,16 @@ def with_adapters(model: nn.Module, where: str, rank: int, targets: str, four_bi
     for name in wanted:
         if name not in known:
             raise UsageError(
-                f"lora_targets names {name!r}, which is no linear layer of {where}; {nearest(name, known)}"
+                f"lora_targets names {name!r}, which is no linear layer of {label}; {nearest(name, known)}"
             )
     if not linear:
-        raise UsageError(f"{where} has no linear layers (nn.Linear) beside its head, to which adapters could be given.")
+        raise UsageError(f"{label} has no linear layers (nn.Linear) besides its head, so it cannot have adapters.")
     model.requires_grad_(False)
     for name, plain in linear.items():
         inner = FourBitLinear(plain) if four_bits and plain.in_features % 2 == 0 else plain
         if name.rpartition(".")[2] in wanted:
-            made: nn.Module = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
+            layer: nn.Module = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
         else:
-            made = inner
-        model.set_submodule(name, made)
+            layer = inner
+        model.set_submodule(name, layer)
     return model

@@ -1,4 +1,4 @@
-"""What happens on one rank in a training step, in the order of the host's calls: the event log, plain data without tensors."""
+"""The event log of one rank's training step, in the order of the host's calls: plain data without tensors."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from enum import Enum
 from typing import NamedTuple
 
 COMPUTE = "compute"  # the stream of forward and backward
-FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
-REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
-NEAR = "near"  # the axis of neighbours that keep one copy from a forward to its backward
+FETCH, STORE = "fetch", "store"  # the streams of copies to the device and to the host, with offload
+REPLICATE = "replicate"  # the stream of a hybrid strategy's reduces over replicas
+NEAR = "near"  # the axis of ranks over which secondary shards are kept
 EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
-EXPERT_DATA = "expert data"  # that of ranks that have the same ones
-ALL_TO_ALL = "all_to_all"  # of tokens to their experts, on the compute stream
-HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
-STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
+EXPERT_DATA = "expert data"  # the axis of ranks that have the same experts
+ALL_TO_ALL = "all_to_all"  # kind of the collective that sends tokens to their experts, on the compute stream
+HOST = "host"  # host memory; as a stream: the caller's thread, which starts the work on all other streams
+STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps offloaded parameters, and transfers of its files
 
 
 class Category(Enum):
-    """What bytes are held for, as the plan breaks them down."""
+    """The purpose of memory, by which a plan breaks it down."""
 
     PARAMETERS = "parameters"  # shards and masters, and the model's buffers
-    GRADIENTS = "gradients"  # full ones until they are reduced, messages of a reduce, sharded ones
+    GRADIENTS = "gradients"  # full gradients until they are reduced, buffers of a reduce, sharded gradients
     OPTIMIZER = "optimizer"
-    GATHERED = "gathered"  # full parameters, and messages of a gather
-    ACTIVATIONS = "activations"  # all that a forward makes, recomputation too: saved tensors, logits, loss
+    GATHERED = "gathered"  # full parameters, and buffers of a gather
+    ACTIVATIONS = "activations"  # all that a forward or a recomputation allocates: saved tensors, logits, loss
     OTHER = "other"  # gradients of activations, temporaries of the backward
-    __hash__ = object.__hash__  # that of an enum is a function of Python's, and walks over logs look many up
+    __hash__ = object.__hash__  # faster than `Enum.__hash__`, which is written in Python; walks over logs hash many
 
 
 class StepPhase(Enum):
-    """Which part of a step; `STEP` is clipping, the optimizer's step and clearing of gradients."""
+    """A phase of a training step. `STEP`: clipping, the optimizer's step and clearing of gradients."""
 
     BUILD = "build"
     FORWARD = "forward"
@@ -47,18 +47,18 @@ class StepPart(NamedTuple):
 
 
 def begins(place: StepPart) -> bool:
-    """Whether a micro-batch begins there."""
+    """Return True if a micro-batch begins at `place`."""
     return place == StepPart(StepPhase.FORWARD, -1)
 
 
 @dataclass(slots=True)
 class Alloc:
-    """Memory is taken. `number`: names it. `stream`: in whose pool the allocator keeps it."""
+    """Memory is allocated."""
 
-    number: int
+    number: int  # identifies the allocation
     num_bytes: int
     category: Category
-    stream: str
+    stream: str  # the stream whose pool the allocator takes it from
     operator: str
 
 
@@ -69,33 +69,30 @@ class Free:
 
 @dataclass(slots=True)
 class Op:
-    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor.
-
-    `again`: it belongs to a recomputation. `unsure`: bytes of workspace that it may take at most and no trace sees.
-    """
+    """An operator runs: one kernel or several."""
 
     name: str
     flops: float
-    num_bytes: int
-    dtype: str
+    num_bytes: int  # read and written
+    dtype: str  # of the first floating point tensor
     stream: str
-    again: bool = False
-    unsure: int = 0
+    again: bool = False  # it belongs to a recomputation
+    unsure: int = 0  # upper bound of its workspace bytes, if they are not known
 
 
 @dataclass(slots=True)
 class Collective:
-    """One launch. `num_bytes`: of the full tensors, or of an all-to-all what one rank sends and keeps. `axis`: of the mesh."""
+    """A collective runs."""
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
-    num_bytes: int
-    axis: str  # shard, replicate, NEAR, EXPERTS or EXPERT_DATA
+    num_bytes: int  # of the full tensors; of an all-to-all: what one rank sends and keeps
+    axis: str  # of the mesh: shard, replicate, NEAR, EXPERTS or EXPERT_DATA
     stream: str
 
 
 @dataclass(slots=True)
 class Launch:
-    """A transfer starts on its stream, behind all that is on the compute stream now."""
+    """A transfer starts on its stream, after all work that is on the compute stream so far."""
 
     transfer: int
     stream: str
@@ -110,7 +107,7 @@ class Land:
 
 @dataclass(slots=True)
 class Mark:
-    """An event is recorded on a stream: it ends with all that is on the stream so far. Numbered as transfers are."""
+    """A device event is recorded on a stream: it ends with the work on the stream so far. It has a number like a transfer."""
 
     transfer: int
     stream: str
@@ -118,7 +115,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Wait:
-    """What comes later on a stream runs after a mark."""
+    """Later work on a stream waits for the end of a transfer or a mark."""
 
     transfer: int
     stream: str
@@ -126,7 +123,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Enter:
-    """What follows belongs to `place`."""
+    """The events that follow belong to `place`."""
 
     place: StepPart
 
@@ -136,24 +133,18 @@ Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """A step in its steady state. Nothing writes to it, so what is worked out of it may be kept.
+    """The log of a step in steady state. It is never changed, so results computed from it may be cached."""
 
-    `held`: what is there before it, each with its unit (None: of no unit). `units`: names.
-    `host_bytes`: the most that rests in the host's memory, which is in none of the rest.
-
-    `substituted`, `unmodelled`: operators that stood for those of the device, and those whose memory or time is not known.
-    """
-
-    held: list[tuple[Alloc, int | None]]
+    held: list[tuple[Alloc, int | None]]  # memory before the step, each with the index of its unit (None: of no unit)
     events: list[Event]
-    units: list[str]
-    substituted: dict[str, str] = field(default_factory=dict)
-    unmodelled: dict[str, str] = field(default_factory=dict)
-    host_bytes: int = 0
+    units: list[str]  # names
+    substituted: dict[str, str] = field(default_factory=dict)  # operators replaced by those of the device, by name
+    unmodelled: dict[str, str] = field(default_factory=dict)  # why memory or time of an operator is not known, by name
+    host_bytes: int = 0  # the most host memory at once; it is not in `held` and `events`
 
 
 def without_host(log: Log) -> Log:
-    """The same log with what happens in the host's memory as one figure."""
+    """Return the log with its events in host memory replaced by `host_bytes`."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
     if not live:
         return log
@@ -172,5 +163,5 @@ def without_host(log: Log) -> Log:
         **log.unmodelled,
         "offload": "in this log the step on the host takes no time",
     }
-    held = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
-    return replace(log, held=held, events=events, unmodelled=unmodelled, host_bytes=best)
+    allocs = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
+    return replace(log, held=allocs, events=events, unmodelled=unmodelled, host_bytes=best)

@@ -1,4 +1,4 @@
-"""Experts of a model that may be spread over ranks: which modules hold them, and whether so many ranks share them."""
+"""Find the modules of a model whose experts can be sharded over ranks, and check the number of ranks."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from torch import nn
 
 from accordion.errors import UsageError
 
-ROUTED = 3  # arguments of their forward: tokens (n, width), and experts and weights of each, (n, k)
+ROUTED = 3  # arguments of the experts' forward: tokens, (n, width); chosen experts and their weights, each (n, k)
 EVENLY = (
-    "experts over {} ranks: every expert is assumed to get as many tokens as any other, none dropped and none padded; the rank "
-    "that gets most sets the pace of all, and what it takes grows with that"
+    "experts over {} ranks: every expert is assumed to get equally many tokens, none dropped and none padded; the rank with the "
+    "most tokens sets the pace of all, and its time and memory grow with its tokens"
 )
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """By name, modules whose parameters have a matrix for each of `num_experts` experts, as transformers' mixtures have them."""
+    """Return by name the modules with `num_experts` and one matrix for each expert in each parameter, as in transformers."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
-    if not isinstance(count, int) or count < 2 or not any(p.dim() > 2 for p in own):
+    count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if not isinstance(count, int) or count < 2 or not any(p.dim() > 2 for p in parameters):
         return False
-    if any(p.shape[:1] != (count,) for p in own) or len(own) != len(list(module.parameters())):
+    if any(p.shape[:1] != (count,) for p in parameters) or len(parameters) != len(list(module.parameters())):
         return False
     return len(inspect.signature(module.forward).parameters) >= ROUTED
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:
-    """Raises `UsageError` where so many ranks cannot share the experts of the model called `name`."""
-    found = experts_in(model)
-    if not found:
+    """Raise `UsageError` if the model called `name` has no experts, or if `ranks` does not divide their number."""
+    modules = experts_in(model)
+    if not modules:
         raise UsageError(
-            f"expert_parallel is {ranks}, and {name} has no experts that can be spread: modules with num_experts, and parameters "
-            "with a matrix for each of them; leave it out."
+            f"expert_parallel is {ranks}, and {name} has no experts that can be spread over ranks (modules with num_experts "
+            "and one matrix for each expert in each parameter); leave expert_parallel out."
         )
-    for where, module in found.items():
+    for path, module in modules.items():
         if module.num_experts % ranks:  # type: ignore[operator]
             raise UsageError(
-                f"expert_parallel is {ranks}, which does not divide the {module.num_experts} experts of {where or name!r}; take "
+                f"expert_parallel is {ranks}, which does not divide the {module.num_experts} experts of {path or name!r}; take "
                 "a divisor."
             )

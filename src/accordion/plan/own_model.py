@@ -1,4 +1,4 @@
-"""Language models that a function of the user's makes: `file.py:build`, or `package.module:build`."""
+"""Language models that are built by the user's function, named as `file.py:build` or `package.module:build`."""
 
 from __future__ import annotations
 
@@ -17,53 +17,52 @@ NAMED = re.compile(r".*\.py(:\w*)?|[A-Za-z_][\w.]*:\w+")
 
 
 def names_code(model: str) -> bool:
-    """Whether a model is named as code of the user's."""
+    """Return True if `model` names a Python function or file, rather than a preset or a configuration."""
     return NAMED.fullmatch(model) is not None
 
 
 def own_model(model: str) -> nn.Module:
-    """What the function makes, on the meta device. Raises `UsageError`, and `TaskError` where the function fails."""
+    """Build the user's model on the meta device. Raises `UsageError`, or `TaskError` if the function fails."""
     if ":" not in model or model.endswith(":"):
         raise UsageError(
-            f"model {model!r} names no function; write {model.rstrip(':')}:build, of a function without arguments that gives the "
-            "module, or plan a task: --task."
+            f"model {model!r} names no function; write {model.rstrip(':')}:build, if build() returns the module, or plan a task: "
+            "--task."
         )
     build = target_of("model", model)
     name = model.rpartition(":")[2]
     with of_the_task(f"{name}()"), torch.device("meta"):
-        made = build()
-    if not isinstance(made, nn.Module):
-        raise UsageError(
-            f"model {model!r} gave a {type(made).__name__}; {name}() takes no arguments and gives a module."
-        )
-    return made.train()
+        module = build()
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"model {model!r} returned a {type(module).__name__}; {name}() must return an nn.Module.")
+    return module.train()
 
 
-def vocab_of(model: nn.Module, where: str) -> int:
-    """How many tokens it knows. Raises `UsageError` where it reads none."""
-    told = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(told, int):
-        return told
+def vocab_of(model: nn.Module, label: str) -> int:
+    """Return the size of the model's vocabulary. Raises `UsageError` if the model reads no tokens."""
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(vocab_size, int):
+        return vocab_size
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if table is None:
         raise UsageError(
-            f"{where} has no nn.Embedding, so it reads no tokens; plan it as a task, with a batch of its own: --task."
+            f"{label} has no nn.Embedding, so it reads no tokens; plan it as a task, with its own batch: --task."
         )
     return table.num_embeddings
 
 
-def own_loss(where: str, loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """0-d, of what the model makes of tokens, (micro_batch, seq) int64. Raises `UsageError` where these are no logits."""
+def own_loss(label: str, loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss (0-d) of the user's model. Raises `UsageError` if the model does not return logits.
+
+    `label`: the model's name in errors. `loss`: a key of `LOSSES`. `batch`: tokens and labels, each (micro_batch, seq) int64.
+    """
     tokens, labels = batch
     if loss == "chunked":
         expect_labels(model, labels)
     with of_the_task("the model's forward(tokens)"):
         out: Any = model(tokens)
     logits = out[0] if isinstance(out, tuple) else getattr(out, "logits", out)
-    wanted = (
-        f"a tensor of {tuple(tokens.shape)} and the vocabulary, a tuple that begins with it, or an object with .logits"
-    )
+    wanted = f"a tensor of shape {tuple(tokens.shape)} plus the vocabulary, a tuple starting with it, or an object with .logits"
     if not isinstance(logits, Tensor) or (loss != "chunked" and logits.shape[:-1] != tokens.shape):
-        found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise UsageError(f"{where} made of tokens {found}; a language model makes {wanted}. Or plan a task: --task.")
+        kind = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise UsageError(f"the output of {label} is {kind}; a language model returns {wanted}. Or plan a task: --task.")
     return loss_of_logits(loss, logits, labels)

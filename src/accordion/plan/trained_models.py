@@ -1,4 +1,4 @@
-"""The models that a plan is made for: presets, transformers configurations, and what repeats in any module."""
+"""Build the models to plan from presets and transformers configurations, and find the equal blocks of any module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accordion.units import UnitChoice, choose_units, min_params
 
 
 def configuration(model: str, seq: int) -> Any:
-    """What transformers builds a model from: a preset, a folder with a config.json, or that file. Raises `UsageError`."""
+    """Return the transformers configuration for a preset, a folder with a config.json, or that file. Raises `UsageError`."""
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
     if model in PUBLISHED:
@@ -48,12 +48,12 @@ def configuration(model: str, seq: int) -> Any:
     except (OSError, ValueError) as error:
         raise UsageError(f"model {model!r}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):
-        raise UsageError(f"model {model!r}: {file} names no model_type, so it is no transformers configuration.")
+        raise UsageError(f"model {model!r}: {file} names no model_type, so it is not a transformers configuration.")
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.for_model(**described)
-    except Exception as error:  # transformers checks its configurations with errors of many kinds
+    except Exception as error:  # transformers raises many types of errors for invalid configurations
         raise UsageError(f"model {model!r}: {brief(error)}") from None
     _check_config(config, model)
     longest = getattr(config, "max_position_embeddings", None)
@@ -65,20 +65,19 @@ def configuration(model: str, seq: int) -> Any:
 
 
 LOOPS = re.compile("Mamba.*Mixer|GatedDelta|RgLru|xLSTM|mLSTM|Rwkv.*Attention")
-"""Classes of transformers that go over tokens one by one, or in pieces, where their fused kernels are not installed."""
-ATTENTIONS = {  # by name, the kernel of which a card's share of the peak is known
+"""Classes of transformers that loop over tokens or chunks of them if their fused kernels are not installed."""
+ATTENTIONS = {  # by option, the kernel in `Efficiency.attention`
     "auto": "fa2", "eager": "fa2", "fa1": "fa1", "fa2": "fa2", "fa3": "fa3", "cudnn": "cudnn", "flex": "flex",
 }  # fmt: skip
 
 
 def _check_config(config: Any, model: str) -> None:
-    """Raises `UsageError` for what is built, and is not what somebody trains."""
+    """Raise `UsageError` for configurations that can be built, but cannot be planned as they are trained."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
-    if getattr(
-        config, "is_encoder_decoder", False
-    ):  # its decoder alone is a causal language model of transformers, too
+    # transformers would build the decoder alone, as a causal language model.
+    if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"model {model!r} is of type {config.model_type!r}, an encoder with a decoder; plan it as a task (--task), or from "
             "Python, as accordion.Workload(model, loss, batch)."
@@ -87,58 +86,57 @@ def _check_config(config: Any, model: str) -> None:
     if quantized and not _is_four_bits(config):
         how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         raise UsageError(
-            f"model {model!r} has weights quantized by {how or 'a method that it does not name'} (quantization_config), of which "
-            "no training is planned; plan the model that it was made from, or remove the quantization_config."
+            f"model {model!r} has weights quantized by {how or 'a method that it does not name'} (quantization_config), whose "
+            "training cannot be planned; plan the model before quantization, or remove the quantization_config."
         )
 
 
 def _is_four_bits(config: Any) -> bool:
-    """Whether its weights are kept as bitsandbytes does for QLoRA."""
-    told = getattr(config, "quantization_config", None) or {}
-    return bool(told.get("load_in_4bit") if isinstance(told, dict) else getattr(told, "load_in_4bit", False))
+    """Return True if the weights are stored in bitsandbytes' 4 bits, as for QLoRA."""
+    quantized = getattr(config, "quantization_config", None) or {}
+    return bool(
+        quantized.get("load_in_4bit") if isinstance(quantized, dict) else getattr(quantized, "load_in_4bit", False)
+    )
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
-    """What a reader should know of how a named model is planned."""
-    found = []
+    """Return remarks for the user on how a model from a configuration is planned."""
+    remarks = []
     if is_encoder(config):
-        found.append(
+        remarks.append(
             f"an encoder: planned as {type(model).__name__}, which fills in masked tokens, and not as a causal model"
         )
     loops = sorted({type(m).__name__ for m in model.modules() if LOOPS.search(type(m).__name__)})
     if loops:
-        found.append(
-            f"{', '.join(loops)}: timed by a reference loop over tokens, whose fused kernels take a small part of that; the step "
-            "time and tokens/s are no prediction"
+        remarks.append(
+            f"{', '.join(loops)}: timed by a reference loop over tokens, and fused kernels take a small part of that time, so "
+            "the step time and tokens/s are no prediction"
         )
-    return found
+    return remarks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which of several ways a language model takes. `loss`: of LOSSES. `attention`: of ATTENTIONS. `pure`: parameters in bf16.
-    `lora_rank`: of adapters, with all else frozen; 0: all is trained. `lora_targets`: the layers that have them. `four_bits`: the
-    frozen ones are kept in so many. `attention_share`: of the attention of whole rows, where several samples lie in one.
-    """
+    """How a language model computes loss and attention, and which of its parameters are trained."""
 
-    loss: str = "plain"
-    attention: str = "auto"
-    pure: bool = False
-    lora_rank: int = 0
-    lora_targets: str = ALL
-    four_bits: bool = False
-    attention_share: float = 1.0
+    loss: str = "plain"  # a key of `LOSSES`
+    attention: str = "auto"  # a key of `ATTENTIONS`
+    pure: bool = False  # parameters in bf16
+    lora_rank: int = 0  # of adapters, with all other parameters frozen; 0: all parameters are trained
+    lora_targets: str = ALL  # the layers with adapters
+    four_bits: bool = False  # frozen weights are stored in four bits
+    attention_share: float = 1.0  # share of attention's operations that remains if samples are packed into rows
 
     def __post_init__(self) -> None:
         for kind, name, known in (("loss", self.loss, LOSSES), ("attention", self.attention, ATTENTIONS)):
             if name not in known:
-                raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, list(known))}")
+                raise UsageError(f"{kind} {name!r} is unknown; {nearest(name, list(known))}")
         if not 0 <= self.lora_rank <= 4096:
             raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
 
 
 class Built:
-    """Gives a model that is there already, once, since who has it may shorten it; then makes others."""
+    """Callable that returns an existing model on the first call, and `make()` later, because callers may shorten the model."""
 
     def __init__(self, model: nn.Module | None, make: Callable[[], nn.Module]) -> None:
         self._model, self._make = model, make
@@ -148,62 +146,64 @@ class Built:
         return self._make() if model is None else model
 
 
-def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
-    """The language model, with those of its kernels that it is built with. Raises `UsageError`."""
+def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
+    """Build the language model of a transformers configuration, changed as `kernels` ask. Raises `UsageError`."""
     attention = "eager" if kernels.attention == "eager" else None
-    model = (masked_model if is_encoder(config) else language_model)(config, where, attention)
-    return _changed(model, where, kernels, kernels.four_bits or _is_four_bits(config))
+    model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
+    return _changed(model, label, kernels, kernels.four_bits or _is_four_bits(config))
 
 
-def trained_own(name: str, where: str, kernels: Kernels) -> nn.Module:
-    """As `trained_model`, of a function of the user's own."""
+def trained_own(name: str, label: str, kernels: Kernels) -> nn.Module:
+    """Build the model of the user's function `name`, changed as `kernels` ask. Raises `UsageError`."""
     if kernels.attention == "eager":
-        raise UsageError(f"{where} takes the attention that its code calls; leave --attention eager out.")
-    return _changed(own_model(name), where, kernels, kernels.four_bits)
+        raise UsageError(f"{label} runs the attention that its code calls; leave out --attention eager.")
+    return _changed(own_model(name), label, kernels, kernels.four_bits)
 
 
-def _changed(model: nn.Module, where: str, kernels: Kernels, four_bits: bool) -> nn.Module:
-    """Raises `UsageError`."""
+def _changed(model: nn.Module, label: str, kernels: Kernels, four_bits: bool) -> nn.Module:
+    """Apply the dtype, adapters and chunked head of `kernels` to `model`. Raises `UsageError`."""
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
-        model = with_adapters(model, where, kernels.lora_rank, kernels.lora_targets, four_bits)
+        model = with_adapters(model, label, kernels.lora_rank, kernels.lora_targets, four_bits)
     elif four_bits:
-        raise UsageError(f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora 16.")
-    return with_chunked_head(model, where) if kernels.loss == "chunked" else model
+        raise UsageError(
+            f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
+        )
+    return with_chunked_head(model, label) if kernels.loss == "chunked" else model
 
 
 def language_subject(
     config: Any,
-    where: str,
+    label: str,
     micro_batch: int,
     seq: int,
     make: Callable[[], nn.Module] | None = None,
     kernels: Kernels | None = None,
 ) -> Subject:
-    """Return training on text as `accordion train` does it, unless `kernels` say otherwise; without a cache of keys."""
+    """Return the training of a language model on text, as in `accordion train` unless `kernels` differ; without a KV cache."""
     kernels = kernels or Kernels()
-    make = make or partial(trained_model, config, where, kernels)
+    make = make or partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
-    loss = partial(_run, where, partial(_token_loss, kernels.loss))
+    loss = partial(_run, label, partial(_token_loss, kernels.loss))
     share = kernels.attention_share
     return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss, attention_share=share)
 
 
 def own_subject(
-    where: str, vocab: int, micro_batch: int, seq: int, make: Callable[[], nn.Module], kernels: Kernels
+    label: str, vocab: int, micro_batch: int, seq: int, make: Callable[[], nn.Module], kernels: Kernels
 ) -> Subject:
-    """Training on text of what a function of the user's own makes."""
+    """Return the training of the user's model on text."""
     return Subject(
         make=make,
         batch=partial(_tokens, micro_batch, seq, vocab),
-        loss=partial(own_loss, where, kernels.loss),
+        loss=partial(own_loss, label, kernels.loss),
         attention_share=kernels.attention_share,
     )
 
 
 def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, each (micro_batch, seq)."""
+    """Return tokens and labels, each (micro_batch, seq)."""
     both = torch.randint(vocab, (2, micro_batch, seq))
     return both[0], both[1]
 
@@ -215,37 +215,35 @@ def _token_loss(loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Te
     return loss_of_logits(loss, model(input_ids=tokens, use_cache=False).logits, labels)
 
 
-def _run(where: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a forward. Raises `UsageError` where the model's sizes do not go together."""
+def _run(label: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """Return `loss(model, batch)`. Raises `UsageError` if the forward fails, for example because sizes do not match."""
     try:
         return loss(model, batch)
-    except Exception as error:  # of sizes that do not go together torch and transformers say so in many ways
+    except Exception as error:  # torch and transformers raise many types of errors for sizes that do not match
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = raised_in.is_relative_to(Path(__file__).parents[1])
         if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
             raise
-        raise UsageError(f"{where} can be built, but not run: {brief(error)}") from error
+        raise UsageError(f"{label} can be built, but not run: {brief(error)}") from error
 
 
-# -- what repeats
+# -- equal blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """Equal blocks in one container. `container`: its name. `first_unit`: index of the first block's unit. `each`: units of one
-    block, itself and those inside it.
-    """
+    """Equal blocks that fill one container."""
 
-    container: str
+    container: str  # name
     count: int
-    first_unit: int
-    each: int = 1
+    first_unit: int  # index of the first block's unit
+    each: int = 1  # units of one block: itself and the units inside it
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """The most equal units that follow each other in one list; None where no two do."""
+    """Return the longest run of equal units in one list, if it fills the list; None if there is none of two or more."""
     chosen = choose_units(model, units)
-    tops: list[tuple[int, int]] = []  # units that are in no other but the root, and how many each of them holds
+    tops: list[tuple[int, int]] = []  # units directly below the root: (index, number of units including those inside)
     for i, (name, _) in enumerate(chosen[1:], 1):
         if tops and name.startswith(chosen[tops[-1][0]][0] + "."):
             tops[-1] = (tops[-1][0], tops[-1][1] + 1)
@@ -276,7 +274,7 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
 
 
 def unit_rules(model: nn.Module) -> list[str]:
-    """Other units to try than the default's: all layers of a block's size apart too, and the largest parts of a block too."""
+    """Return other choices of units to try: also split off layers as large as a block, and also the largest parts of a block."""
     run = longest_run(model, None)
     if run is None:
         return []
@@ -284,13 +282,13 @@ def unit_rules(model: nn.Module) -> list[str]:
     block = next(iter(model.get_submodule(run.container).children()))
     whole = sum(p.numel() for p in block.parameters())
     part = max((sum(p.numel() for p in child.parameters()) for child in block.children()), default=0)
-    found: dict[frozenset[str], str] = {}
-    for size in (whole, min(part, whole - part)):  # of which the rest of a block stays a unit
+    rules: dict[frozenset[str], str] = {}
+    for size in (whole, min(part, whole - part)):  # `whole - part`, so that the rest of a block stays a unit
         if size > 0:
             units = frozenset(name for name, _ in choose_units(model, min_params(size)))
             if units > names:
-                found.setdefault(units, f"min_params:{size}")
-    return list(found.values())
+                rules.setdefault(units, f"min_params:{size}")
+    return list(rules.values())
 
 
 def _place(holder: nn.Module, module: nn.Module) -> int:
@@ -298,7 +296,7 @@ def _place(holder: nn.Module, module: nn.Module) -> int:
 
 
 def shortened(model: nn.Module, run: EqualBlocks, count: int) -> nn.Module:
-    """`model` with the first `count` blocks of a run alone, changed in place."""
+    """Delete all but the first `count` blocks of a run from `model`, in place, and return the model."""
     holder: Any = model.get_submodule(run.container)
     del holder[count:]
     return model

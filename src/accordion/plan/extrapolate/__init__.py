@@ -1,1 +1,1 @@
-"""Logs of larger models, batches and worlds from the logs of small ones."""
+"""Extrapolate logs of small models, batches and worlds to larger ones."""

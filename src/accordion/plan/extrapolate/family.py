@@ -1,4 +1,4 @@
-"""Logs of other micro-batches and numbers of ranks from three that were traced: sizes are straight lines in both."""
+"""Logs of other micro-batches and numbers of ranks, extrapolated from three traced logs: sizes are linear in each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, 
 
 
 class UnlikeError(Exception):
-    """The logs differ in more than sizes."""
+    """Raised if logs differ in more than sizes."""
 
 
 class Family:
-    """Owns three logs that differ in sizes alone. `base`: (micro-batch, ranks, log); `more`: a larger micro-batch of the same
-    ranks; `fewer`: fewer ranks with the same micro-batch. Raises `UnlikeError`.
+    """Extrapolates logs that differ in sizes alone to other micro-batches and numbers of ranks.
+
+    `base`: (micro-batch, ranks, log). `more`: (larger micro-batch, log) on as many ranks. `fewer`: (fewer ranks, log) with the
+    micro-batch of `base`. Raises `UnlikeError`.
     """
 
     def __init__(self, base: tuple[int, int, Log], more: tuple[int, Log] | None, fewer: tuple[int, Log] | None) -> None:
@@ -28,15 +30,14 @@ class Family:
                 raise UnlikeError
 
     def at(self, micro_batch: int, ranks: int) -> Log:
-        """The log of another micro-batch and another number of ranks."""
+        """Return the log for a micro-batch and a number of ranks: linear in the micro-batch and in 1 / ranks."""
         batch, num, log = self.base
         along = 0.0 if self.more is None else (micro_batch - batch) / (self.more[0] - batch)
         across = 0.0 if self.fewer is None else (1 / ranks - 1 / num) / (1 / self.fewer[0] - 1 / num)
         more = log if self.more is None else self.more[1]
         fewer = log if self.fewer is None else self.fewer[1]
-        known: dict[
-            tuple[int, int, int], Event
-        ] = {}  # a deep model's log has the same kernel many times, and so has this one
+        # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.
+        known: dict[tuple[int, int, int], Event] = {}
 
         def between(a: Any, b: Any, c: Any) -> Any:
             if type(a) is Alloc:
@@ -49,20 +50,20 @@ class Family:
             return known[key]
 
         pairs = zip(log.held, more.held, fewer.held, strict=True)
-        held = [(between(a, b, c), unit) for (a, unit), (b, _), (c, _) in pairs]
+        allocs = [(between(a, b, c), unit) for (a, unit), (b, _), (c, _) in pairs]
         events: list[Event] = list(map(between, log.events, more.events, fewer.events))
         host = (
             log.host_bytes + along * (more.host_bytes - log.host_bytes) + across * (fewer.host_bytes - log.host_bytes)
         )
-        return replace(log, held=held, events=events, host_bytes=round(host))
+        return replace(log, held=allocs, events=events, host_bytes=round(host))
 
 
 def _renumbered(log: Log) -> Log:
-    """The same log, numbers in the order in which they come up: what a process did before counts on."""
+    """Return the log with allocations and transfers numbered from 0, because a process counts on from trace to trace."""
     numbers: dict[int, int] = {}
     transfers: dict[int, int] = {}
 
-    def again(event: Any) -> Any:
+    def renumbered(event: Any) -> Any:
         kind = type(event)
         if kind is Free:
             return Free(numbers.setdefault(event.number, len(numbers)))
@@ -73,8 +74,8 @@ def _renumbered(log: Log) -> Log:
             return replace(event, transfer=transfers.setdefault(event.transfer, len(transfers)))
         return event
 
-    held = [(again(alloc), unit) for alloc, unit in log.held]
-    return replace(log, held=held, events=[again(event) for event in log.events])
+    allocs = [(renumbered(alloc), unit) for alloc, unit in log.held]
+    return replace(log, held=allocs, events=[renumbered(event) for event in log.events])
 
 
 def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Alloc | Op | Collective:
@@ -92,7 +93,7 @@ def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Alloc | Op 
 
 
 def _shape(log: Log) -> Sequence[object]:
-    """All but the sizes."""
+    """Return all properties of a log that logs of one family share: all but the sizes."""
     shape: list[object] = [alloc.number for alloc, _ in log.held]
     for event in log.events:
         if isinstance(event, Alloc):

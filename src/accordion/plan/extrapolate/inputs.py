@@ -1,4 +1,4 @@
-"""Inputs of recomputed units off the device: what they take of the host and of the disk, and the disk's reads and writes."""
+"""Offloaded inputs of recomputed units: the bytes that they take on host and disk, and a log's disk reads and writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COPIED = 2  # a copy reads and writes
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Bytes of each input that waits elsewhere at once, in whole pages; of the micro-batch that has most of them."""
+    """Return the bytes, in whole pages, of each input that is offloaded at the same time: those of the largest micro-batch."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
@@ -38,39 +38,39 @@ def inputs_of(log: Log) -> list[int]:
 
 
 def staged_bytes(inputs: list[int]) -> int:
-    """Host memory through which they pass on their way to a disk."""
+    """Return the bytes of the host buffers through which inputs are copied to and from a disk."""
     return NUM_STAGES * max(inputs, default=0)
 
 
 def inputs_on_disk(log: Log) -> Log:
-    """`log`, whose inputs wait on the host and which has no other copies, with a disk behind the host's memory."""
+    """Return a log with inputs on disk, given one with inputs on the host and no other offload."""
     return replace(log, events=list(_DiskWalk(log).events()))
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What a micro-batch has moved so far, in order: ends of writes, and of copies back to the device."""
+    """Transfers of one micro-batch so far, in order."""
 
-    writes: list[int] = field(default_factory=list)
-    copies: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)  # ends of writes to the disk
+    copies: list[int] = field(default_factory=list)  # copies back to the device
 
 
 class _DiskWalk:
-    """Owns the walk over a log of inputs that wait on the host.
+    """Adds the events of a disk to a log with inputs on the host, as `offload/activations/stores.py` does it.
 
-    What the engine does (`offload/activations/stores.py`): an input is written when it is on the host. The caller waits for the
-    write before the last two when it needs that memory for the next one. Inputs come back in reverse: the last three from where
-    they are, the others by a read that begins with the recomputation of the unit behind, and for whose end the caller waits.
+    Forward: an input is written to disk once it is on the host. With three staging buffers (`NUM_STAGES`), the caller waits for
+    the third last write before it reuses that buffer. Backward: inputs are needed in reverse order. The last three are still in
+    host memory. The others are read from disk, starting when the unit after theirs is recomputed, and the caller waits for them.
     """
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._transfers = max((e.transfer for e in log.events if isinstance(e, (Launch, Mark))), default=0)
         self._batch = _Batch()
-        self._read: dict[int, tuple[int, Op]] = {}  # by transfer: the end of its read, and the copy that follows
+        self._reads: dict[int, tuple[int, Op]] = {}  # by transfer: (end of its disk read, the copy that follows)
 
     def events(self) -> Iterator[Event]:
-        last: Launch | None = None  # of a copy
+        last: Launch | None = None  # the last launch of a copy
         for event in self._log.events:
             if isinstance(event, Enter) and begins(event.place):
                 self._batch = _Batch()
@@ -100,7 +100,7 @@ class _DiskWalk:
 
     def _fetch(self, launch: Launch, copy: Op) -> Iterator[Event]:
         batch = self._batch
-        at = len(batch.writes) - 1 - len(batch.copies)  # which input comes back
+        at = len(batch.writes) - 1 - len(batch.copies)  # index of the input that is copied back
         batch.copies.append(launch.transfer)
         if at >= len(batch.writes) - NUM_STAGES or at < 0:
             yield copy
@@ -108,13 +108,13 @@ class _DiskWalk:
         yield Wait(batch.copies[-1 - NUM_STAGES], HOST)
         yield Wait(batch.writes[at], HOST)
         yield Op("inputs from the disk", 0.0, copy.num_bytes // COPIED, "", DISK_STREAM)
-        self._read[launch.transfer] = self._next(), copy
-        yield Mark(self._read[launch.transfer][0], DISK_STREAM)
+        self._reads[launch.transfer] = self._next(), copy
+        yield Mark(self._reads[launch.transfer][0], DISK_STREAM)
 
     def _landed(self, event: Event) -> Iterator[Event]:
-        """What is read goes to the device when somebody wants it there."""
-        if isinstance(event, Land) and event.transfer in self._read:
-            read, copy = self._read.pop(event.transfer)
+        """Yield the copy to the device before the device waits for it, if the input was read from disk."""
+        if isinstance(event, Land) and event.transfer in self._reads:
+            read, copy = self._reads.pop(event.transfer)
             copied = self._next()
             self._batch.copies[self._batch.copies.index(event.transfer)] = copied
             yield Wait(read, HOST)

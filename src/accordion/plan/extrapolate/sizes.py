@@ -1,4 +1,4 @@
-"""How sizes change from one log to another, carried over to a third that does the same with other strategies or checkpointing."""
+"""Change the sizes of one log as they change between two other logs, whose strategy or checkpointing may differ from its own."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 from accordion.plan.events import Alloc, Collective, Log, Op
 from accordion.plan.extrapolate.family import UnlikeError
 
-Sizes = tuple[int, float]  # bytes, operations
+Sizes = tuple[int, float]  # (bytes, flops)
 
 
-def alike(log: Log, base: Log, other: Log) -> Log:
-    """`log` with its sizes changed as they change from `base` to `other`, which differ in sizes alone.
+def resized_like(log: Log, base: Log, other: Log) -> Log:
+    """Return `log` with its sizes changed as they change from `base` to `other`, which differ in sizes alone.
 
-    Memory, kernels and messages answer to each other by what they are and how large. Where several of the same size
-    change differently, they do so in order. Raises `UnlikeError` where that does not say which.
+    Events of `log` and `base` are matched by kind and size. If several events with one kind and size change differently, they
+    are matched in order. Raises `UnlikeError` if the matches are ambiguous.
     """
     changes: dict[tuple[Any, ...], list[Sizes]] = defaultdict(list)
     for a, b in zip(_sized(base), _sized(other), strict=True):
         changes[_key(a)].append(_sizes(b))
-    _adopt(log, changes)
+    _add_by_operator(log, changes)
     varying = {key for key, sizes in changes.items() if any(size != key[:2] for size in sizes)}
     kinds = {key[2] for key in varying}
-    mine: dict[object, int] = defaultdict(int)
+    counts: dict[object, int] = defaultdict(int)
     for event in _sized(log):
         key = _key(event)
-        mine[key] += 1
+        counts[key] += 1
         if key not in changes and key[2] in kinds and isinstance(event, (Alloc, Collective)):
             raise UnlikeError
     for key in varying:
-        if len(set(changes[key])) > 1 and mine[key] != len(changes[key]):
+        if len(set(changes[key])) > 1 and counts[key] != len(changes[key]):
             raise UnlikeError
-    if not varying <= mine.keys():
+    if not varying <= counts.keys():
         raise UnlikeError
     taken: dict[object, int] = defaultdict(int)
-    known: dict[tuple[int, Sizes], Any] = {}  # kernels come again as the same objects
+    known: dict[tuple[int, Sizes], Any] = {}  # a deep model's log has the same kernel object many times
 
     def changed(event: Any) -> Any:
         if not isinstance(event, (Alloc, Op, Collective)) or (key := _key(event)) not in varying:
@@ -45,13 +45,13 @@ def alike(log: Log, base: Log, other: Log) -> Log:
         sizes = changes[key]
         size = sizes[min(taken[key], len(sizes) - 1)]
         taken[key] += 1
-        again = id(event), size
-        if again not in known:
-            known[again] = _resized(event, *size)
-        return known[again]
+        event_and_size = id(event), size
+        if event_and_size not in known:
+            known[event_and_size] = _resized(event, *size)
+        return known[event_and_size]
 
-    held = [(changed(alloc), unit) for alloc, unit in log.held]
-    return replace(log, held=held, events=[changed(event) for event in log.events])
+    allocs = [(changed(alloc), unit) for alloc, unit in log.held]
+    return replace(log, held=allocs, events=[changed(event) for event in log.events])
 
 
 def _resized(event: Alloc | Op | Collective, num_bytes: int, flops: float) -> Alloc | Op | Collective:
@@ -61,21 +61,21 @@ def _resized(event: Alloc | Op | Collective, num_bytes: int, flops: float) -> Al
     return replace(event, num_bytes=num_bytes, flops=flops, unsure=unsure)
 
 
-def _adopt(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
-    """What is kept in one log and passes in the other, as under checkpointing, changes as the same operator's memory does."""
+def _add_by_operator(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
+    """Add changes for memory whose category differs between the logs, as under checkpointing: those of its operator's memory."""
     by_operator: dict[tuple[Any, ...], set[Sizes]] = defaultdict(set)
     for key, sizes in changes.items():
-        by_operator[_of_any_kind(key)].update(sizes)
+        by_operator[_without_kind(key)].update(sizes)
     for event in _sized(log):
         key = _key(event)
-        found = by_operator[_of_any_kind(key)]
-        if key not in changes and isinstance(event, Alloc) and len(found) == 1:
-            changes[key] = list(found)
+        candidates = by_operator[_without_kind(key)]
+        if key not in changes and isinstance(event, Alloc) and len(candidates) == 1:
+            changes[key] = list(candidates)
 
 
-def _of_any_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    num_bytes, flops, _, *which = key
-    return (num_bytes, flops, *which)
+def _without_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    num_bytes, flops, _, *others = key
+    return (num_bytes, flops, *others)
 
 
 def _sized(log: Log) -> Iterator[Alloc | Op | Collective]:
@@ -88,7 +88,7 @@ def _sizes(event: Alloc | Op | Collective) -> Sizes:
 
 
 def _key(event: Alloc | Op | Collective) -> tuple[Any, ...]:
-    """(bytes, operations, what kind of thing it is, and which)."""
+    """Return (bytes, flops, kind, further properties): events with equal keys are matched."""
     if isinstance(event, Alloc):
         return (*_sizes(event), event.category, event.operator, event.stream)
     if isinstance(event, Op):

@@ -1,1 +1,1 @@
-"""What a log takes: memory in torch's allocator, and time on the streams of a card."""
+"""Predict what the step of a log takes: memory in torch's allocator, and time on the streams of a card."""

@@ -1,10 +1,10 @@
-"""A model of torch's caching allocator on CUDA, to which a log is replayed: how much of the card a step reserves.
+"""A model of torch's caching allocator on CUDA: replay a log to find how many bytes of the card a step reserves.
 
-Read in torch 2.13's c10/cuda/CUDACachingAllocator.cpp. Every stream has pools of its own, one for blocks up to 1 MiB and one
-for larger ones. Sizes are rounded up to 512 bytes. A free block of the pool serves if it is large enough, the smallest one
-first; else memory is taken from the device: segments of 2 MiB, 20 MiB or the size rounded up to 2 MiB, or, with
-`expandable_segments`, as many pages (2 MiB, 20 MiB) as the end of the pool's one segment lacks. What a block leaves is split
-off, and free neighbours are joined. Nothing is given back: a step that is short of memory would, and is then slow.
+The model follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13. Each stream has two pools, one for blocks up to 1 MiB and one
+for larger blocks. Sizes are rounded up to 512 bytes. An allocation takes the smallest free block of its pool that is large
+enough, and the rest of the block is split off. If there is none, memory is reserved: a segment of 2 MiB, of 20 MiB, or of the
+size rounded up to 2 MiB; with `expandable_segments`, as many pages (2 MiB, 20 MiB) as are missing at the end of the pool's one
+segment. Free neighbours are merged. Reserved memory is never released; torch does so only if memory runs out, which is slow.
 """
 
 from __future__ import annotations
@@ -22,20 +22,13 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """The free blocks of one stream and kind, which a search goes over many million times: plain numbers, and no objects.
-
-    Args:
-        by_size: `size << BITS | start` of each, sorted.
-        by_start: the size of each.
-        by_end: the start of each.
-        top: address behind the last segment. In an expandable pool the last block ends there; else segments have a gap between
-            them, so that no two are neighbours.
-    """
+    """The small or the large free blocks of one stream: integers, not objects, since a search reads them many million times."""
 
     small: bool
-    by_size: list[int] = field(default_factory=list)
-    by_start: dict[int, int] = field(default_factory=dict)
-    by_end: dict[int, int] = field(default_factory=dict)
+    by_size: list[int] = field(default_factory=list)  # `size << BITS | start` of each block, sorted
+    by_start: dict[int, int] = field(default_factory=dict)  # size of each block by its start
+    by_end: dict[int, int] = field(default_factory=dict)  # start of each block by its end
+    # The address after the last segment. An expandable pool is one segment; others have gaps, so that segments never merge.
     top: int = 0
 
     def add(self, start: int, size: int) -> None:
@@ -49,7 +42,7 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block that is large enough, one at the top only if there is no other; return (start, size)."""
+        """Remove and return (start, size) of the smallest block that is large enough; the block at the top comes last."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
             return None
@@ -62,7 +55,7 @@ class _Pool:
 
 
 class Allocator:
-    """Owns the pools and what they have reserved."""
+    """The allocator's pools, and the bytes that they have reserved."""
 
     def __init__(self, *, expandable: bool) -> None:
         self._expandable = expandable
@@ -93,7 +86,7 @@ class Allocator:
         pool.add(start, size)
 
     def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Take new memory, with the free block at the top of an expandable pool; return (start, size) of a large enough block."""
+        """Reserve memory; return (start, size) of a free block of at least `size`. An expandable pool extends its last block."""
         start = pool.top
         if self._expandable:
             start = pool.by_end.get(pool.top, start)
@@ -115,7 +108,7 @@ def _up(size: int, step: int) -> int:
 
 
 def reserved_bytes(log: Log, *, expandable: bool) -> int:
-    """Return what the allocator has reserved after steps like this one. The second is replayed for what the first left behind."""
+    """Return the bytes that the allocator has reserved after two steps; the second finds the blocks that the first left."""
     allocator = Allocator(expandable=expandable)
     for alloc, _ in log.held:
         allocator.take(alloc.number, alloc.num_bytes, alloc.stream)

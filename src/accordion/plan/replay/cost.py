@@ -1,4 +1,4 @@
-"""How long an operator and a collective take: the slower of arithmetic and memory, latency and bytes over bandwidth."""
+"""Seconds of operators and collectives: the slower of arithmetic and memory, and latency plus bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -36,42 +36,40 @@ from accordion.plan.hardware import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """An axis of the mesh. `ranks`: along it. `on_node`: how many of them one node has, each with a link of its own to others."""
+    """The size of an axis of the mesh."""
 
     ranks: int
-    on_node: int
+    on_node: int  # ranks of the axis on one node; each has its own link to other nodes
 
     @property
     def far(self) -> bool:
-        """It leaves the node."""
+        """True if the axis spans several nodes."""
         return self.ranks > self.on_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds on a cluster at assumed rates. `axes`: of the mesh. `on_machine`: ranks of one machine, which share its memory and
-    its disk. `scale`: what a measured step on the device made of kernels and messages; of copies to the host and of work there it
-    says nothing. `drag`: how much longer all ranks take together than one of them alone.
-    """
+    """Computes the seconds of events on a cluster at assumed rates."""
 
     cluster: Cluster
     rates: Rates
-    axes: Mapping[str, MeshAxis]
-    on_machine: int = 1
+    axes: Mapping[str, MeshAxis]  # of the mesh, by name
+    on_machine: int = 1  # ranks of one machine, which share its memory and disk
+    # Calibration by a measured step: factors for kernels and collectives on the device, not for copies to and work on the host.
     scale: Scale = field(default_factory=Scale)
-    drag: float = 1.0
+    drag: float = 1.0  # how much longer all ranks take together than one of them alone
 
     @property
     def caller_s(self) -> float:
-        """Seconds of the host for one kernel."""
+        """Seconds that the host takes to launch one kernel."""
         return self.rates.caller_s * self.scale.kernels
 
     def seconds_of(self, event: Op | Collective) -> float:
         return self.of_collective(event) if isinstance(event, Collective) else self.of(event)
 
     def of(self, op: Op) -> float:
-        """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
-        if op.stream in (FETCH, STORE):  # half of what it reads and writes goes over the link
+        """Return the seconds of a kernel on the device, of a copy between host and device, or of work on the host or its disk."""
+        if op.stream in (FETCH, STORE):  # a copy reads and writes each byte, and sends it over the link once
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         if op.stream in (HOST, STEPPER, DISK_STREAM):
             gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
@@ -90,8 +88,9 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
-        """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum; of an
-        all-to-all see `_all_to_all`.
+        """Return the seconds of one collective of n ranks: (n - 1) / n of the bytes over the slowest link, twice that for a sum.
+
+        All-to-alls are computed by `_all_to_all`.
         """
         axis = self.axes[c.axis]
         if axis.ranks == 1:
@@ -105,15 +104,13 @@ class Costs:
         return (seconds + latency_s) * self.scale.messages * self.drag
 
     def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
-        """Seconds in which a rank sends as much to each other: inside of its node, and by its own link to others, at once."""
+        """Return the seconds in which a rank sends `each_bytes` to each other rank: inside its node and to others in parallel."""
         inside = each_bytes * (axis.on_node - 1) / (self.cluster.gpu.link_gbps * GB * self.rates.link)
         outside = each_bytes * (axis.ranks - axis.on_node) / (self.cluster.network_gbps * GB * self.rates.network)
         return max(inside, outside)
 
     def gbps(self, axis: MeshAxis) -> float:
-        """What one rank of an axis sends, and receives, in a second. A ring over nodes enters and leaves a node by the links of
-        all ranks that it has there.
-        """
+        """Return the GB/s that one rank of an axis sends. A ring over nodes uses the network links of all its ranks in a node."""
         inside = self.cluster.gpu.link_gbps * self.rates.link
         if not axis.far:
             return inside
@@ -124,12 +121,13 @@ class Costs:
 def costs_of(
     cluster: Cluster, rate: str, ranks: int, *, shards: int | None = None, near: int = 0, experts: int = 1
 ) -> Costs:
-    """Return the costs of a rank of so many, at one of the assumed rates.
+    """Return the costs of one of `ranks` ranks.
 
     Args:
-        shards: ranks over which a hybrid strategy shards. None: all, with one axis.
-        near: neighbours that keep one copy of a unit from a forward to its backward.
-        experts: neighbours that share the experts of a mixture.
+        rate: name of the assumed rates, a key of `REACHED`.
+        shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
+        near: ranks over which secondary shards are kept; 0: none are kept.
+        experts: neighbouring ranks that share the experts of a mixture.
     """
     machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
     across = ranks // inside if shards else ranks

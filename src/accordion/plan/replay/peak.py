@@ -1,4 +1,4 @@
-"""What is live when, and the most of it: a walk over a log."""
+"""Find the peak of live memory in a log, its breakdown, and live memory over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Memory that is live at the peak, by the operator and category that took it."""
+    """Memory that is live at the peak, summed by operator and category."""
 
     operator: str
     category: str
@@ -22,31 +22,27 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most bytes that are live at once. `unit`, `operator`: where the step is then.
-
-    `held_bytes`: between steps. `highest`: the most of each category at any time. `unsure_bytes`: how much higher it may be for
-    what `unsure_operator` may take inside, which no trace sees.
-    """
+    """The most bytes that are live at once during a step."""
 
     num_bytes: int
-    breakdown: dict[str, int]
-    phase: str
+    breakdown: dict[str, int]  # bytes at the peak by category
+    phase: str  # of the step at the peak, as are `unit` and `operator`
     unit: str
     operator: str
     live: tuple[Holding, ...]
-    held_bytes: int
-    highest: dict[str, int]
-    unsure_bytes: int = 0
+    held_bytes: int  # bytes between steps
+    highest: dict[str, int]  # by category, the most bytes at any time
+    unsure_bytes: int = 0  # how much higher the peak may be, because of the workspace of `unsure_operator`
     unsure_operator: str = ""
 
 
 @lru_cache(4)
 def peak_of(log: Log) -> MemoryPeak:
-    """The peak of allocated bytes in a step, and what they are."""
-    total = held = sum(a.num_bytes for a, _ in log.held)
+    """Return the peak of allocated bytes in a step."""
+    total = held_bytes = sum(a.num_bytes for a, _ in log.held)
     live = {a.number: a for a, _ in log.held}
-    now = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
-    highest = dict(now)
+    current = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
+    highest = dict(current)
     best, best_at = total, -1
     most, most_by = 0, ""
     events: list[Any] = log.events
@@ -55,22 +51,23 @@ def peak_of(log: Log) -> MemoryPeak:
         if kind is Alloc:
             live[event.number] = event
             total += event.num_bytes
-            mine = now[event.category] = now[event.category] + event.num_bytes
-            if mine > highest[event.category]:
-                highest[event.category] = mine
+            num_bytes = current[event.category] = current[event.category] + event.num_bytes
+            if num_bytes > highest[event.category]:
+                highest[event.category] = num_bytes
             if total > best:
                 best, best_at = total, i
         elif kind is Free:
-            gone = live.pop(event.number)
-            total -= gone.num_bytes
-            now[gone.category] -= gone.num_bytes
+            freed = live.pop(event.number)
+            total -= freed.num_bytes
+            current[freed.category] -= freed.num_bytes
         elif kind is Op and event.unsure and total + event.unsure > most:
             most, most_by = total + event.unsure, event.name
-    peak = _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
+    peak = _peak_at(log, best, best_at, held_bytes, {c.value: n for c, n in highest.items()})
     return replace(peak, unsure_bytes=most - best, unsure_operator=most_by) if most > best else peak
 
 
-def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> MemoryPeak:
+def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
+    """Return the peak after event `at` of the log; -1: before the step."""
     live = {a.number: a for a, _ in log.held}
     place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:
@@ -89,7 +86,7 @@ def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, in
         unit=name_of(place, log.units),
         operator=last.operator if isinstance(last, Alloc) else "",
         live=_largest(list(live.values())),
-        held_bytes=held,
+        held_bytes=held_bytes,
         highest=highest,
     )
 
@@ -104,12 +101,12 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
     groups: dict[tuple[str, str], list[int]] = {}
     for a in allocs:
         groups.setdefault((a.operator, a.category.value), []).append(a.num_bytes)
-    found = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
-    return tuple(sorted(found, key=lambda h: -h.num_bytes)[:12])
+    holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
+    return tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12])
 
 
 def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
-    """Live bytes by category along a step, thinned to so many points; each is the largest of its stretch."""
+    """Return the live bytes by category over a step, as about `points` (place, bytes): each the maximum of its interval."""
     live = {c.value: 0 for c in Category}
     known: dict[int, Alloc] = {}
     for a, _ in log.held:
@@ -128,9 +125,9 @@ def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int
             live[event.category.value] += event.num_bytes
             total += event.num_bytes
         elif isinstance(event, Free):
-            gone = known.pop(event.number)
-            live[gone.category.value] -= gone.num_bytes
-            total -= gone.num_bytes
+            freed = known.pop(event.number)
+            live[freed.category.value] -= freed.num_bytes
+            total -= freed.num_bytes
         else:
             continue
         if total > best[0]:

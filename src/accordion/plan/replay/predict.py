@@ -1,4 +1,4 @@
-"""One configuration on one cluster: traced, replayed and timed."""
+"""Predict the memory and the seconds of one configuration on one cluster: trace it, replay the log, and time it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from accordion.plan.trained_models import longest_run, shortened
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """`reserved_bytes`: by how the allocator takes memory. `needed_bytes`: of the card: the larger of both with a margin, and
-    what is outside of torch.
-    """
+    """The memory of the card that a step needs."""
 
     peak: MemoryPeak
-    reserved_bytes: dict[str, int]
+    reserved_bytes: dict[str, int]  # by allocator setting: expandable_segments, classic
 
     @property
     def largest_reserved(self) -> int:
@@ -37,23 +35,24 @@ class MemoryNeed:
 
     @property
     def needed_bytes(self) -> int:
+        """Bytes of the card: the largest reserved bytes with a margin, plus memory outside of torch."""
         return int(self.largest_reserved * MARGIN) + OUTSIDE_BYTES
 
     @property
     def possible_bytes(self) -> int:
-        """What is needed if the operators whose inside is not known take the most they may."""
+        """Bytes of the card if operators with an unknown workspace take the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Neither yes nor no: it fits, unless an operator takes inside what it may."""
+        """Return True if there is no verdict: whether the step fits depends on an unknown workspace."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple[Log, str]:
-    """The log of a step, and how many blocks were traced for it: some of the equal ones where `quick` and that is exact."""
+    """Return (log of a step, description of the traced blocks). `quick`: trace only some of the equal blocks if that is exact."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
@@ -63,9 +62,9 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     count = num_traced(blocks.count, period, later)
     if count == blocks.count:
         return trace(subject, run), "all blocks"
-    whole = _num_stepped(model, run)
+    num_stepped = _num_stepped(model, run)
     short = shortened(model, blocks, count)
-    grows = whole / _num_stepped(short, run)
+    scale = num_stepped / _num_stepped(short, run)
     try:
         log = trace(replace(subject, make=lambda: short), run)
         how = Shortened(
@@ -73,7 +72,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
             traced=count,
             total=blocks.count,
             period=period,
-            optimizer_scale=grows,
+            optimizer_scale=scale,
             each=blocks.each,
             later=later,
         )
@@ -84,7 +83,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
 
 
 def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
-    """Elements that a rank steps; or all of them, where it steps an equal part of each."""
+    """Return the number of elements that a rank steps, up to a constant factor if it steps an equal share of each parameter."""
     num = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
         experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
@@ -93,12 +92,12 @@ def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
 
 
 def _later(run: TrainingSetup) -> int:
-    """A reduce between a hybrid's groups lands two blocks later than one inside of them, a copy to the host one later."""
+    # In the backward, a reduce over a hybrid's replicas ends two blocks later than a plain one, a copy to the host one later.
     return 2 * run.strategy.hybrid + run.sharding.offload.asks
 
 
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """`enough_bytes`: where what is allocated is more already, the allocator is not asked."""
+    """Return the memory that a step needs. If the peak exceeds `enough_bytes`, the allocator is not replayed."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
@@ -110,19 +109,19 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
-    """A step at one of the assumed rates. `drawn`: with its stretches."""
+    """Return the time of the step in `log` at one of the assumed rates. `drawn`: with its stretches."""
     shards = run.shards if run.strategy.hybrid else None
     costs = costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
     return simulate(log, costs, drawn=drawn)
 
 
-# -- accumulation: what was traced, and micro-batches like its second one
+# -- accumulation: the traced micro-batches, and more of them like the second one
 
 
 def step_of_choice(
     log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
 ) -> Step:
-    """A step at one of the assumed rates. `log`: with the choice's offload. `drawn`: with its stretches."""
+    """Return the time of a choice's step with all of its micro-batches. `log`: with the choice's offload applied."""
     step = step_of(log, run, cluster, rate, drawn=drawn)
     between = choice.accumulate - run.accumulate
     if between <= 0:
@@ -144,7 +143,7 @@ def step_of_choice(
 def _more(
     step: Mapping[str, float], first: Mapping[str, float], second: Mapping[str, float], times: int
 ) -> dict[str, float]:
-    """`step` and so many times what `second` has beyond `first`."""
+    """Return `step` plus `times` the difference of `second` and `first`, by name."""
     return {
         name: max(0.0, step.get(name, 0.0) + times * (second.get(name, 0.0) - first.get(name, 0.0)))
         for name in {**step, **second}
@@ -154,8 +153,8 @@ def _more(
 def _more_places(step: Step, first: Step, second: Step, times: int) -> dict[StepPart, tuple[float, float]]:
     nothing = (0.0, 0.0)
 
-    def at(place: StepPart, which: int) -> float:
-        now, one, two = (found.by_place.get(place, nothing)[which] for found in (step, first, second))
-        return max(0.0, now + times * (two - one))
+    def at(place: StepPart, index: int) -> float:
+        total, one, two = (timed.by_place.get(place, nothing)[index] for timed in (step, first, second))
+        return max(0.0, total + times * (two - one))
 
     return {place: (at(place, 0), at(place, 1)) for place in {**step.by_place, **second.by_place}}

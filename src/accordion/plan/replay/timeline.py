@@ -1,4 +1,4 @@
-"""The streams of a rank, event by event: what computes, what communicates, and what waits for what."""
+"""Simulate the streams of one rank event by event, to find the seconds of a step by kind of work and by place."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
 KERNELS_OF = " stream's kernels"
-IN_LINE = "messages in line"  # of the compute stream itself, such as the sum of norms
+IN_LINE = "messages in line"  # collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """What a stream does from `start_s` for `seconds`, for the picture."""
+    """Work of one stream from `start_s` on for `seconds`, to draw."""
 
     stream: str
     label: str
@@ -47,27 +47,23 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`exposed_s`: how long the compute stream waited for others. `flops`: of products and attention, recomputation left out.
-
-    `by_kind`: seconds of all streams, by what they do. `waits`: what `exposed_s` is made of, by the stream that was waited for.
-    `by_place`: seconds of the compute stream, and what of them is waiting, by phase and unit.
-    """
+    """The simulated time of one step."""
 
     seconds: float
-    exposed_s: float
-    flops: float
-    by_kind: Mapping[str, float]
-    waits: Mapping[str, float]
-    by_place: Mapping[StepPart, tuple[float, float]]
+    exposed_s: float  # how long the compute stream waited for other streams
+    flops: float  # of products and attention, without recomputation
+    by_kind: Mapping[str, float]  # seconds of all streams, by kind of work
+    waits: Mapping[str, float]  # the parts of `exposed_s`, by the stream that was waited for
+    by_place: Mapping[StepPart, tuple[float, float]]  # (seconds, waits among them) of the compute stream
     stretches: tuple[Stretch, ...] = ()
 
 
 def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
-    """Run a log on streams that work at the same time. `drawn`: with its stretches.
+    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with its stretches.
 
-    A transfer starts after the compute stream's work so far, ends in order on its stream, and the compute stream waits where
-    it lands, as the engine has it. What the caller waits for holds up all that it begins later. Other than that it takes time
-    for kernels alone, where the rates say so.
+    As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
+    stream waits for it at its `Land` event. If the caller waits, all that it starts later is delayed. Apart from waits, the
+    caller takes time for launching kernels only, if the rates have that.
     """
     clock = _Clock(log, costs, drawn)
     for event in log.events:
@@ -77,28 +73,21 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
 
 
 class _Clock:
-    """How far each stream is, and what its time went to.
-
-    Args:
-        busy: seconds until which each stream is busy.
-        ends: of transfers; of the one that runs on a stream, so far.
-        streams: of transfers.
-        running: the last transfer of each stream.
-        taken: name and seconds of an event, by its id: a deep model's log has the same one many times.
-    """
+    """Advances the time of each stream event by event, and sums it up by kind of work and by place."""
 
     def __init__(self, log: Log, costs: Costs, drawn: bool) -> None:
         self._log, self._costs, self._drawn = log, costs, drawn
-        self._busy: dict[str, float] = defaultdict(float)
-        self._ends: dict[int, float] = {}
-        self._streams: dict[int, str] = {}
-        self._running: dict[str, int] = {}
-        self._taken: dict[int, tuple[str, float]] = {}
+        self._busy: dict[str, float] = defaultdict(float)  # seconds until which each stream is busy
+        self._ends: dict[int, float] = {}  # end of each transfer; so far, if it still runs
+        self._streams: dict[int, str] = {}  # stream of each transfer
+        self._running: dict[str, int] = {}  # last transfer of each stream
+        # (kind, seconds) by id of the event, because a deep model's log has the same event object many times.
+        self._known: dict[int, tuple[str, float]] = {}
         self._by_kind: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
-        self._places: dict[StepPart, list[float]] = {}  # [seconds, of them waiting]
+        self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
         self._stretches = _Stretches()
-        self._flops = self._asked = 0.0  # when the caller asked for the last kernel
+        self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
@@ -109,19 +98,19 @@ class _Clock:
             self._in_place[1] += seconds
 
     def work(self, event: Op | Collective) -> None:
-        known = self._taken.get(id(event))
+        known = self._known.get(id(event))
         if known is None:
-            known = self._taken[id(event)] = kind_of(event), self._costs.seconds_of(event)
+            known = self._known[id(event)] = kind_of(event), self._costs.seconds_of(event)
         (name, seconds), stream, busy = known, event.stream, self._busy
-        held_up = busy[HOST] - busy[stream]
-        if held_up > 0:
-            self._wait(stream, held_up, HOST)
+        delay = busy[HOST] - busy[stream]
+        if delay > 0:
+            self._wait(stream, delay, HOST)
         if stream == COMPUTE:
-            self._asked = max(self._asked, busy[HOST]) + self._costs.caller_s
-            late = self._asked - busy[COMPUTE]
-            if late > 0:
-                busy[COMPUTE] = self._asked
-                self._by_kind["the caller"] += late
+            self._launched = max(self._launched, busy[HOST]) + self._costs.caller_s
+            idle = self._launched - busy[COMPUTE]
+            if idle > 0:
+                busy[COMPUTE] = self._launched
+                self._by_kind["the caller"] += idle
         if self._drawn:
             self._stretches.add(stream, label_of(event, self._place, self._log), busy[stream], seconds)
         busy[stream] += seconds
@@ -132,9 +121,9 @@ class _Clock:
             self._ends[self._running[stream]] = busy[stream]
 
     def enter(self, event: Enter) -> None:
-        now = self._busy[COMPUTE]
-        self._in_place[0] += now - self._entered
-        self._place, self._entered = event.place, now
+        start = self._busy[COMPUTE]
+        self._in_place[0] += start - self._entered
+        self._place, self._entered = event.place, start
         self._in_place = self._places.setdefault(event.place, [0.0, 0.0])
 
     def launch(self, event: Launch) -> None:
@@ -160,7 +149,7 @@ class _Clock:
         self._wait(stream, waited, self._streams.get(transfer, ""))
 
     def step(self) -> Step:
-        """Return the seconds of the whole log: until the last stream is done."""
+        """Return the time of the whole log, which ends when the last stream ends."""
         busy = self._busy
         total = max(busy.values(), default=0.0)
         self._in_place[0] += total - self._entered
@@ -173,7 +162,7 @@ class _Clock:
             by_kind=dict(self._by_kind),
             waits=dict(self._waits),
             by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
-            stretches=tuple(self._stretches.found),
+            stretches=tuple(self._stretches.stretches),
         )
 
 
@@ -186,17 +175,17 @@ _HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
     Land: _Clock.land,
     Wait: _Clock.wait,
 }
-"""By type of event; memory takes no time."""
+"""Handlers by type of event. Allocations and frees take no time."""
 
 
 def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
-    if event.stream in (STEPPER, DISK_STREAM) and isinstance(event, Op):  # of the step before this one
+    if event.stream in (STEPPER, DISK_STREAM) and isinstance(event, Op):  # work of the previous step has its own name
         return event.name
     return f"{place.phase.value} {name_of(place, log.units)}".strip()
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the kind of a kernel of the compute stream or of a message; for other kernels, the stream that they run on."""
+    """Return the kind of a collective or of a kernel on the compute stream; for other kernels, their stream."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
@@ -211,19 +200,19 @@ def kind_of(event: Op | Collective) -> str:
 
 
 class _Stretches:
-    """Owns the stretches; work of one place on one stream that follows on itself at once is one."""
+    """Collects stretches, and joins consecutive work of one place on one stream into one stretch."""
 
     def __init__(self) -> None:
-        self.found: list[Stretch] = []
+        self.stretches: list[Stretch] = []
         self._last: dict[str, int] = {}
         self._ends: dict[str, float] = {}
 
     def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
         last = self._last.get(stream)
-        if last is not None and self.found[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
-            begun = self.found[last].start_s
+        if last is not None and self.stretches[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
+            begun = self.stretches[last].start_s
             self._ends[stream] = start_s + seconds
-            self.found[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
+            self.stretches[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
             return
-        self._last[stream], self._ends[stream] = len(self.found), start_s + seconds
-        self.found.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
+        self._last[stream], self._ends[stream] = len(self.stretches), start_s + seconds
+        self.stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from accordion.plan.choice import Choice, moved_as, traced_as
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.family import Family, UnlikeError
-from accordion.plan.extrapolate.sizes import alike
+from accordion.plan.extrapolate.sizes import resized_like
 from accordion.plan.replay.predict import log_of
 from accordion.plan.search.space import Space
 
@@ -110,7 +110,7 @@ class Traces:
             first, other = lines.logs[0], lines.logs[which]
             assert other is not None
             try:
-                return alike(self._trace(base), first, other)
+                return resized_like(self._trace(base), first, other)
             except UnlikeError:
                 continue
         return self._trace(wanted)

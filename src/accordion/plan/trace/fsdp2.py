@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 in the engine's place, with its own streams: what published runs of it can be held against."""
+"""PyTorch's FSDP2 with its own streams, traced in place of the engine, to compare plans with published FSDP2 runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from accordion.sharding import Sharding
 from accordion.units import choose_units
 
 STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
-FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # of a sharding that FSDP2 has
+FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields of `Sharding` that FSDP2 supports
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """`model` under `fully_shard`: each unit, then the root. Raises `UsageError` for what FSDP2 has no name for."""
+    """Apply FSDP2 to each unit of `model`, then to the root. Raises `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
-        _tell(module, i, tracker)  # ahead of FSDP2's own hooks
+        _track_unit(module, i, tracker)  # before FSDP2 registers its own hooks
     apply(model, mesh, replace(run.sharding, units=run.units), run.reshard_root, run.reshard_last)
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
@@ -54,9 +54,9 @@ def apply(
     reshard_root: bool | None = None,
     reshard_last: bool = True,
 ) -> None:
-    """Apply FSDP2 as `accordion.shard` would be applied, as far as FSDP2 can; for plans and for tests.
+    """Apply FSDP2 to `model` with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
 
-    `reshard_root`: None is FSDP2's default, which keeps the root. `reshard_last`: False keeps the last unit until its backward.
+    `reshard_root`, `reshard_last`: as in `TrainingSetup`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -68,7 +68,7 @@ def apply(
     chosen = choose_units(model, sharding.units)
     deep = [module for _, module in chosen[1:] if not is_layer(module)]
     recomputed = {id(module) for module in deep[:: checkpointing.every]} if checkpointing.every else ()
-    for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # what lies inside of another unit comes first
+    for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # inner units before those that contain them
         if id(module) in recomputed:
             checkpoint_forward(module, checkpointing)
         reshard = not strategy.keep_until_backward and (reshard_last or i + 2 < len(chosen))
@@ -78,7 +78,7 @@ def apply(
 
 
 def has(strategy: Strategy) -> bool:
-    """Return True if FSDP2 has a strategy."""
+    """Return True if FSDP2 has this strategy."""
     return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
 
 
@@ -87,7 +87,7 @@ def check_sharding(sharding: Sharding) -> None:
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
-            f"fsdp2 with {', '.join(others)} is not planned; leave that out (fsdp2 takes {', '.join(FIELDS)}), or take the "
+            f"fsdp2 with {', '.join(others)} cannot be planned; leave that out (fsdp2 takes {', '.join(FIELDS)}), or use the "
             "engine accordion."
         )
     check(sharding.strategy)
@@ -97,12 +97,12 @@ def check(strategy: Strategy) -> None:
     """Raise `UsageError` for a strategy that FSDP2 does not have."""
     if not has(strategy):
         raise UsageError(
-            f"fsdp2 has no strategy {strategy.name!r}; take full_shard, shard_grad_op or hybrid_shard, or the engine accordion."
+            f"fsdp2 has no strategy {strategy.name!r}; use full_shard, shard_grad_op or hybrid_shard, or the engine accordion."
         )
 
 
 def clip(model: nn.Module, max_norm: float) -> None:
-    """Gradients to a total norm of at most that, as people do with FSDP2."""
+    """Clip gradients to a total norm of at most `max_norm`, with torch's own function, as FSDP2 programs do."""
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -115,11 +115,11 @@ def _no_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-# -- where it is
+# -- the current unit
 
 
-def _tell(module: nn.Module, unit: int, tracker: Tracker) -> None:
-    """Let a unit's forward and backward be entered, in the log, before FSDP2 gathers for it."""
+def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
+    """Register hooks that log the start of a unit's forward and backward before FSDP2 gathers the unit."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)
@@ -140,21 +140,21 @@ def _tell(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The unit of each storage that stays from step to step, by the storage's key."""
+    """Return the unit index of each storage that persists between steps, by the storage's key."""
     owners: dict[int, int] = {}
-    for unit, module in enumerate(modules):  # the root first: units inside it take their own
+    for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():
             for storage in storages_of((parameter.detach(), optimizer.state.get(parameter, {}))):
                 owners[_torch.storage_key(storage)] = unit
     return owners
 
 
-# -- its streams and collectives
+# -- FSDP2's streams and collectives
 
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Collectives of the fake group say nothing; on a GPU streams are streams."""
+    """Context manager in which collectives send nothing; for a GPU, CPU streams and events are replaced by logged ones."""
     _torch.fake_collectives()
     with ExitStack() as stack:
         stack.enter_context(_torch.around_propagation(tracker.paused))
@@ -165,13 +165,13 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 
 @contextmanager
 def _named_streams(tracker: Tracker) -> Iterator[None]:
-    """FSDP2 asks the module of its device for streams and events; those of the CPU do nothing, and these are written down."""
-    made = iter(STREAMS)
-    known = {COMPUTE: _Stream(COMPUTE, tracker)}
+    """Context manager that replaces the streams and events of `torch.cpu`, which do nothing, by ones that are logged."""
+    names = iter(STREAMS)
+    streams = {COMPUTE: _Stream(COMPUTE, tracker)}
 
     def stream(priority: int = 0) -> _Stream:
-        name = next(made)
-        return known.setdefault(name, _Stream(name, tracker))
+        name = next(names)
+        return streams.setdefault(name, _Stream(name, tracker))
 
     @contextmanager
     def on(stream: _Stream | None) -> Iterator[None]:
@@ -182,7 +182,7 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
         "Stream": stream,
         "Event": partial(_Event, tracker),
         "stream": on,
-        "current_stream": lambda device=None: known[tracker.stream],
+        "current_stream": lambda device=None: streams[tracker.stream],
     }
     before = {name: getattr(torch.cpu, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():
@@ -195,7 +195,7 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
 
 
 class _Event:
-    """An event of a device: written down where it is recorded."""
+    """A device event whose `record` and `wait` are logged."""
 
     def __init__(self, tracker: Tracker, *options: object, **named: object) -> None:
         self._tracker = tracker
@@ -211,14 +211,14 @@ class _Event:
             self._tracker.events.append(Wait(self.number, self._tracker.stream if stream is None else stream.name))
 
     def synchronize(self) -> None:
-        """The host waits; a trace has no time."""
+        """Do nothing: a trace has no time in which the host could wait."""
 
     def query(self) -> bool:
         return True
 
 
 class _Stream:
-    """A stream of a device: a name, under which the tracker keeps what is done on it."""
+    """A device stream: the name that the tracker logs for work on it."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker
@@ -233,4 +233,4 @@ class _Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """As of an event."""
+        """Do nothing, because a trace has no time."""

@@ -1,4 +1,4 @@
-"""How the engine tells a tracker where it is: where units begin, where transfers start and land, what memory is taken for."""
+"""Observers that log an engine under a trace: starts of units, starts and ends of transfers, and the purpose of memory."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Let the engine tell the tracker where it is."""
+    """Attach `tracker` to `engine`: to its units, its side streams and the communicators of its mesh axes."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
-        own = group.context.shard
-        tracker.axes |= {id(own.gather): EXPERT_DATA, id(own.reduce): EXPERT_DATA}
-    # Groups of which some ranks keep one copy gather it over these.
+        axis = group.context.shard
+        tracker.axes |= {id(axis.gather): EXPERT_DATA, id(axis.reduce): EXPERT_DATA}
+    # Groups with a secondary shard: their backward gathers over neighbouring ranks, and `close` copies that shard.
     for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
         tracker.axes[id(group.over)] = NEAR
         buffer: Any = group.full_buffer
-        vars(buffer)["close"] = _taken_for(Category.GATHERED, tracker, buffer.close)
+        vars(buffer)["close"] = _counted_as(Category.GATHERED, tracker, buffer.close)
     streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
         streams[REPLICATE] = context.replicate_stream
@@ -54,16 +54,16 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     engine.observers.attach(StepTrace(tracker))
 
 
-def _taken_for(category: Category, tracker: Tracker, take: Callable[[], None]) -> Callable[[], None]:
-    def taken() -> None:
-        with tracker.taken_for(category):
-            take()
+def _counted_as(category: Category, tracker: Tracker, function: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        with tracker.new_memory_as(category):
+            function()
 
-    return taken
+    return call
 
 
 class StepTrace(Observer):
-    """Writes down where units begin, and what memory is taken for."""
+    """Logs the start of each unit's forward and backward, and sets the category of memory that the engine allocates."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker, self._before = tracker, tracker.category
@@ -75,7 +75,7 @@ class StepTrace(Observer):
         self._tracker.enter(StepPhase.BACKWARD, unit.index)
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        self._tracker.belongs(grads, Category.GRADIENTS)
+        self._tracker.set_category(grads, Category.GRADIENTS)
 
     def memory_is_for(self, purpose: Purpose | None) -> None:
         if purpose is None:
@@ -85,7 +85,7 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer whose landing, and the stream of what it does, are written down. `number`: of its launch."""
+    """A transfer that logs its end, and its work on the side stream `name`. `number`: that of its `Launch` event."""
 
     __slots__ = ("name", "number", "tracker")
     name: str
@@ -111,19 +111,19 @@ def _launched(
     tracker: Tracker,
     stream: SideStream,
     steps: Steps,
-    held: list[Any],
-    what: str,
+    buffers: list[Any],
+    label: str,
     after: Transfer | None = None,
 ) -> Transfer:
     transfer = _Traced.__new__(_Traced)
     transfer.name, transfer.number, transfer.tracker = name, tracker.next_transfer(), tracker
     tracker.events.append(Launch(transfer.number, name))
-    transfer.__init__(stream, steps, held, what, after)  # type: ignore[misc]
+    transfer.__init__(stream, steps, buffers, label, after)  # type: ignore[misc]
     return transfer
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The unit of each storage that stays from step to step, by the storage's key."""
+    """Return the unit index of each storage that persists between steps, by the storage's key."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:
@@ -138,7 +138,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Tensors in lists, mappings and the engine's own objects."""
+    """Yield the tensors in lists, mappings and objects of the engine, down to `depth` attributes."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

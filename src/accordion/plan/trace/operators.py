@@ -1,7 +1,7 @@
-"""What is known of operators: one table of what each computes, moves, and takes inside itself on CUDA.
+"""A table of operators: the arithmetic, the bytes moved, and the workspace that each allocates inside its CUDA kernel.
 
-An operator without a row computes what torch's own counter says, reads and writes each tensor of its schema once, and
-takes nothing inside itself that matters. A row says what is otherwise.
+An operator without a row has the flops of torch's own counter, reads and writes each tensor of its schema once, and allocates
+no workspace of note. A row overrides these.
 """
 
 from __future__ import annotations
@@ -20,86 +20,80 @@ from accordion import _torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """How one operator, or a family of them, differs from what its schema says.
+    """Properties of an operator, or of a family of operators, that its schema does not show."""
 
-    `flops(args)`: two for each product of two numbers. `moved(args, out)`: bytes read and written. `unread`: arguments of
-    which it reads a few elements at most. `overwrites`: it does not read what it writes into. `workspace(args)`: bytes that
-    it takes for itself on CUDA and gives back. `bound(args, kwargs, out)`: where those are not known, the most that they may
-    be, and `why` they are not known.
-    """
-
-    flops: Callable[[Any], float] | None = None
-    moved: Callable[[Any, Any], int] | None = None
-    unread: Sequence[str] = ()
-    overwrites: bool = False
-    workspace: Callable[[Any], int] | None = None
-    bound: Callable[[Any, Any, Any], float] | None = None
-    why: str = ""
+    flops: Callable[[Any], float] | None = None  # (args) -> floating point operations, two for each multiply-add
+    moved: Callable[[Any, Any], int] | None = None  # (args, out) -> bytes read and written
+    unread: Sequence[str] = ()  # arguments of which it reads a few elements at most
+    overwrites: bool = False  # it does not read the tensors that it writes into
+    workspace: Callable[[Any], int] | None = None  # (args) -> bytes that the CUDA kernel allocates and frees
+    bound: Callable[[Any, Any, Any], float] | None = None  # (args, kwargs, out) -> most workspace bytes
+    why: str = ""  # why the workspace is not known
 
 
-# -- what is asked of an operator, as a dispatch mode sees it
+# -- arithmetic, bytes and workspace of one call, as a dispatch mode sees it
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Two for each product of two numbers; 0 for what has none."""
-    known = known_of(func).flops
-    if known is not None:
-        return known(args)
+    """Return the floating point operations of one call, two for each multiply-add; 0 for operators without products."""
+    count_row = row_of(func).flops
+    if count_row is not None:
+        return count_row(args)
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
     if count is not None and _name(func).startswith("_scaled_dot_product"):
         args = _with_all_heads(func, args)
     flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
     if flops and "attention" in _name(func) and _torch.argument_of(func, "is_causal", args, kwargs):
-        flops /= 2  # torch counts it whole
+        flops /= 2  # torch counts the whole square
     return flops
 
 
 def _with_all_heads(func: Any, args: Any) -> Any:
-    """Keys and values with as many heads as queries: a kernel computes as much, and torch 2.11 counts nothing else."""
+    """Return `args` with key and value expanded to the query's heads, as kernels compute; torch 2.11's counter needs that."""
     at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
     heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
     for name in ("key", "value"):
-        own = args[at[name]].shape[1]
-        if own != heads and heads % own == 0:  # else no kernel takes them, and torch says so
+        num = args[at[name]].shape[1]
+        if num != heads and heads % num == 0:  # no kernel takes other numbers, and torch raises an error
             args[at[name]] = args[at[name]][:, :1].expand(-1, heads, -1, -1)
     return args
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes read and written by one kernel over all, each tensor once; what is expanded is read once."""
-    known = known_of(func)
-    if known.moved is not None:
-        return known.moved(args, out)
+    """Return the bytes that one kernel reads and writes: each tensor once, and the memory behind an expanded tensor once."""
+    row = row_of(func)
+    if row.moved is not None:
+        return row.moved(args, out)
     mutated = _mutated(func)
     read = written = 0
     seen: set[int] = set()
     for name, value in _torch.named_arguments(func, args, kwargs):
         tensors = tensors_of(value)
-        written_only = name in mutated and (known.overwrites or name == "out")
+        written_only = name in mutated and (row.overwrites or name == "out")
         if name in mutated:
             written += sum(map(num_bytes, tensors))
             seen.update(id(t) for t in tensors)
-        if not written_only and name not in known.unread:
+        if not written_only and name not in row.unread:
             read += sum(map(num_bytes, tensors))
     written += sum(num_bytes(t) for t in tensors_of(out) if id(t) not in seen)
     return read + written
 
 
 def workspace_of(func: Any, args: Any) -> int:
-    """Bytes that it takes for itself on CUDA and gives back, where they are known; what no trace sees."""
-    known = known_of(func).workspace
-    return 0 if known is None else known(args)
+    """Return the bytes that the CUDA kernel allocates and frees, which no trace sees; 0 if they are not known."""
+    count = row_of(func).workspace
+    return 0 if count is None else count(args)
 
 
 def unknown_workspace_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, str]:
-    """(the most bytes that it may take for itself on CUDA, why that is not known); 0 where it is known."""
-    known = known_of(func)
-    return (0, "") if known.bound is None else (int(known.bound(args, kwargs, out)), known.why)
+    """Return (upper bound of the CUDA kernel's workspace bytes, why they are not known); (0, "") if they are known."""
+    row = row_of(func)
+    return (0, "") if row.bound is None else (int(row.bound(args, kwargs, out)), row.why)
 
 
 @cache
-def known_of(func: Any) -> Operator:
-    """Its row, or that of its family."""
+def row_of(func: Any) -> Operator:
+    """Return the table's row of an operator, or that of its family."""
     if func._schema.name in OPERATORS:
         return OPERATORS[func._schema.name]
     if func.namespace not in NAMESPACES:
@@ -109,34 +103,33 @@ def known_of(func: Any) -> Operator:
 
 @cache
 def _mutated(func: Any) -> frozenset[str]:
-    """Arguments that are written; fused optimizers unscale their gradients at most."""
+    # Without gradients, which the schemas of fused optimizers list as written because they may unscale them.
     return frozenset(_torch.mutated_arguments(func)) - {"grads"}
 
 
 def _name(func: Any) -> str:
-    """Without its namespace."""
-    return str(func._schema.name.partition("::")[2])
+    return str(func._schema.name.partition("::")[2])  # without its namespace
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Tensors in the tuples, lists and mappings that operators take and give; twice as fast as torch's own trees."""
+    """Return the tensors in nested tuples, lists and mappings; twice as fast as torch's pytree."""
     if isinstance(tree, Tensor):
         return [tree]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (tuple, list)):
-        return found
+        return tensors
     for item in tree:
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, (tuple, list, dict)):
-            found += tensors_of(item)
-    return found
+            tensors += tensors_of(item)
+    return tensors
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Of the memory behind a tensor: what is expanded counts once."""
+    """Return the bytes of a tensor's elements, and at most those of its storage, so that expanded elements count once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -144,7 +137,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def _grouped(args: Any) -> float:
-    """Of experts: where one side is 2-D its rows, or columns, are dealt out to the groups of the other, and so each is used once.
+    """Return the flops of a grouped product, one group for each expert: a 2-D side is split among the groups of the other.
 
     (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n), (groups, m, k) x (groups, k, n).
     """
@@ -155,12 +148,11 @@ def _grouped(args: Any) -> float:
 
 
 def _grouped_backward(args: Any) -> float:
-    """As many for each of the two gradients."""
-    return 2 * _grouped(args)
+    return 2 * _grouped(args)  # one product for each of the two gradients
 
 
 def _added(args: Any) -> float:
-    """Of a product that is added to something in its place: (target, left, right)."""
+    """Return the flops of a product that is added in place; `args`: (target, left, right)."""
     return float(2 * args[1].numel() * args[2].shape[-1])
 
 
@@ -168,17 +160,17 @@ def _added(args: Any) -> float:
 
 
 def _rows(args: Any, out: Any) -> int:
-    """Rows that are picked from a table."""
+    """Return the bytes moved by an operator that picks rows from a table: it reads only those that it writes."""
     return 2 * sum(map(num_bytes, tensors_of(out)))
 
 
 def _softmax(args: Any, out: Any) -> int:
-    """Twice over the input: a row's sum first, then the row."""
+    """Return the bytes moved by a softmax: it reads its input twice, first for the sum of each row."""
     return 2 * num_bytes(args[0]) + sum(map(num_bytes, tensors_of(out)))
 
 
 def _copy_in(args: Any, out: Any) -> int:
-    """FSDP2's shards into its own part of the message, whose other parts are only passed on."""
+    """Return the bytes moved by FSDP2's copy-in: it copies this rank's shards alone into the all-gather's buffer."""
     return 2 * sum(map(num_bytes, tensors_of(args[0])))
 
 
@@ -186,7 +178,7 @@ def _copy_in(args: Any, out: Any) -> int:
 
 
 def _flash_backward(args: Any) -> int:
-    """FlashAttention-2 adds the query's gradient up in float32; with fewer key heads it makes theirs for each query head."""
+    """Return the bytes of the query's gradient in float32 and, with fewer key heads, of key and value gradients by query head."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
@@ -197,7 +189,6 @@ def _flash_backward(args: Any) -> int:
 
 
 def _times(times: int, args: Any, kwargs: Any, out: Any) -> int:
-    """So many times what it is given and makes."""
     return times * (sum(map(num_bytes, tensors_of((args, kwargs)))) + sum(map(num_bytes, tensors_of(out))))
 
 
@@ -205,11 +196,11 @@ _twice, _four_times = partial(_times, 2), partial(_times, 4)
 
 
 def _convolution(args: Any, kwargs: Any, out: Any) -> int:
-    """The input unfolded, as a product of matrices takes it, and copies of all in another layout."""
+    """Return the bytes of the unfolded input (im2col), and of copies of input, weight and output in another layout."""
     x, weight = args[0], args[1]
-    made = tensors_of(out)[0]
-    unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(made.shape[2:]) * x.itemsize
-    return int(unfolded + sum(map(num_bytes, (x, weight, made))))
+    result = tensors_of(out)[0]
+    unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(result.shape[2:]) * x.itemsize
+    return int(unfolded + sum(map(num_bytes, (x, weight, result))))
 
 
 def _convolution_backward(args: Any, kwargs: Any, out: Any) -> int:
@@ -219,13 +210,13 @@ def _convolution_backward(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _embedding_backward(args: Any, kwargs: Any, out: Any) -> float:
-    """Sorted and original indices, and partial sums of the rows in float32: one for each index and one for every ten."""
+    """Return the bytes of sorted and original indices, and of partial sums in float32: 1.1 rows for each index."""
     grad, indices = args[0], args[1]
     return float(indices.numel() * (4 * 8 + 1.1 * grad.shape[-1] * 4))
 
 
 def _attention_backward(args: Any, kwargs: Any, out: Any) -> int:
-    """Sums of the gradients of query, key and value in float32."""
+    """Return the bytes of the gradients of query, key and value in float32."""
     return sum(4 * t.numel() for t in args[1:4])
 
 
@@ -234,9 +225,9 @@ def _attention_backward(args: Any, kwargs: Any, out: Any) -> int:
 PLAIN = Operator()
 CUSTOM = Operator(
     bound=_twice,
-    why="a custom operator; its inside is not traced: twice what it is given and makes, and no arithmetic",
+    why="a custom operator, whose kernels are not traced: at most twice its inputs and outputs; no arithmetic is counted",
 )
-CUDNN = "cuDNN chooses an algorithm by its size; the input unfolded, and copies in another layout"
+CUDNN = "cuDNN chooses an algorithm by its size: at most the unfolded input, and copies in another layout"
 
 OPERATORS: Mapping[str, Operator] = {
     "aten::addmm_": Operator(flops=_added),
@@ -252,7 +243,7 @@ OPERATORS: Mapping[str, Operator] = {
     "aten::convolution": Operator(bound=_convolution, why=CUDNN),
     "aten::convolution_backward": Operator(bound=_convolution_backward, why=CUDNN),
     "aten::embedding": Operator(moved=_rows),
-    "aten::embedding_dense_backward": Operator(bound=_embedding_backward, why="sorts indices and sums rows in pieces"),
+    "aten::embedding_dense_backward": Operator(bound=_embedding_backward, why="sorts indices and sums rows in chunks"),
     "aten::index_select": Operator(moved=_rows),
     "aten::gather": Operator(moved=_rows),
     "aten::_log_softmax": Operator(moved=_softmax),
@@ -265,10 +256,10 @@ OPERATORS: Mapping[str, Operator] = {
     "aten::_foreach_zero_": Operator(overwrites=True),
     "fsdp::all_gather_copy_in": Operator(moved=_copy_in),
 }
-"""By the name in the schema. Workspaces: read in torch 2.13's sources where they say; the rest is the most that is usual."""
+"""Rows by schema name. Workspaces are taken from torch 2.13's sources if these state them; others are the most that is usual."""
 
 NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "inductor")
-"""Of torch; operators of all others are custom ones."""
+"""Namespaces of torch's own operators; operators of other namespaces are custom."""
 
 SORTS = ("sort", "topk", "unique", "argsort", "kthvalue", "median", "mode", "index_put", "scatter", "cumsum", "cumprod")
 SOLVES = ("linalg_", "_linalg_", "cholesky", "lu_", "triangular_solve", "ormqr", "geqrf")
@@ -276,15 +267,15 @@ SOLVES = ("linalg_", "_linalg_", "cholesky", "lu_", "triangular_solve", "ormqr",
 FAMILIES: Sequence[tuple[Callable[[str], bool], Operator]] = [
     (
         lambda name: name.startswith(SORTS),
-        Operator(bound=_four_times, why="sorts or scans; buffers of four times what it is given and makes"),
+        Operator(bound=_four_times, why="sorts or scans: buffers of at most four times its inputs and outputs"),
     ),
     (
         lambda name: "mkldnn" in name or name.endswith("_for_cpu"),
-        Operator(bound=_twice, why="the CPU's own; CUDA runs another: twice what it is given and makes"),
+        Operator(bound=_twice, why="a CPU operator; CUDA runs another one: at most twice its inputs and outputs"),
     ),
     (
         lambda name: name.startswith(SOLVES) and "norm" not in name,
-        Operator(bound=_four_times, why="a solver; four times what it is given and makes"),
+        Operator(bound=_four_times, why="a solver: at most four times its inputs and outputs"),
     ),
 ]
-"""Operators of torch that have no row, by their names without a namespace; the first that fits counts."""
+"""Rows for operators of torch that are not in OPERATORS: the first whose test of the name (without namespace) is true."""

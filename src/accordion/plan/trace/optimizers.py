@@ -1,4 +1,4 @@
-"""The optimizers that a plan knows: torch's own, and those whose two moments are kept in fewer bits."""
+"""The optimizers that can be planned: torch's own, and AdamW with moments of 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKind:
-    """`make`: of parameters. `state_bytes`: of a float32 parameter's element, at least. `elementwise`: what `wrap_optimizer` is
-    told of one that it does not know.
-    """
+    """An optimizer that can be planned."""
 
-    make: Callable[[Any], torch.optim.Optimizer]
-    state_bytes: float
-    elementwise: bool = False
+    make: Callable[[Any], torch.optim.Optimizer]  # creates it for the given parameters
+    state_bytes: float  # least bytes of its states for each element of a float32 parameter
+    elementwise: bool = False  # passed to `wrap_optimizer`
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """AdamW as bitsandbytes and torchao keep it: two moments of `bits`, below 16 with a float32 scale for each `block` elements.
+    """Stands for AdamW of bitsandbytes and torchao: moments of `bits` bits, below 16 with a float32 scale for `block` elements.
 
-    It takes the memory of one, and reads and writes what one does; it computes nothing.
+    It allocates, reads and writes the same bytes, and computes nothing useful.
     """
 
     def __init__(self, params: Any, bits: int, block: int) -> None:
@@ -41,9 +39,9 @@ class NarrowAdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     for moment in ("first", "second"):
-                        state |= {f"{moment}_{name}": made for name, made in self._moment(p).items()}
-                for kept in state.values():
-                    kept.add_(1)
+                        state |= {f"{moment}_{name}": tensor for name, tensor in self._moment(p).items()}
+                for tensor in state.values():
+                    tensor.add_(1)
                 p.addcmul_(p.grad, p.grad)
 
     def _moment(self, p: Tensor) -> dict[str, Tensor]:

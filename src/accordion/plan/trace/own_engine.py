@@ -1,4 +1,4 @@
-"""Accordion's own engine under a trace: its communicators say nothing, and it tells the tracker where it is."""
+"""Accordion's own engine under a trace, with communicators that send nothing and log what they would have sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from accordion.state import no_sync
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """`model` under `shard`, as a GPU rank or a CPU rank has it."""
+    """Shard `model` as `accordion.shard` does, with logging communicators, and create its optimizer."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -48,17 +48,18 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     if run.device == "cuda":
         engine.context.shard.one_node = run.shards <= run.node
         engine.context.replicate.one_node = run.ranks <= run.node
-        for own in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
-            own.shard.one_node = run.ranks <= run.node
+        for context in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
+            context.shard.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.offload.asks:
         tiers = tiers_of(engine)
-        vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
+        vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _host_stream(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)
         for group in [group for unit in engine.units for group in unit.groups]:
             if isinstance(group.shard_buffer, OffDeviceShards):
                 group.shard_buffer.grads.comes_from_device = run.device == "cuda"
-                for slot in group.shard_buffer.grads.slots:  # fake ones of one arena share a storage
+                # The fake slots of one arena share a storage, so each would count the others as holders of its memory.
+                for slot in group.shard_buffer.grads.slots:
                     slot.num_holders = sys.maxsize
     kind = OPTIMIZERS[run.optimizer]
     optimizer = wrap_optimizer(kind.make(model.parameters()), elementwise=kind.elementwise)
@@ -72,22 +73,22 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """In place of threads that step, read and write what rests elsewhere: modes that see memory are those of one thread, and fake
-    tensors bear no second one.
-    """
+    """An executor that runs work at once in the caller's thread, inside the context that `wrapper` returns."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        self._around = around
+    # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
-    def submit(self, work: Callable[..., Any], *about: Any) -> Future[Any]:
+    def __init__(self, wrapper: Callable[[], AbstractContextManager[None]]) -> None:
+        self._wrapper = wrapper
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        with self._around():
-            future.set_result(work(*about))
+        with self._wrapper():
+            future.set_result(work(*args))
         return future
 
 
 class _Done:
-    """Work of a backend that does not order by streams; done at once."""
+    """A finished `Work` handle, as of a backend without streams."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -97,13 +98,13 @@ class _Done:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that says nothing, and writes down what it would have said."""
+    """A communicator that sends nothing and logs each collective."""
 
     def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
         super().__init__(group, device)
         self._tracker, self._works = tracker, works
 
-    def _said(self, kind: str, tensors: Sequence[Tensor]) -> Pending:
+    def _logged(self, kind: str, tensors: Sequence[Tensor]) -> Pending:
         if self.num_ranks == 1 or not tensors:
             return Pending(self)
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
@@ -111,46 +112,46 @@ class SilentCommunicator(Communicator):
         return Pending(self, self._works)
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
-        return self._said("gather", fulls)
+        return self._logged("gather", fulls)
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        return self._said("exchange", [sent for _, sent, _, _ in sends])
+        return self._logged("exchange", [sent for _, sent, _, _ in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
-        return self._said("scatter_sum", inputs)
+        return self._logged("scatter_sum", inputs)
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
-        return self._said("sum", tensors)
+        return self._logged("sum", tensors)
 
 
 class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
-    """As gloo's ranks speak, who send each other what is large."""
+    """The silent communicator for CPU ranks: gloo sends large tensors in messages between pairs of ranks."""
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
         return [_Done() for _ in messages]
 
 
 def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
-    """What makes communicators that say nothing, of the kind that such a run has."""
+    """Return the function that creates silent communicators for the device of `run`."""
     if run.device == "cuda":
         return partial(SilentCommunicator, tracker, ())
     return partial(SilentGlooCommunicator, tracker, (_Done(),))
 
 
 class TracedArena(Arena):
-    """An arena whose memory counts as the host's."""
+    """An arena whose memory is logged as the host's."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
-        with tracker.on(_rests_on(run)), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the arena asks for its address, which a fake tensor has not
+        with tracker.on(_host_stream(run)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the arena reads its address, and a fake tensor has none
             super().__init__(num_bytes, device)
 
 
 def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[None]:
-    """Nothing is to be silenced: `build` makes communicators that say nothing."""
+    """Return an empty context, because `build` creates communicators that send nothing."""
     return nullcontext()
 
 
-def _rests_on(run: TrainingSetup) -> str:
-    """Memory of the host is the card's own where the CPU is the card."""
+def _host_stream(run: TrainingSetup) -> str:
+    """Return the stream under which host memory is logged: on CPU ranks it is the device's own memory."""
     return HOST if run.device == "cuda" else COMPUTE

@@ -1,4 +1,4 @@
-"""What a trace is of: how a model is trained, and what an engine makes of it."""
+"""The inputs of a trace: the model with its loss and batches, how it is trained, and the model under an engine."""
 
 from __future__ import annotations
 
@@ -17,40 +17,31 @@ from accordion.units import UnitChoice, only_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is trained. `make`: the model on the meta device. `batch`: called for each micro-batch; what it
-    gives is handed to `loss`. `make` may be called many times. Tensors that `batch` makes need no values. `attention_share`: of
-    attention's operations, what is taken where several samples lie in a row and each looks at itself alone.
-    """
+    """The training to trace: a model, its batches and its loss."""
 
-    make: Callable[[], nn.Module]
-    batch: Callable[[], Any]
+    make: Callable[[], nn.Module]  # creates the model on the meta device; may be called many times
+    batch: Callable[[], Any]  # creates a micro-batch, which is passed to `loss`; its tensors need no values
     loss: Callable[[nn.Module, Any], Tensor]
-    attention_share: float = 1.0
+    attention_share: float = 1.0  # share of its operations that remains if samples are packed into rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: as for `accordion.shard`, or its fields.
+    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer."""
 
-    `ranks`: those with data of their own. `node`: of them, on one machine. `replicas`: of a hybrid strategy; 0: one a machine.
-    `device`: "cuda" traces what a GPU would do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS. `no_sync`:
-    micro-batches but the last do not reduce. `expert_parallel`: neighbours that share the experts of a mixture.
-    `reshard_root`, `reshard_last`: FSDP2's `reshard_after_forward` of the root (None: its default, which keeps the root) and of
-    the last unit.
-    """
-
-    engine: str = "accordion"
-    ranks: int = 8
-    node: int = 8
-    replicas: int = 0
-    expert_parallel: int = 1
-    accumulate: int = 1
-    no_sync: bool = False
-    optimizer: str = "adamw"
-    sharding: Sharding = field(default_factory=Sharding)
+    engine: str = "accordion"  # or "fsdp2"
+    ranks: int = 8  # data parallel ranks
+    node: int = 8  # ranks of one machine
+    replicas: int = 0  # of a hybrid strategy; 0: one for each machine
+    expert_parallel: int = 1  # neighbouring ranks that share the experts of a mixture
+    accumulate: int = 1  # micro-batches
+    no_sync: bool = False  # only the last micro-batch reduces gradients
+    optimizer: str = "adamw"  # a key of `OPTIMIZERS`
+    sharding: Sharding = field(default_factory=Sharding)  # or a mapping of its fields
+    # FSDP2's `reshard_after_forward` of the root (None: its default, which keeps the root unsharded) and of the last unit.
     reshard_root: bool | None = None
     reshard_last: bool = True
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Literal["cuda", "cpu"] = "cuda"  # "cpu": the engine on CPU ranks with gloo
 
     def __post_init__(self) -> None:
         sharding: Any = self.sharding
@@ -59,7 +50,7 @@ class TrainingSetup:
 
     @property
     def units(self) -> UnitChoice:
-        """What is gathered together. FSDP2's programs name the blocks, and the root gathers the rest."""
+        """The choice of units. The default for FSDP2 are the blocks alone, as its programs choose them."""
         return only_blocks() if self.sharding.units is None and self.engine == "fsdp2" else self.sharding.units
 
     @property
@@ -68,39 +59,35 @@ class TrainingSetup:
 
     @property
     def shards(self) -> int:
-        """Ranks over which parameters are cut."""
+        """The number of ranks over which parameters are sharded."""
         if not self.strategy.hybrid:
             return self.ranks
         return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
 
     @property
     def copy_ranks(self) -> int:
-        """Neighbours that keep one copy of each unit from its forward to its backward; 0: none does."""
         return copy_ranks(self.sharding)
 
 
-COPIES = "secondary"  # the field of a sharding for them
+COPIES = "secondary"  # the field of `Sharding` for secondary shards
 
 
 def copy_ranks(sharding: Sharding) -> int:
-    """Return how many ranks keep one copy of each unit from its forward to its backward; 0: none does."""
+    """Return the number of ranks over which secondary shards are kept from a forward to its backward; 0: none are kept."""
     return sharding.secondary or 0
 
 
 def with_copies(sharding: Sharding, ranks: int) -> Sharding:
-    """Return `sharding` with copies that so many ranks keep from a forward to its backward; 0: none."""
+    """Return `sharding` with secondary shards over `ranks` ranks; 0: without."""
     return replace(sharding, secondary=ranks or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
-    """A model under an engine, ready for steps. `units`: their names. `clip`: the total norm of gradients to at most that.
-
-    `no_sync`: accumulates without communicating. `owners`: the unit of each storage that stays between steps, by its key.
-    """
+    """A model under an engine, ready for training steps."""
 
     optimizer: torch.optim.Optimizer
-    units: list[str]
-    clip: Callable[[float], object]
-    no_sync: Callable[[], AbstractContextManager[None]]
-    owners: Callable[[], dict[int, int]]
+    units: list[str]  # names
+    clip: Callable[[float], object]  # clips the gradients to a total norm
+    no_sync: Callable[[], AbstractContextManager[None]]  # context in which gradients accumulate without communication
+    owners: Callable[[], dict[int, int]]  # unit index of each storage that persists between steps, by the storage's key

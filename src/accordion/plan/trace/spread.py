@@ -1,4 +1,4 @@
-"""Experts over some of the ranks, in a trace: each rank has some of them, tokens go there by an all-to-all, and come back."""
+"""Expert parallelism in a trace: each rank has a share of the experts, and all-to-alls send tokens there and results back."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from accordion.plan.experts import experts_in
 from accordion.plan.trace.tracker import Tracker
 from accordion.sharding import MeshChoice
 
-EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # of the mesh, the second of neighbours
-ALL_AXES = "dp"  # both as one
+EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # axes of the mesh: ranks with the same experts, neighbours that share all
+ALL_AXES = "dp"  # the two axes flattened into one
 
 Exchange = Callable[[Tensor], Tensor]
-"""An all-to-all over the ranks that share experts: rows, as many to each, and as many come."""
+"""An all-to-all over the ranks that share experts: sends equal numbers of rows to all ranks and returns the received rows."""
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Leave each rank its experts, as the guide has it, and have tokens sent to them. `mesh`: of both axes.
+    """Shard the experts of `model` over an axis of the 2-D `mesh`, and make their forward exchange tokens, as the guide shows.
 
-    Gives what `shard` takes as `meshes`.
+    Returns the argument `meshes` for `accordion.shard`.
     """
-    found, axis = experts_in(model), mesh[EXPERTS_AXIS]
-    for module in found.values():
+    modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
+    for module in modules.values():
         for name, p in list(module.named_parameters(recurse=False)):
-            own = p.detach().chunk(axis.size())[axis.get_local_rank()].clone()
-            whole = DTensor.from_local(own, axis, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+            share = p.detach().chunk(axis.size())[axis.get_local_rank()].clone()
+            whole = DTensor.from_local(share, axis, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
             setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
         module.forward = partial(_forward, module, axis.size(), exchange)
-    return dict.fromkeys(found, mesh[EXPERT_DATA_AXIS])
+    return dict.fromkeys(modules, mesh[EXPERT_DATA_AXIS])
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
-    """One that says nothing, and writes down what it would have said."""
+    """Return an exchange that sends nothing, logs an all-to-all and returns empty rows."""
 
     def exchange(rows: Tensor) -> Tensor:
         tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
@@ -49,13 +49,16 @@ def silent_exchange(tracker: Tracker) -> Exchange:
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """`hidden`: (n, width); `chosen`, `weights`: (n, k). As many tokens come as go, and they are dealt out to the experts."""
+    """Forward of the experts of one rank: send tokens to their experts, compute, and return the weighted sums, (n, width).
+
+    `hidden`: (n, width); `chosen`, `weights`: (n, k). Each expert receives an equal number of tokens.
+    """
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
-    exchange(torch.empty(module.num_experts, dtype=torch.int64, device=rows.device))  # how many come to each
-    come, each = _moved(rows, exchange), _moved(each, exchange)
-    out = type(module).forward(_own(module, num), come, (by_expert % num).unsqueeze(-1), each)
+    exchange(torch.empty(module.num_experts, dtype=torch.int64, device=rows.device))  # number of rows for each expert
+    received, each = _moved(rows, exchange), _moved(each, exchange)
+    out = type(module).forward(_local_module(module, num), received, (by_expert % num).unsqueeze(-1), each)
     back = _moved(out, exchange)
     order = torch.empty_like(by_expert)
     order[by_expert] = torch.arange(by_expert.numel(), device=order.device)
@@ -63,16 +66,16 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
     return summed.to(hidden.dtype)
 
 
-def _own(module: nn.Module, num_experts: int) -> nn.Module:
-    """The module as a rank computes with it: with its own experts, plain tensors where the engine puts full parameters."""
+def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
+    """Return a copy of the module with this rank's experts alone, whose parameters are plain local tensors."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
-    own = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
-    vars(twin).update({**vars(module), **own, "num_experts": num_experts})
+    tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
+    vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})
     return twin  # type: ignore[no-any-return]
 
 
 def _moved(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Return rows of other ranks in place of `rows`; their gradients go back the same way."""
+    """Return the rows that `exchange` receives in return for `rows`; the backward exchanges their gradients."""
     moved: Tensor = _Moved.apply(rows, exchange)  # type: ignore[no-untyped-call]
     return moved
 

@@ -1,4 +1,4 @@
-"""The base of modes that watch memory: storages that operators are given or make, until they die."""
+"""Base class of dispatch modes that follow memory: storages of operators' inputs and outputs, until they are freed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _Mode: Any = _torch.EagerMode
 
 
 class StorageWatch(_Mode):  # type: ignore[misc]
-    """Owns the list of watched storages, by key. A subclass says which storages it watches, and what their changes mean.
+    """A dispatch mode that reports when a watched storage is resized or freed. A subclass chooses the storages with `watch`.
 
-    Operators of a DTensor are seen as those of its local tensors. The inside of operators is not seen.
+    Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator on local tensors: run it, and return what it makes."""
+        """Run an operator on local tensors and return its result."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
-        """A watched storage was resized from Python."""
+        """Called after a watched storage was resized from Python."""
         raise NotImplementedError
 
     def died(self, key: int) -> None:
-        """A watched storage is gone; another one may have its key from now on."""
+        """Called when a watched storage is freed; later storages may reuse its key."""
         raise NotImplementedError
 
     def watch(self, storage: torch.UntypedStorage) -> bool:
-        """Watch a storage until it dies. Whether it is a new one."""
+        """Watch `storage` until it is freed. Returns False if it is watched already."""
         key = _torch.storage_key(storage)
         if key in self._deaths:
             return False
@@ -45,7 +45,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
+            return NotImplemented  # DTensor runs operators on local tensors, which this mode sees
         return self.runs(func, args, kwargs or {})
 
     def __enter__(self) -> Any:

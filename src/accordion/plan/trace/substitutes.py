@@ -1,4 +1,4 @@
-"""Operators whose form on CPU keeps other bytes than a GPU's: what stands for them in a trace."""
+"""Operators that save other bytes for the backward on CPU than on CUDA, and the ones that replace them in a trace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ALIGN = 8  # elements: what it pads heads to
 
 
 class Substitutes:
-    """Puts the operators that CUDA would run in the place of the CPU's. Owns the notes on what it did and could not do.
+    """Replaces CPU operators by those that CUDA would run, and notes each replacement and each operator without one.
 
-    In torch's dispatcher: by whatever name a module calls them, and while a backward recomputes, where a mode that overrides
-    functions is off.
+    The replacements are registered in torch's dispatcher. So they apply by whatever name a module calls an operator, and
+    also while a backward recomputes, when a function mode would be off.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class Substitutes:
         return plain
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """What the kernel adds to the scores: a mask of booleans becomes numbers of the query's dtype."""
+        """Return the mask as the kernel adds it to the scores: in the query's dtype if it is boolean, expanded to all heads."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
         return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
     def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if weight is not None and weight.dtype != x.dtype:  # no fused kernel takes these: CUDA does as the CPU
+        if weight is not None and weight.dtype != x.dtype:  # without a fused kernel, CUDA decomposes as the CPU does
             return _aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
         self.substituted["rms_norm"] = "the fused kernel"
         return _Norm.apply(x, weight, None, len(shape), 1)  # type: ignore[no-any-return,no-untyped-call]
@@ -88,14 +88,14 @@ class Substitutes:
     def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
         if not training or p == 0.0:
             return x  # as on any device; torch's decomposition copies it before 2.15
-        if p == 1.0:  # no fused kernel there, nor for what is in place: CUDA does as the CPU
+        if p == 1.0:  # without a fused kernel (as for dropout in place), CUDA decomposes as the CPU does
             return _aten.dropout.default.decompose(x, p, training)  # type: ignore[no-any-return]
         self.substituted["dropout"] = "the fused kernel, a mask of one byte an element"
         return _aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
 
 
 class _Norm(torch.autograd.Function):
-    """Takes and keeps what a fused kernel does: the input, and so many float32 a row."""
+    """Reads and saves the tensors of a fused kernel: the input, and `num_stats` float32 numbers for each row."""
 
     @staticmethod
     def forward(
@@ -118,4 +118,4 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
     "layer_norm": Substitutes.layer_norm,
     "dropout": Substitutes.dropout,
 }
-"""By their names in aten, all of which autograd sees through to what they are made of."""
+"""Replacements by name in aten. All of these are composite operators, so autograd records the operators that they call."""

@@ -1,4 +1,4 @@
-"""A training step of one rank that needs no weights, no GPU and no other rank: the real engine on fake tensors."""
+"""Run one rank's training step with the real engine on fake tensors, without weights, GPU or other ranks, and log it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
 
-CUBLAS_BYTES = 32 << 20  # of each thread that multiplies: forward and backward (torch's default on Hopper)
+CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and backward (torch's default on Hopper)
 
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
-    """The log of a step once optimizer state is there. Raises `UsageError` for a model that cannot run without values.
+    """Return the log of a step after the optimizer's states exist.
 
-    Needs a process without a process group; leaves none.
+    Raises:
+        UsageError: this process has a process group already, or the model needs the values of a tensor.
     """
     if dist.is_initialized():
         raise UsageError("a plan needs a process without a process group; plan before init_process_group.")
@@ -39,7 +40,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
     stand_ins = Substitutes() if run.device == "cuda" else None
     engine = ENGINES[run.engine]
     with ExitStack() as stack:
-        stack.enter_context(without_collections())  # see `_steps`
+        stack.enter_context(without_collections())  # `_steps` says why
         mesh = stack.enter_context(_fake_mesh(run))
         model = subject.make()
         stack.enter_context(_one_sequence_a_row())
@@ -59,30 +60,30 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         except Exception as error:
             if not _torch.asks_for_values(error):
                 raise
-            raise UsageError(_needs_values(error)) from None
+            raise UsageError(_value_error(error)) from None
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Modules with `silenced`, which lets collectives say nothing, and `build`, which makes a `Rig` of a model."""
+"""Modules with `silenced`, a context in which collectives send nothing, and `build`, which returns a model's `Rig`."""
 
 
 def _steps(
     subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker, stand_ins: Substitutes | None
 ) -> Log:
-    kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
-    tracker.belongs(kept, Category.OTHER)
+    workspaces = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
+    tracker.set_category(workspaces, Category.OTHER)
     tracker.only_memory = True
     _step(subject, run, model, rig, tracker)
     tracker.only_memory = False
-    # What cycles hold counts as held within a step, for when a collection runs is not known; between steps it does not. There is
-    # none in a trace but this, so that the youngest generation is all that the trace has made; one over all of torch takes 0.3 s.
+    # Within a step, memory in reference cycles counts as live, because nobody knows when a collection runs. Between steps it does
+    # not. No other collection runs in a trace, so the youngest generation has all of its objects; a full one takes 0.3 s.
     gc.collect(0)
     owners = rig.owners()
-    held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
+    allocs = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
     start = len(tracker.events)
     _step(subject, run, model, rig, tracker)
     log = Log(
-        held=held,
+        held=allocs,
         events=tracker.events[start:],
         units=rig.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
@@ -94,35 +95,35 @@ def _steps(
 def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker) -> None:
     for i in range(run.accumulate):
         tracker.enter(StepPhase.FORWARD)
-        alone = run.no_sync or run.strategy.grads is Place.REPLICATE
-        later = alone and i + 1 < run.accumulate
-        with rig.no_sync() if later else nullcontext():
+        accumulates_locally = run.no_sync or run.strategy.grads is Place.REPLICATE
+        without_reduce = accumulates_locally and i + 1 < run.accumulate
+        with rig.no_sync() if without_reduce else nullcontext():
             loss = _scalar(subject.loss(model, subject.batch()))
             tracker.enter(StepPhase.BACKWARD)
             torch.autograd.backward(loss)
     for parameter in model.parameters():
-        tracker.belongs(parameter.grad, Category.GRADIENTS)
+        tracker.set_category(parameter.grad, Category.GRADIENTS)
     tracker.enter(StepPhase.STEP)
     rig.clip(1.0)
-    with tracker.taken_for(Category.OPTIMIZER):
+    with tracker.new_memory_as(Category.OPTIMIZER):
         rig.optimizer.step()
     rig.optimizer.zero_grad()
 
 
 def _scalar(loss: object) -> torch.Tensor:
-    """Raises `UsageError` for what has no backward."""
+    """Return `loss`. Raises `UsageError` if it is not a tensor with one element that requires a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise UsageError(f"the loss is {what}; a step takes one number that depends on parameters, such as its mean.")
+        kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise UsageError(f"the loss is {kind}; it must be one number that depends on parameters, such as its mean.")
     return loss
 
 
-# -- a rank of a world that does not exist
+# -- the mesh, the model and errors
 
 
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
-    """A mesh of CPU ranks of which only the first is there."""
+    """Context manager that yields a mesh of `run.ranks` CPU ranks, over a fake process group in which this process is rank 0."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -140,7 +141,7 @@ def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _one_sequence_a_row() -> Iterator[None]:
-    """transformers looks at positions for several sequences packed into one, and takes tensors without values for such."""
+    """Context manager that turns off transformers' detection of packed sequences, which reads the values of positions."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     if not hasattr(masks, name):
@@ -155,30 +156,30 @@ def _one_sequence_a_row() -> Iterator[None]:
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Parameters stay on the meta device, where `shard` takes none of their memory; buffers stand on the device."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace parameters by meta tensors, which take no memory before `shard`, and buffers by fake CPU tensors."""
+    fakes: dict[int, nn.Parameter] = {}  # by id of the parameter; tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in fakes:
                     fake = torch.empty_like(parameter, device="meta")
-                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
-def _needs_values(error: BaseException) -> str:
-    """Which operator and line of the model ask for the value of a tensor."""
+def _value_error(error: BaseException) -> str:
+    """Return the error message that names the operator and the line of the model that need the values of a tensor."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in f.filename and "/accordion/" not in f.filename
     ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    what = str(error).splitlines()[0] or type(error).__name__
+    place = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    reason = str(error).splitlines()[0] or type(error).__name__
     return (
-        f"the model needs the values of a tensor{where}: {what}; a trace has none. Pass a loss and a batch that avoid "
+        f"the model needs the values of a tensor{place}: {reason}; a trace has none. Pass a loss and a batch that avoid "
         "it, or a model in which that line is replaced by its worst case."
     )

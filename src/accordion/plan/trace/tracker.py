@@ -1,4 +1,4 @@
-"""The mode that sees every storage, kernel and collective of one rank, and writes them into a log."""
+"""The dispatch mode that logs every storage, kernel and collective of one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accordion.plan.trace.operators import (
 )
 from accordion.plan.trace.storage_watch import StorageWatch
 
-MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
+COLLECTIVES = {  # torch's own collectives: (kind, index of the argument with the full tensors; None: they are the result)
     "_allgather_base_": ("gather", 0),
     "allreduce_": ("sum", 0),
     "_reduce_scatter_base_": ("scatter_sum", 1),
@@ -30,7 +30,7 @@ MESSAGES = {  # torch's own collectives: (kind, which of arguments and result th
     "all_gather_into_tensor": ("gather", None),
     "reduce_scatter_tensor": ("scatter_sum", 0),
 }
-BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
+ARGUMENT_CATEGORIES = {  # FSDP2's operators whose arguments have a known category
     "fsdp.all_gather_copy_in.default": Category.GATHERED,
     "fsdp.chunk_cat.default": Category.GRADIENTS,
     "fsdp.chunk_cat_mixed_dtype.default": Category.GRADIENTS,  # torch 2.15
@@ -44,7 +44,7 @@ BY_PHASE = {
 
 
 class Tracker(StorageWatch):
-    """Owns the log. Workspaces of operators, which nobody sees, are added where they are known."""
+    """Collects the event log; adds the workspaces of operators, which no mode sees, if they are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,20 +52,20 @@ class Tracker(StorageWatch):
         self.phase, self.stream = StepPhase.BUILD, COMPUTE
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
-        self.live: dict[int, Alloc] = {}  # by key of the storage
+        self.live: dict[int, Alloc] = {}  # by the storage's key
         self._operator = ""
         self._count = 0
         self._paused = 0
-        self.only_memory = False  # of a step that is run for the memory that it leaves behind
-        self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
-        self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
-        self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
-        self.sum_axis = "shard"  # over which torch's own all-reduce goes
+        self.only_memory = False  # log allocations alone, in a step that is run for the memory that it keeps
+        self.axes: dict[int, str] = {}  # mesh axis by id of the communicator, if it is not "shard"
+        self.with_workspaces = False  # log the workspaces of CUDA kernels
+        self.unknown_workspaces: dict[str, str] = {}  # operators that ran, and why their workspace is not known
+        self.sum_axis = "shard"  # mesh axis of torch's own all-reduce
         self._transfers = 0
         self._memo = Memo()
         self.attention_share = 1.0  # see `Subject`
 
-    # -- what the driver says
+    # -- called by the traced engine
 
     def enter(self, phase: StepPhase, unit: int = -1) -> None:
         self.phase, self.place = phase, StepPart(phase, unit)
@@ -80,8 +80,8 @@ class Tracker(StorageWatch):
             self.stream = before
 
     @contextmanager
-    def taken_for(self, category: Category) -> Iterator[None]:
-        """Memory taken meanwhile is of this category."""
+    def new_memory_as(self, category: Category) -> Iterator[None]:
+        """Context manager in which all new memory gets this category."""
         before, self.category = self.category, category
         try:
             yield
@@ -90,15 +90,15 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile is no part of the run."""
+        """Context manager in which operators and resized storages are not logged."""
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
 
-    def belongs(self, tensors: Any, category: Category) -> None:
-        """The memory of these tensors turns out to be of a category."""
+    def set_category(self, tensors: Any, category: Category) -> None:
+        """Set the category of the memory of `tensors`, which was logged before."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
@@ -112,13 +112,13 @@ class Tracker(StorageWatch):
         return self._transfers
 
     def workspace(self, num_bytes: int) -> None:
-        """Memory that the operator under way takes and gives back."""
+        """Log memory that the current operator allocates and frees."""
         if num_bytes > 0:
             self._count += 1
             self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))
             self.events.append(Free(self._count))
 
-    # -- what is seen
+    # -- operators and storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
@@ -130,19 +130,19 @@ class Tracker(StorageWatch):
             return func(*args, **kwargs)
         self._operator = str(func)
         for storage in storages_of((args, kwargs)):
-            self._meet(storage)
+            self._log_new(storage)
         out = self._memo.run(func, args, kwargs)
         self._operator = str(func)
         for storage in storages_of(out):
-            self._meet(storage)
+            self._log_new(storage)
         if self.with_workspaces:
             self.workspace(workspace_of(func, args))
-        if self._operator in BELONGS:
-            self.belongs((args, kwargs), BELONGS[self._operator])
+        if self._operator in ARGUMENT_CATEGORIES:
+            self.set_category((args, kwargs), ARGUMENT_CATEGORIES[self._operator])
         if self.only_memory:
             return out
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._message(func, args, out)
+            self._log_collective(func, args, out)
         else:
             self._record(func, args, kwargs, out)
         return out
@@ -156,7 +156,7 @@ class Tracker(StorageWatch):
     def died(self, key: int) -> None:
         self._release(key)
 
-    def _meet(self, storage: torch.UntypedStorage) -> None:
+    def _log_new(self, storage: torch.UntypedStorage) -> None:
         if self.watch(storage):
             self._take(_torch.storage_key(storage), storage.nbytes(), self._category())
 
@@ -186,27 +186,27 @@ class Tracker(StorageWatch):
         name = str(func)
         if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
             return
-        given, made = tensors_of((args, kwargs)), tensors_of(out)
-        if not given and not made:
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
+        if not inputs and not outputs:
             return
         flops = flops_of(func, args, kwargs, out) * (self.attention_share if "attention" in name else 1.0)
         moved = bytes_moved_by(func, args, kwargs, out)
-        floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
+        floating = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
         unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
         if unsure:
             self.unknown_workspaces[name] = why
         dtype = str(floating).removeprefix("torch.")
         self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
 
-    def _message(self, func: Any, args: Any, out: Any) -> None:
-        kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))
+    def _log_collective(self, func: Any, args: Any, out: Any) -> None:
+        kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
         if kind:
-            full = tensors_of(out if which is None else args[which])
+            full = tensors_of(out if index is None else args[index])
             axis = self.sum_axis if kind == "sum" else "shard"
             self.collective(kind, sum(map(num_bytes, full)), axis)
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Storages of the tensors in a tree that are not on the meta device."""
+    """Return the storages of the strided tensors in a tree, without those on the meta device; of a DTensor its local one."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
