@@ -123,8 +123,7 @@ class Call:
         """End the lease when the gradients of the inputs are there, if Gather does not show the end of the backward.
 
         autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
-        The
-        exception is a node on another device's thread that has no gradient for a parameter.
+        The exception is a node on another device's thread that has no gradient for a parameter.
         """
         try:
             nodes = [node for node in dict.fromkeys(self.inputs) if _torch.will_execute(node)]

@@ -57,14 +57,11 @@ class Communicator:
 
     On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
     stream of the backend. On other backends (gloo, fake) the caller gets their works. The `dist.*` wrappers do the same and
-    cost
-    57 us more per unit and step.
+    cost 57 us more per unit and step.
 
     Properties of the backend: `exchanges`, all-to-all is faster than reduce-scatter at every size; `in_one_piece`, pieces do
-    not
-    make an exchange faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out and
-    be
-    repeated (other backends treat a timeout as their end); `pack_limit_bytes`, smaller tensors travel packed.
+    not make an exchange faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out
+    and be repeated (other backends treat a timeout as their end); `pack_limit_bytes`, smaller tensors travel packed.
     """
 
     exchanges = in_one_piece = sends = can_poll = False

@@ -19,9 +19,8 @@ class ShardingContext:
     """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
     `replicate` has one rank if every rank keeps different rows. `cut_twice`: the optimizer's rows are cut over it too, and
-    gathered
-    over it once a step. `keeps_full`: full copies stay between steps. `scale`: factor for sums of gradients. `where`: names the
-    ranks in messages, if they are not all of the model.
+    gathered over it once a step. `keeps_full`: full copies stay between steps. `scale`: factor for sums of gradients. `where`:
+    names the ranks in messages, if they are not all of the model.
     """
 
     shard: Axis

@@ -266,9 +266,8 @@ class Hooks:
         """Make every backward begin this call before it reaches a node of the call, and return the outputs.
 
         A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
-        outermost
-        call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of parameters.
-        `safety/hidden_losses.py` serves losses that are not in the outputs.
+        outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
+        parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
         """
         engine, begin = self.engine, partial(call.begin, fulls)
         self._make_pre_backward_node(call, begin)

@@ -94,10 +94,8 @@ class Message:
     """A frozen layout of one group's tensors in shard buffers and in messages. Offsets and numels are in elements.
 
     `direct` tensors are communicated in place, `packed` ones in one buffer, `whole` ones are not cut: indices into `cuts`. A
-    shard
-    buffer has the direct shards, the packed ones from `pack_start` on, `num_flags` flags, and the whole tensors; each is padded
-    to
-    its chunk. The packed shards and the flags are one row of the packed message.
+    shard buffer has the direct shards, the packed ones from `pack_start` on, `num_flags` flags, and the whole tensors; each is
+    padded to its chunk. The packed shards and the flags are one row of the packed message.
     """
 
     cuts: tuple[Cut, ...]

@@ -24,10 +24,8 @@ class ShardBuffer:
     """The shards of one group: gathers read them, optimizers step them, and reduced gradients are stored beside them.
 
     `padded`: this rank's shard of each parameter as 1-D, padded to its chunk, for gathers; `dtype` is theirs, None if they
-    differ.
-    `locals`: the real rows in the parameter's own dims, for optimizers. `pack_row`: the packed shards and the tag as one 1-D
-    tensor,
-    None if not contiguous. `tag` (num_flags,): equal on all ranks of a gather. `flats`: the memory of these.
+    differ. `locals`: the real rows in the parameter's own dims, for optimizers. `pack_row`: the packed shards and the tag as
+    one 1-D tensor, None if not contiguous. `tag` (num_flags,): equal on all ranks of a gather. `flats`: the memory of these.
     """
 
     off_device = False  # True if gathers first copy to the device
@@ -68,8 +66,7 @@ class ShardBuffer:
         """Move reduced gradients `rows` of the parameters `chosen` to their tier; return them there, and the copy or None.
 
         `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
-        rows; None
-        if the compute stream has changed them since.
+        rows; None if the compute stream has changed them since.
         """
         return rows, None
 

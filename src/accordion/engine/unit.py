@@ -59,9 +59,8 @@ class UnitPolicy:
     """Settings of one unit that may differ from the strategy and change between passes.
 
     `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also to the next forward, until
-    they
-    are stale. `reduces`: False sums gradients locally, as under no_sync. `ahead`: indices of units to prefetch instead of the
-    recorded order. `on_convert`: called before `module.to(...)` and the like, for shards that may follow.
+    they are stale. `reduces`: False sums gradients locally, as under no_sync. `ahead`: indices of units to prefetch instead of
+    the recorded order. `on_convert`: called before `module.to(...)` and the like, for shards that may follow.
     """
 
     keep: bool | None = None
@@ -286,8 +285,7 @@ class Unit:
         """Return an error if a forward changed its full parameters `fulls`, whose shards would not follow; otherwise None.
 
         `writes`: counted before the forward. A tensor with other memory (`weight.data = ...`) gets its own back; equal values
-        are no
-        error, as when an RNN joins its weights.
+        are no error, as when an RNN joins its weights.
         """
         if self.writes() != writes:
             return self.lost_write_error("modified a parameter")
