@@ -32,7 +32,7 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
             raise UsageError(f"meshes has the key {key!r}; pass a class of modules, or a pattern of names as a string.")
         if not isinstance(mesh, DeviceMesh):
             raise UsageError(
-                f"meshes[{_shown(key)}] is a {type(mesh).__name__}; pass a DeviceMesh, a slice of one say."
+                f"meshes[{_shown(key)}] is of type {type(mesh).__name__}; pass a DeviceMesh, such as a slice of another."
             )
     if meshes and strategy.optim_over_replicas:
         raise UsageError(
