@@ -53,7 +53,7 @@ def devices_named(asked: str, option: str, available: Devices) -> Devices:
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend argument of `init_process_group`: gloo for the CPU, and beside it the device type's own library."""
+    """Return the backend argument of `init_process_group`: gloo for the CPU, and for an accelerator its own library too."""
     if device_type == CPU:
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"

@@ -37,7 +37,7 @@ def min_params(num_params: int) -> MinParams:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A rule: a unit for each repeated block, and the root's for the rest."""
+    """A rule: a unit for each repeated block, and the root's unit for all other parameters."""
 
     def __str__(self) -> str:
         return "blocks"
@@ -130,7 +130,7 @@ def has_params(module: nn.Module) -> bool:
 def _repeated_blocks(model: nn.Module) -> set[int]:
     """Return ids of the blocks that transformers names, or of modules in lists with two or more of one class.
 
-    A nested list counts as part of the outer one, because nobody calls it and it has no forward around which to gather.
+    A nested list counts as part of the outer one, because it is never called and has no forward around which to gather.
     """
     named = getattr(model, "_no_split_modules", None)
     if named:

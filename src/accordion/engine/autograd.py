@@ -29,7 +29,7 @@ MOST_PUT_OFF = 2  # the most calls whose reduce between nodes may continue durin
 class AwaitReduce(torch.autograd.Function):
     """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
-    `anchor`: the engine's leaf tensor, whose gradient nobody asks for.
+    `anchor`: the engine's leaf tensor, whose gradient is never asked for.
     """
 
     @staticmethod

@@ -108,9 +108,9 @@ class FullBuffer:
         if self._poison:  # otherwise values of the last step would hide a missing wait
             self.flat.data.fill_(float("nan"))
 
-    def stay(self, whether: bool) -> None:
+    def stay(self, stays: bool) -> None:
         """Keep the storage allocated until `stay(False)`, also after `close`: graphs of a device record its address."""
-        if whether:
+        if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]
         elif vars(self).pop("close", None) is not None:

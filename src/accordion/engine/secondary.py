@@ -72,9 +72,9 @@ class SecondaryGroup(CutGroup):
     def secondary_bytes(self) -> int:
         return self._leaving.num_bytes // self.over.num_ranks
 
-    def leaves(self, whether: bool) -> None:
-        """Keep slices after the next forwards if `whether` is True, or gather from all ranks again."""
-        self._leaving.leaves = whether
+    def leaves(self, keeps: bool) -> None:
+        """Keep slices after the next forwards if `keeps` is True; otherwise gather from all ranks again."""
+        self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:
         buffer, version = self._leaving, self.version()

@@ -21,7 +21,7 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """The shards of one group: gathers read them, optimizers step them, and reduced gradients are stored beside them.
+    """The shards of one group: gathers read them, optimizers step them, and reduced gradients are stored with them.
 
     `padded`: this rank's shard of each parameter as 1-D, padded to its chunk, for gathers; `dtype` is theirs, None if they
     differ. `locals`: the real rows in the parameter's own dims, for optimizers. `pack_row`: the packed shards and the tag as

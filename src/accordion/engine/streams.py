@@ -135,11 +135,11 @@ class SideStream:
 class Transfer:
     """A communication or copy on a side stream, which keeps its buffers until `land` or `synchronize`.
 
-    `begun_on`: the compute stream that allocated them. `aside`: another one that called `land`. `ended`: no wait of the host
+    `begun_on`: the compute stream that allocated them. `landed_on`: another one that called `land`. `ended`: no wait of the host
     left.
     """
 
-    __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "aside", "begun_on", "ended")
+    __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")
 
     def __init__(
         self, side_stream: SideStream, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None
@@ -149,7 +149,7 @@ class Transfer:
         self.ended = False
         self._end: Any = None
         self.begun_on: Any = None
-        self.aside: Any = None
+        self.landed_on: Any = None
         if not side_stream.sleeps:
             if not side_stream.late:
                 self._run()
@@ -197,7 +197,7 @@ class Transfer:
             stream = self._side_stream.lead(self._end)
             if stream is not None and stream != self.begun_on:
                 self.lead(self.begun_on)
-                self.aside = stream
+                self.landed_on = stream
         self._tensors.clear()
 
     def abandon(self) -> None:

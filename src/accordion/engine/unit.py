@@ -117,7 +117,7 @@ class Unit:
         self._transfers: list[Transfer] = []  # the gathers under way
         self._opened_on: Any = None  # the compute stream on which the full parameters were allocated
         self._landed: list[Transfer] = []  # the gathers that filled them
-        self._aside: list[Any] = []  # other compute streams that use them
+        self._other_streams: list[Any] = []  # other compute streams that use them
         for group in groups:
             group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
@@ -159,8 +159,8 @@ class Unit:
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = RESHARDED
-            if self._aside:  # the next gather must wait for streams that read them
-                self.context.gather_stream.join(self._aside)
+            if self._other_streams:  # the next gather must wait for streams that read them
+                self.context.gather_stream.join(self._other_streams)
 
     def see_trained(self) -> bool:
         """Update `trained` if other parameters require gradients than before, and return True if so."""
@@ -212,8 +212,8 @@ class Unit:
         if self.full_params is UNSHARDED:
             if self._on_device:  # this compute stream may not have waited for the gather yet
                 stream = self.context.gather_stream.compute()
-                if stream != self._opened_on and stream not in self._aside:
-                    self._aside.append(stream)
+                if stream != self._opened_on and stream not in self._other_streams:
+                    self._other_streams.append(stream)
                     for transfer in self._landed:
                         transfer.lead(stream)
             version = self.version()
@@ -230,8 +230,8 @@ class Unit:
                 transfer.land()
             for group in self.groups:
                 group.landed()
-            if transfers[0].aside is not None:
-                self._aside.append(transfers[0].aside)
+            if transfers[0].landed_on is not None:
+                self._other_streams.append(transfers[0].landed_on)
             self._landed, self._transfers = transfers, []
         self.full_params = UNSHARDED
 
@@ -261,9 +261,9 @@ class Unit:
     def _close(self) -> None:
         if self._opened_on is not None:
             side_stream = self.context.gather_stream
-            side_stream.join((*self._aside, side_stream.compute()), self._opened_on)
+            side_stream.join((*self._other_streams, side_stream.compute()), self._opened_on)
             self._opened_on = None
-        self._aside.clear()
+        self._other_streams.clear()
         self._landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
