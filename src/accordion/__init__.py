@@ -15,7 +15,7 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """This package. Its public names are imported at the first use of one: `accordion --help` need not wait for torch."""
+    """This package, whose public names are imported at the first use of one: `accordion --help` need not import torch."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name != "__all__":

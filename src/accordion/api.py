@@ -1,4 +1,4 @@
-"""The public names of the package, which `accordion` itself gives at their first use."""
+"""The public names of the package; `accordion` imports them from here at their first use."""
 
 from accordion.checkpoint import latest, load, save
 from accordion.config import (

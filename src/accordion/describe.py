@@ -1,4 +1,4 @@
-"""What a sharded model takes on each rank: bytes by unit and kind, as laid out."""
+"""The bytes that a sharded model takes on each rank, by unit and kind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from accordion.state import sharded_engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """One unit. Bytes are those of this rank; `optimizer_bytes` counts two states of each trainable element, as Adam keeps.
+    """One unit of a `Report`; bytes are those of this rank.
 
-    `full_bytes`: what the unit takes beside that while it is gathered. `inner_shard_bytes`: what its inner shards take beside
-    that, always, with `hybrid_shard_optim`. `secondary_bytes`: what the copy that several ranks share takes from its forward to
-    its backward.
+    `optimizer_bytes`: two states per trainable element, as Adam has. `full_bytes`: full parameters, while the unit is gathered.
+    `inner_shard_bytes`: inner shards of `hybrid_shard_optim`, always. `secondary_bytes`: this rank's part of the copy that
+    several ranks share from the unit's forward to its backward.
     """
 
     name: str
@@ -32,7 +32,7 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A model as it lies over ranks. `unsharded_bytes`: parameters, gradients and two states on one rank without sharding."""
+    """A sharded model. `unsharded_bytes`: parameters, gradients and two states on one rank without sharding."""
 
     strategy: str
     world: int
@@ -42,7 +42,7 @@ class Report:
 
 
 def describe(model: nn.Module) -> Report:
-    """Report what `shard` decided; no communication."""
+    """Return a report of the units and bytes that `shard` chose; no communication."""
     engine = sharded_engine(model, "describe")
     unsharded = 0
     for unit in engine.units:

@@ -1,4 +1,4 @@
-"""Which devices this machine has, asked of `torch.accelerator`: nothing here or above it names a kind of accelerator."""
+"""The devices of this machine, from `torch.accelerator`: no code here or above names a kind of accelerator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Of one kind. `type`: "cpu", "cuda", "xpu", "npu", ...; `count`: of this machine, 0 for the CPU."""
+    """The devices of one kind. `type`: "cpu", "cuda", "xpu", "npu", ...; `count`: of this machine, 0 for the CPU."""
 
     type: str
     count: int
@@ -27,7 +27,7 @@ class Devices:
         return self.type == CPU
 
     def at(self, index: int) -> torch.device:
-        """That of a rank; ranks beyond the count begin anew. Of the CPU there is one."""
+        """Return the device of a rank on this machine; ranks beyond `count` start again at the first."""
         return torch.device(CPU) if self.is_cpu else torch.device(self.type, index % self.count)
 
     def __str__(self) -> str:
@@ -37,30 +37,30 @@ class Devices:
 
 
 def devices_here() -> Devices:
-    """The accelerators of this machine, else its CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return Devices(CPU, 0) if found is None else Devices(found.type, torch.accelerator.device_count())
+    """Return the accelerators of this machine, or its CPU if there are none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return Devices(CPU, 0) if accelerator is None else Devices(accelerator.type, torch.accelerator.device_count())
 
 
-def devices_named(asked: str, option: str, here: Devices) -> Devices:
-    """What `option` asks for: "auto", "cpu", or the type of device that this machine has. Raises `UsageError` for another."""
+def devices_named(asked: str, option: str, available: Devices) -> Devices:
+    """Return the devices that `option` asks for: "auto", "cpu", or the type in `available`. Raises `UsageError` for others."""
     if asked == CPU:
         return Devices(CPU, 0)
-    if asked not in ("auto", here.type):
-        choices = "'auto' or 'cpu'" if here.is_cpu else f"'auto', 'cpu' or {here.type!r}"
-        raise UsageError(f"{option} is {asked!r} and this machine has {here}; take {choices}.")
-    return here
+    if asked not in ("auto", available.type):
+        choices = "'auto' or 'cpu'" if available.is_cpu else f"'auto', 'cpu' or {available.type!r}"
+        raise UsageError(f"{option} is {asked!r} and this machine has {available}; take {choices}.")
+    return available
 
 
 def backend_of(device_type: str) -> str:
-    """What `init_process_group` takes for ranks on such devices: gloo for the host, and their own library."""
+    """Return the backend argument of `init_process_group`: gloo for the CPU, and for an accelerator its own library too."""
     if device_type == CPU:
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def name_of(device_type: str) -> str:
-    """What the maker calls the current device; its type where its module does not tell."""
+    """Return the maker's name of the current device, or its type if torch has no name."""
     if device_type == CPU:
         return CPU
     ask = getattr(torch.get_device_module(device_type), "get_device_name", None)
@@ -68,15 +68,15 @@ def name_of(device_type: str) -> str:
 
 
 def num_cores() -> int:
-    """Cores of the CPU that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class HostCopy:
-    """Copies of small tensors on the host, made while the device goes on: ``is_ready`` polls, and ``read`` waits for them."""
+    """Copies of small tensors to the host, made while the device goes on: ``is_ready`` polls, and ``read`` waits for them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """Begin to copy tensors, all on one device, after all that its current stream was given."""
+        """Begin to copy `tensors`, all on one device, after all work of its current stream so far."""
         device = tensors[0].device
         self._event: torch.Event | None = None
         self._copies = tensors
@@ -91,7 +91,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def read(self) -> list[Any]:
-        """Return the numbers of each tensor. The host waits for them, and for nothing that the device was given since."""
+        """Return the numbers of each tensor. The host waits for the copies, but not for work that the device got later."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return [copy.tolist() for copy in self._copies]

@@ -1,4 +1,4 @@
-"""Python's garbage collections, where they cost much and find nothing: while much is made, and as a process ends."""
+"""Avoid Python garbage collections that take long and free nothing."""
 
 import atexit
 import contextlib
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile, for code that makes much and drops nothing: a quarter of the time of transformers'
-    import, more than half of that of a large manifest."""
+    """Context manager that disables garbage collection, for code that makes many objects and drops none."""
+    # Saves a quarter of the time of importing transformers, and more than half of that of a large manifest.
     on = gc.isenabled()
     gc.disable()
     try:
@@ -20,14 +20,14 @@ def without_collections() -> Iterator[None]:
 
 
 def end_with_one_collection() -> None:
-    """This process, one of our commands or its ranks, ends with one garbage collection.
+    """Let this process, one of our commands or its ranks, make one garbage collection at exit.
 
-    Python itself makes several then, each over all of torch and transformers: 1.0 s of a rank's end, and 0.33 s with one.
+    Python itself makes several, each over all of torch and transformers: 1.0 s at a rank's exit, and 0.33 s with one.
     """
     atexit.unregister(_last_collection)
     atexit.register(_last_collection)
 
 
 def _last_collection() -> None:
-    gc.collect()  # what is dropped in cycles says and writes what it has to at its end
+    gc.collect()  # runs finalizers of objects in cycles, which may report or write something
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The norm of all gradients, with one reduction of one number."""
+"""The norm of all gradients, with one reduction of one number per set of ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors of which each rank of `communicators` has other rows; without communicators every rank has them whole."""
+    """Tensors of which each rank of `communicators` has different rows; without communicators every rank has them whole."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
 def total_norm(parts: Sequence[NormPart], norm_type: float, device: torch.device) -> Tensor:
-    """0-d float32: the norm over all elements, the same on all ranks. Ranks pass parts of the same communicators in one order.
+    """Return the norm over all elements of `parts` as a 0-d float32 tensor, equal on all ranks.
 
-    `device`: where ranks communicate and the norm will be; the tensors may lie on the host, offloaded.
-    One number is reduced for each part that is cut; the norm of DTensors instead gathers or reduces each one apart.
+    All ranks must pass parts with the same communicators in the same order. `device`: of the communication and the result;
+    tensors may be on the host. One number is reduced per part; the norm of DTensors would communicate for each tensor.
     """
     is_max = math.isinf(norm_type)
     powers = []
     for part in parts:
         norms = []
-        # Norms of one device come here together. Those of float64 by themselves: torch computes them in nothing less.
+        # One copy of norms per device. Norms of float64 tensors are separate, since torch computes them in float64 only.
         for same in _grouped((t for t in part.tensors if t.numel()), lambda t: (t.device, t.dtype is torch.float64)):
             wide = torch.promote_types(same[0].dtype, torch.float32)
             each = torch.stack(_torch.foreach_norm(same, norm_type, dtype=wide))
@@ -52,11 +52,11 @@ def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply all by max_norm / norm where that is under one; no read of the device where all lie there."""
+    """Multiply all tensors by max_norm / norm if that is below one; the host does not wait if all are on the device."""
     multiply(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def multiply(tensors: Sequence[Tensor], scale: Tensor) -> None:
-    """All in place, on whichever device each of them lies; `scale`: 0-d."""
+    """Multiply each tensor in place by `scale` (0-d), on the tensor's device."""
     for same in _grouped(tensors, lambda tensor: tensor.device):
         _torch.foreach_mul_(same, scale.to(same[0].device))

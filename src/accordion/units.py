@@ -1,4 +1,4 @@
-"""Which modules become units, and which unit owns each parameter."""
+"""Choose the modules that become units, and the unit that owns each parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A rule by size: a module is a unit where at least `num_params` of its parameters are in no unit below it."""
+    """A rule by size: a module is a unit if at least `num_params` of its parameters are in no unit below it."""
 
     num_params: int
 
@@ -29,7 +29,7 @@ class MinParams:
 
 
 def min_params(num_params: int) -> MinParams:
-    """Units of at least `num_params` parameters each, formed from the leaves up."""
+    """Return a rule that forms units of at least `num_params` parameters each, from the leaves up."""
     if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
         raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
@@ -37,14 +37,14 @@ def min_params(num_params: int) -> MinParams:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A rule: the repeated blocks, and all else in the root's unit."""
+    """A rule: a unit for each repeated block, and the root's unit for all other parameters."""
 
     def __str__(self) -> str:
         return "blocks"
 
 
 def only_blocks() -> Blocks:
-    """The repeated blocks alone: large embeddings and heads stay in the root's unit, gathered for the whole step."""
+    """Return a rule that makes units of the repeated blocks alone: embeddings and heads stay in the root, gathered all step."""
     return Blocks()
 
 
@@ -52,14 +52,14 @@ Policy = TypeVar("Policy", Precision, Offload)
 UnitChoice = Iterable[type[nn.Module] | str] | type[nn.Module] | MinParams | Blocks | UnitRule | None
 
 AUTO = "auto"  # the name of the default
-LARGE_SHARE = 0.5  # of the largest block's parameters: from here on a layer beside the blocks is a unit of its own
+LARGE_SHARE = 0.5  # a layer outside the blocks with this share of the largest block's parameters is a unit
 
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter as found: every place that reads it, under its names. `owner`: index of the unit that gathers it.
+    """A parameter of the model: its names, the places that read it, and `owner`, the index of the unit that gathers it.
 
-    `others`: more objects over the same memory.
+    `others`: further parameter objects over the same memory.
     """
 
     names: list[str]
@@ -70,7 +70,7 @@ class Owned:
 
 
 def units_named(text: str, name: str = "units") -> UnitChoice:
-    """What `auto`, `blocks`, `min_params:N` or names of classes, with commas between, say. Raises `UsageError`, of `name`."""
+    """Return the choice of units in `text`: `auto`, `blocks`, `min_params:N` or class names. Raises `UsageError` for others."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:
@@ -86,7 +86,7 @@ def units_named(text: str, name: str = "units") -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every unit, the root first and then in module order. Raises `UsageError` where nothing matches."""
+    """Return (name, module) of every unit, the root first and then in module order. Raises `UsageError` if nothing matches."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -104,16 +104,16 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """The policy of each unit: an override by name (a pattern) or class, else the model's."""
+    """Return the policy of each unit: that of an override by class or pattern of names, otherwise the model's."""
     result: list[Policy] = []
     used = set()
     for name, module in chosen:
-        mine = policy
+        chosen_policy = policy
         for key, override in policy.overrides.items():
             if fnmatch(name, key) if isinstance(key, str) else isinstance(module, key):
-                mine = override
+                chosen_policy = override
                 used.add(key)
-        result.append(mine)
+        result.append(chosen_policy)
     unused = [str(key) for key in policy.overrides if key not in used]
     if unused:
         names = ", ".join(sorted({f"{n or '(root)'}: {type(m).__name__}" for n, m in chosen})[:8])
@@ -128,38 +128,38 @@ def has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
-    """The blocks that transformers names, else the outermost lists of two or more modules of one class.
+    """Return ids of the blocks that transformers names, or of modules in lists with two or more of one class.
 
-    A list in a list is looked through: what nobody calls has no forward around which to gather.
+    A nested list counts as part of the outer one, because it is never called and has no forward around which to gather.
     """
     named = getattr(model, "_no_split_modules", None)
     if named:
         chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}
         if chosen:
             return chosen
-    found: set[int] = set()
+    blocks: set[int] = set()
 
     def search(module: nn.Module) -> None:
         children = [c for c in module.children() if has_params(c)]
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             listed = list(_called_below(module))
             counts = Counter(type(c) for c in listed)
-            found.update(id(c) for c in listed if counts[type(c)] > 1 and any(True for _ in c.children()))
+            blocks.update(id(c) for c in listed if counts[type(c)] > 1 and any(True for _ in c.children()))
         for child in children:
-            if id(child) not in found:
+            if id(child) not in blocks:
                 search(child)
 
     search(model)
-    return found
+    return blocks
 
 
 def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
-    """Embeddings and heads about as large as a block, or larger, whose weights are theirs alone.
+    """Return ids of embeddings and heads that are large, not shared, and used once in the model.
 
-    In the root's unit they would stand in full from the forward to the end of the backward, and a head's gradient would wait for
-    the embedding's. Not those that the model has twice: two calls of a unit are two reduces, whose sum is another order.
+    In the root's unit they would stay in memory for the whole step, and a head's gradient would wait for the embedding's. Not
+    layers that occur twice: two calls of a unit are two reduces, whose sum has another order.
     """
-    found: set[int] = set()
+    layers: set[int] = set()
     num_users: Counter[object] = Counter()
     num_paths: Counter[int] = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for module in model.modules():
@@ -179,14 +179,14 @@ def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
                 and all(num_users[storage_key(p)] == 1 for p in params)
                 and sum(p.numel() for p in params) >= least
             ):
-                found.add(id(child))
+                layers.add(id(child))
 
     search(model)
-    return found
+    return layers
 
 
 def _called_below(module: nn.Module) -> Iterator[nn.Module]:
-    """The children with parameters, and in place of one that nobody calls, those below it."""
+    """Yield the children with parameters; a child without a forward is replaced by the children below it."""
     for child in module.children():
         if has_params(child):
             yield from [child] if is_called(child) else _called_below(child)
@@ -198,55 +198,55 @@ def _by_size(model: nn.Module, num_params: int) -> set[int]:
     def search(module: nn.Module, taken: set[int]) -> None:
         for child in () if isinstance(module, nn.MultiheadAttention) else module.children():
             search(child, taken)
-        mine = [p for p in module.parameters() if id(p) not in taken]
-        if sum(p.numel() for p in mine) >= num_params and is_called(module):
+        free_params = [p for p in module.parameters() if id(p) not in taken]
+        if sum(p.numel() for p in free_params) >= num_params and is_called(module):
             chosen.add(id(module))
-            taken.update(id(p) for p in mine)
+            taken.update(id(p) for p in free_params)
 
     search(model, set())
     return chosen
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own; containers are only read."""
+    """Return True if the class of `module` defines a forward; containers do not."""
     return type(module).forward is not nn.Module.forward
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
-    given: object = choice
-    if not isinstance(given, Iterable | str | type):
-        raise UsageError(f"units is {given!r}; pass module classes or their names, min_params(n) or a callable.")
+    argument: object = choice
+    if not isinstance(argument, Iterable | str | type):
+        raise UsageError(f"units is {argument!r}; pass module classes or their names, min_params(n) or a callable.")
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:
         if isinstance(cls, str):
-            found = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}
+            matching = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}
         elif isinstance(cls, type) and issubclass(cls, nn.Module):
-            found = {id(m) for m in model.modules() if isinstance(m, cls)}
+            matching = {id(m) for m in model.modules() if isinstance(m, cls)}
         else:
             raise UsageError(f"units has {cls!r}, which is no module class; pass classes, min_params(n) or a callable.")
-        if not found:
+        if not matching:
             name = cls if isinstance(cls, str) else cls.__name__
             raise UsageError(
-                f"units names {name}, but the model has no such module; {nearest(name, classes)} Or take auto, blocks, "
-                "min_params:N: of shard, None, only_blocks() or min_params(N)."
+                f"units names {name}, but the model has no such module; {nearest(name, classes)} Or take auto, blocks or "
+                "min_params:N; in Python, None, only_blocks() or min_params(N)."
             )
-        chosen |= found
+        chosen |= matching
     return chosen
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents.
+    """Return every parameter once, owned by the smallest unit that contains all its users (tied weights, several parents).
 
-    `index`: id of a unit's module -> the unit; `model` is in unit 0, whether it is named or not.
+    `index`: unit by id of its module. `model` belongs to unit 0, also if it is not in `index`.
     """
-    found: dict[object, Owned] = {}
+    entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str, chain: list[int]) -> None:
-        again = id(module) in seen  # below another parent: more names and other units around it, the same places
+        again = id(module) in seen  # under another parent: more names and other enclosing units, but the same places
         seen.add(id(module))
         if id(module) in index:
             chain = [*chain, index[id(module)]]
@@ -254,9 +254,9 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
             if param is None:
                 continue
             key = storage_key(param)
-            if key not in found:
-                found[key], above[key] = Owned([], param, [], [], 0), chain
-            entry = found[key]
+            if key not in entries:
+                entries[key], above[key] = Owned([], param, [], [], 0), chain
+            entry = entries[key]
             entry.names.append(prefix + attr)
             if not again:
                 entry.places.append((weakref.ref(module), attr))
@@ -268,13 +268,13 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
                 walk(child, f"{prefix}{name}.", chain)
 
     walk(model, "", [])
-    for key, entry in found.items():
+    for key, entry in entries.items():
         entry.owner = above[key][-1] if above[key] else 0
-    return list(found.values())
+    return list(entries.values())
 
 
 def check_hooks(owned: list[Owned]) -> None:
-    """Two objects over one memory have a gradient each, and so hooks; of the one sharded parameter they would see the sum."""
+    """Raise `UsageError` if two parameter objects share memory and one has a hook, which would get the sum of their gradients."""
     for o in owned:
         if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
             raise UsageError(
@@ -287,10 +287,10 @@ STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
-    """The dtype in which a parameter is gathered.
+    """Return the dtype in which a parameter is gathered.
 
-    That of a batch norm stays as it is unless its running statistics are cast too: torch's kernels want both alike (2.13), and
-    statistics in two bytes hardly move. Its inputs and outputs are in the dtype of the computation all the same.
+    A batch norm's stays as it is, unless its running statistics are cast too: torch's kernels require equal dtypes (2.13), and
+    statistics in two bytes hardly change. Its inputs and outputs have the compute dtype.
     """
     modules = [ref() for ref, _ in o.places]
     if precision.buffers is None and all(isinstance(m, STATISTICS) and m.running_mean is not None for m in modules):
@@ -299,7 +299,7 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """For each unit, the other units whose parameters its modules read: those inside it, and the owners of what it shares."""
+    """Return for each unit the other units whose parameters its modules read: inner units, and owners of tied weights."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:
@@ -312,7 +312,7 @@ def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned
 
 
 def storage_key(param: nn.Parameter) -> object:
-    """Equal for parameters that are one memory: the same object, or two objects over the same storage."""
+    """Return a key that is equal for parameters that share memory: the same object, or two objects over one storage."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
         return id(param)
     return param.data_ptr(), param.shape, param.stride(), param.dtype

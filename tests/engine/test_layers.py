@@ -179,14 +179,14 @@ def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(world)
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """From now on: the name of each unit that begins a gather, and whether that is in a backward."""
     seen: list[tuple[str, bool]] = []
-    own = Unit.launch
+    original = Unit.unshard
 
-    def launch(unit: Unit) -> None:
-        if not unit.is_launched:
+    def unshard(unit: Unit) -> None:
+        if not unit.is_unsharded:
             seen.append((unit.name, _torch.current_graph_task() != -1))
-        own(unit)
+        original(unit)
 
-    monkeypatch.setattr(Unit, "launch", launch)
+    monkeypatch.setattr(Unit, "unshard", unshard)
     return seen
 
 

@@ -176,11 +176,11 @@ def test_a_wait_cycle_is_reported_after_two_polls():
     )
 
     def comes(wait: Any) -> None:
-        wait._arrivals.come(wait._mine)
+        wait._arrivals.come(wait._rank)
         wait._post(waits=True)
 
     def told(wait: Any) -> bool:
-        mine._look()
+        mine._find_deadlock()
         return bool(store.check([wait._key("failed", wait._own())]))
 
     comes(mine)

@@ -455,8 +455,8 @@ def not_kept(mesh) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Dropped))
     refuses("parameter '0.weight' is a Dropped, a tensor subclass without fsdp_pre_all_gather", model)
-    refuses("Packed, which says itself how it is gathered; such tensors are not offl", subclassed(), offload=HOST)
-    refuses("Packed, which says itself how it is gathered, and no_shard keeps", subclassed(), strategy=acc.NO_SHARD)
+    refuses("Packed, which defines its own all-gather, and such tensors are not offl", subclassed(), offload=HOST)
+    refuses("Packed, which defines its own all-gather, and no_shard keeps", subclassed(), strategy=acc.NO_SHARD)
     refuses("is a Packed, and sync=True sends plain tensors only", subclassed(), sync=True)
 
 

@@ -1,1 +1,1 @@
-"""The sharding engine; read autograd, unit, collectives, layout, in this order."""
+"""The sharding engine. README.md has the order in which to read its files."""

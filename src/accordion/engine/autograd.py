@@ -1,8 +1,8 @@
-"""FSDP as one differentiable function in two nodes: AwaitReduce (shards -> token) and Gather (token -> full parameters).
+"""FSDP as two autograd nodes per unit: AwaitReduce (shards -> token) and Gather (token -> full parameters).
 
 AwaitReduce is made for the parameters and kept; Gather is made for each call. When a backward reaches Gather, every other node
-of the call has run: the lease ends and the reduce begins. AwaitReduce runs one unit later, under the next unit's backward,
-because its sequence number was reserved one unit earlier than Gather's; it waits for the reduce and hands the gradients over.
+of the call has run: the lease ends and the reduce begins. AwaitReduce runs after the next unit's backward, because its sequence
+number was reserved one unit before Gather's; it waits for the reduce and writes the gradients.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
 from accordion.errors import UsageError
 
-MOST_PUT_OFF = 2  # calls whose gradients may travel on while the backward does
+MOST_PUT_OFF = 2  # the most calls whose reduce between nodes may continue during the backward
 
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
     """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
-    `anchor`: the engine's leaf for which nobody asks a gradient.
+    `anchor`: the engine's leaf tensor, whose gradient is never asked for.
     """
 
     @staticmethod
@@ -41,8 +41,8 @@ class AwaitReduce(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         node: ReduceNode | None = ctx.reduce_node()
         calls = node.reducing.pop(_torch.current_graph_task(), ()) if node is not None else ()
-        found = ctx.nothing
-        for call, parts in calls:  # none where the unit adds up since that forward
+        result = ctx.nothing
+        for call, parts in calls:  # empty if the unit sums locally (no_sync) since that forward
             engine = call.engine
             accumulates = engine.accumulates()
             waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
@@ -55,57 +55,66 @@ class AwaitReduce(torch.autograd.Function):
             engine.write_delayed()
             grads = hand_over(call, parts, accumulates)
             if grads is not None:
-                found = grads if found is ctx.nothing else added(found, grads)
-        return found
+                result = grads if result is ctx.nothing else added(result, grads)
+        return result
 
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
-    """Wait for the gradients of a call, and write them to `.grad` where nobody listens; what is left, as AwaitReduce returns it.
+    """Wait for the sharded gradients of a call, and write those of parameters without hooks to `.grad`.
 
-    Beside autograd's own accumulation, whose dispatches cost more than it.
-    `accumulates`: whether the engine may write them; see `Engine.accumulates`.
+    Returns the gradients that autograd must accumulate, in the form of AwaitReduce's result; None if there are none.
+    `accumulates`: True if the engine may write gradients; see `Engine.accumulates`.
     """
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()
-    for tell in engine.observers.gradients_arrive:
-        tell(call.unit)
+    for notify in engine.observers.gradients_arrive:
+        notify(call.unit)
     params = call.trained.params
-    held, listens = _torch.grads_of(params)
+    earlier, listens = _torch.grads_of(params)  # the gradients so far, and True for parameters with hooks
     if not accumulates:
         listens = [True] * len(params)
     adding = [False] * len(params)
-    if [g for g in held if g is not None]:
-        pairs = list(zip(listens, held, strict=True))
-        listens = [heard or not (g is None or isinstance(g, DTensor)) for heard, g in pairs]
-        adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
-    heard = True in listens
-    decide = heard or bool(engine.observers.gradients_arrive)  # somebody looks at gradients before the backward ends
+    if [g for g in earlier if g is not None]:
+        pairs = list(zip(listens, earlier, strict=True))
+        listens = [has_hooks or not (g is None or isinstance(g, DTensor)) for has_hooks, g in pairs]
+        adding = [not leave and g is not None for leave, g in zip(listens, earlier, strict=True)]
+    any_listens = True in listens
+    decide = any_listens or bool(engine.observers.gradients_arrive)  # gradients are read before the backward ends
     grads = engine.as_gradients(call.unit, call.trained, parts, adding, decide)
-    if parts in engine.reduces_under_way:  # not before: if something raises, `recover` waits for what is under way
+    if parts in engine.reduces_under_way:  # not before: after an error `recover` cleans up the reduces under way
         engine.reduces_under_way.remove(parts)
-    if heard:
+    if any_listens:
         engine.land_gradients()
     if not accumulates:
         return None, None, *grads
-    # Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a
-    # parameter's host time, with collectives that do nothing.
+    # Autograd's own accumulation detaches each gradient, which for a DTensor is a dispatch through Python: 12 of the 85 us
+    # of host time per parameter, measured with collectives that do nothing.
     with _torch.plain_attributes():
-        for param, grad, standing, heard_one in zip(params, grads, held, listens, strict=True):
-            if grad is None or heard_one:
+        for param, grad, previous, leave in zip(params, grads, earlier, listens, strict=True):
+            if grad is None or leave:
                 continue
-            if standing is None:
+            if previous is None:
                 param.grad = grad
-            elif engine.arriving:  # it is added once it is there
-                engine.to_add.append((_torch.local_of(standing), _torch.local_of(grad)))
+            elif engine.arriving:  # added after its copy off the device has ended
+                engine.to_add.append((_torch.local_of(previous), _torch.local_of(grad)))
             else:
-                _torch.local_of(standing).add_(_torch.local_of(grad))
+                _torch.local_of(previous).add_(_torch.local_of(grad))
     if engine.undecided or (not decide and [part for part in parts if part.absent]):
-        counted = [None] * len(params) if decide else [place for part in parts for place in part.counted()]
-        for param, standing, grad, place in zip(params, held, grads, counted, strict=True):
-            if grad is not None and (place is not None or engine.undecided):
-                engine.undecided.note(param, standing, grad, place)
-    return (None, None, *[grad if yes else None for yes, grad in zip(listens, grads, strict=True)]) if heard else None
+        _note_undecided(call, parts, earlier, grads, decide)
+    if not any_listens:
+        return None
+    return (None, None, *[grad if leave else None for leave, grad in zip(listens, grads, strict=True)])
+
+
+def _note_undecided(
+    call: Call, parts: list[PendingReduce], earlier: Sequence[Any], grads: Sequence[Tensor | None], decide: bool
+) -> None:
+    params, undecided = call.trained.params, call.engine.undecided
+    counted = [None] * len(params) if decide else [count for part in parts for count in part.counted()]
+    for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
+        if grad is not None and (count is not None or undecided):
+            undecided.note(param, previous, grad, count)
 
 
 def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -114,7 +123,7 @@ def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
 
 @_torch.run_at_once
 class Gather(torch.autograd.Function):
-    """A token to the full trainable parameters, which stand already; its backward begins the reduce of their gradients."""
+    """A token to the full trainable parameters, which are gathered already; its backward begins to reduce their gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
@@ -127,7 +136,7 @@ class Gather(torch.autograd.Function):
         call: Call = ctx.call
         ours = _torch.are_ours(grads) if call.unit.takes_grads else [False] * len(grads)
         engine, unit, task = call.engine, call.unit, _torch.current_graph_task()
-        if task not in call.waiting:  # this rank dropped the output: it gathers where the others do, for nothing
+        if task not in call.waiting:  # this rank dropped the output, but must take part in the gather of the others
             call.begin(unit.views, None)
             call.waiting[task] = 0
         if call.waiting[task] == 0:
@@ -136,12 +145,12 @@ class Gather(torch.autograd.Function):
             raise UsageError(
                 f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
             )
-        for tell in engine.observers.full_gradients:
-            tell(unit, grads)
+        for notify in engine.observers.full_gradients:
+            notify(unit, grads)
         if not call.trained.indices:
             return None, None
         if not call.reduces:
-            # A parameter that was frozen since the forward gets no gradient, as in autograd's own accumulation.
+            # As in autograd's own accumulation, a parameter that was frozen since the forward gets no gradient.
             trains = _torch.which_train(call.trained.params)
             engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
             return None, engine.zero if call.sync else None
@@ -149,15 +158,15 @@ class Gather(torch.autograd.Function):
         engine.reduces_under_way.append(parts)
         assert call.reduce_node is not None, "a call that reduces has its node"
         call.reduce_node.reducing.setdefault(task, []).append((call, parts))
-        # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.
+        # Never None, because autograd picks the queue of a node by the gradients in its buffer.
         return None, engine.zero
 
 
 class OutputNode(torch.autograd.Function):
-    """The identity on the outputs of an outermost call, whose backward says first that it was reached.
+    """The identity on the outputs of an outermost call; its backward first begins that call.
 
-    `pre_backward_nodes`: one of every call below it, whose gradient makes it and its Gather run their backward, each at its
-    place in the order, also where this rank alone dropped a unit's output: the reduces of all ranks pair up.
+    The pre-backward nodes of all calls below are inputs too. Their gradients make these nodes and each Gather run in autograd's
+    order, also on a rank that dropped a unit's output, so that the reduces of all ranks pair up.
     """
 
     @staticmethod
@@ -178,7 +187,7 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the tangents of the outputs as outputs too: they carry a graph, and a backward may come through them alone."""
+        """Return the tangents as outputs of another such node: they have a graph, and a backward may come through them."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):
@@ -190,8 +199,8 @@ class OutputNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if any(tensor._version != version for tensor, version in ctx.shared):
             raise UsageError(
-                "an output of the sharded model was changed in place that shares memory with an input or another output; the "
-                "gradient would miss it: return a clone, or write out of place."
+                "an output of the sharded model that shares memory with an input or another output was modified in place, and "
+                "its gradient would be wrong; let the model return a clone, or do not write in place."
             )
         if ctx.is_plain and DTensor in map(type, grads):
             raise UsageError(

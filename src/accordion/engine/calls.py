@@ -1,8 +1,8 @@
-"""One call of a unit: the lease of its forward, and that of each backward that comes through it.
+"""One call of a unit: the lease of its forward, and the lease of each backward that comes through it.
 
-A call begins for a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
-of them takes the lease. It ends, and memory goes, when Gather runs; for those that `_watch_inputs` is for, when
-the gradients of its inputs are there.
+A call begins in a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
+of these takes the lease. The lease ends when Gather runs, or when the gradients of the call's inputs are there for calls that
+`_watch_inputs` serves.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from accordion.engine.order import BACKWARD
 from accordion.engine.unit import ReduceNode, Unit
 from accordion.errors import UsageError
 
-ENDS_WITH_THE_BACKWARD = -1  # no node says when the gradients of the inputs are there
+ENDS_WITH_THE_BACKWARD = -1  # no node shows when the gradients of the inputs are there
 
 
 def transform_error() -> UsageError:
-    """Return the error to raise inside a transform of torch.func, and for batched tangents of forward-mode differentiation."""
+    """Return the error for calls inside a transform of torch.func, and for batched tangents of forward-mode differentiation."""
     return UsageError(
         "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
         "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
@@ -33,26 +33,26 @@ def transform_error() -> UsageError:
 
 
 class Call:
-    """One call of a unit. State of a backward in flight belongs to (call, backward task): a graph may be walked twice.
+    """One call of a unit, with its state in each backward task: a graph may be walked twice.
 
-    `waiting`: for each backward task, how many inputs still lack the gradient with which the lease ends; with none, Gather ends
-    it. Graph nodes hold a call; a call holds nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
+    `waiting`: by backward task, the number of inputs that lack the gradient with which the lease ends; 0 if Gather ends it.
+    Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
     """
 
     def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
         self.engine, self.unit, self.trained, self.is_dummy = engine, unit, unit.trained, is_dummy
         self.sync = engine.sync
         policy = unit.unit_policy
-        # Whether its backward computes with parameters, or somebody wants them to stay.
+        # True if its backward computes with parameters, or if the policy keeps them in memory.
         self.needs_full_in_backward = bool(by_read or unit.needs_full_in_backward or policy.keep or policy.keep_on)
         self.reduce_node: ReduceNode | None = None
-        self.number = 0  # in autograd's sequence, of the AwaitReduce
+        self.number = 0  # sequence number of the AwaitReduce in autograd's order
         self.writes = unit.writes()
         self.root = IN_BACKWARD if _torch.is_in_backward() else engine.root_call
         self.kept: KeptLease | None = None
         self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
-        self.version: int | None = None  # of the parameters that the forward saw
-        self.gather: weakref.ref[Any] | None = None  # its node
+        self.version: int | None = None  # version of the parameters in the forward
+        self.gather: weakref.ref[Any] | None = None  # the Gather node
         self.inputs: Sequence[Any] = ()
         self.waiting: dict[int, int] = {}
         self.watching: Sequence[Any] = ()  # handles of hooks on nodes of inputs
@@ -72,7 +72,7 @@ class Call:
         return _torch.current_graph_task() in self.waiting
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Hook on the pre-backward node and on outputs: the backward has reached this call."""
+        """Hook of the pre-backward node and of outputs: record that a backward has reached this call, and take its lease."""
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
             return
@@ -93,23 +93,23 @@ class Call:
         if node is None or unit.views_inputs or not _torch.will_execute(node):
             self._watch_inputs(task)
         engine.join(task, self)
-        for tell in engine.observers.unit_returns:
-            tell(unit, self)
+        for notify in engine.observers.unit_returns:
+            notify(unit, self)
         if self.needs_full_in_backward:
             self._take_lease(task, fulls)
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """A node of this call is about to read a full parameter, and perhaps nothing else said that a backward comes."""
+        """Begin the call, if it has not begun, because a node is about to read one of its full parameters `fulls`."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
-        if task not in self.shown:  # an embedding's weight that a hook reads too
+        if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
             self._take_lease(task, fulls)
 
     def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
         unit = self.unit
         version = unit.version() if self.engine.take(self.kept) else self.engine.acquire(unit)
-        # The backward must see what the forward saw; on one device autograd's version counters say so.
+        # The backward must see the parameters of the forward; without sharding, autograd's version counters check this.
         if self.version not in (None, version):
             unit.release()
             raise UsageError(
@@ -120,15 +120,14 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """End the lease when the gradients of the inputs are there, if no Gather says that the last node has run.
+        """End the lease when the gradients of the inputs are there, if Gather does not show the end of the backward.
 
-        autograd runs the newest node that is ready, Gather's node is older than all others of its call, and what they wait for is
-        newer still: when Gather runs, all of them have. Unless another device's thread has one of them, one without a
-        gradient for a parameter.
+        autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
+        The exception is a node on another device's thread that has no gradient for a parameter.
         """
         try:
             nodes = [node for node in dict.fromkeys(self.inputs) if _torch.will_execute(node)]
-        except RuntimeError:  # autograd.grad does not say it of a leaf
+        except RuntimeError:  # unknown for a leaf in autograd.grad
             self.waiting[task] = ENDS_WITH_THE_BACKWARD
             return
         self.waiting[task] = len(nodes)
@@ -138,7 +137,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """The backward of this call needs full parameters no longer."""
+        """End the lease in the backward `task`, if it has one: hide the full parameters and release the unit."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:
@@ -149,7 +148,7 @@ class Call:
             self.unit.release()
 
     def drop(self) -> None:
-        """Forget gradients that nobody will ask for."""
+        """Forget gradients under way, because no backward will ask for them."""
         if self.reduce_node is not None:
             self.reduce_node.reducing.clear()
 

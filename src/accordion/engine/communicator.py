@@ -1,4 +1,4 @@
-"""What is said between ranks: the one file that communicates, through the process group's own methods."""
+"""Collectives between ranks, through the methods of process groups; no other file of the engine communicates."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine import layout
 
-HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # also where tensors are an accelerator's
-LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # each tensor of a coalesced collective by itself
+HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # the host waits, also for an accelerator's tensors
+LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # launch each tensor of a coalesced collective separately
 
 CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
-"""The dtypes that every backend knows; others travel as bytes."""
+"""The dtypes that every backend supports; others are sent as bytes."""
 
 
 def device_type_of_job() -> str:
-    """The kind of device on which the default group's ranks compute: the accelerator's, if the group has a backend for it alone.
+    """Return the accelerator's device type if the default group has a backend for it alone, otherwise "cpu".
 
-    The group is asked and not the name of its backend: `init_process_group()` without a backend leaves "undefined" there (torch
-    2.11 to 2.13), and not every accelerator's library is called something with "nccl". A backend that serves the CPU as well
-    (gloo, MPI, fake) says nothing of accelerators; who computes on one through it passes a mesh.
+    The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13). A
+    backend that also serves the CPU (gloo, MPI, fake) does not imply an accelerator; its users pass a mesh.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"
     backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
-    here = backends.get(accelerator.type)
-    return accelerator.type if here is not None and here != backends.get("cpu") else "cpu"
+    backend = backends.get(accelerator.type)
+    return accelerator.type if backend is not None and backend != backends.get("cpu") else "cpu"
 
 
 def is_stream_ordered(backend: str, device: torch.device) -> bool:
-    """Return whether collectives of a backend on `device` run in the order of a stream: on accelerators most do."""
+    """Return True if collectives of `backend` on `device` run in the order of a stream, as on most accelerators."""
     return device.type != "cpu" and backend not in HOST_ORDERED
 
 
 class Pending(NamedTuple):
-    """What the host must wait for; no works where the backend orders by streams.
+    """A frozen set of works that the host must wait for; empty if the backend orders its work by streams.
 
-    `sends`: begun by every rank before `works` end, and waited for then: a time-out would close gloo's connections.
+    `sends`: messages to wait for after `works`, when every rank has begun them: a timeout would close gloo's connections.
     """
 
     communicator: Communicator
@@ -54,16 +53,15 @@ class Pending(NamedTuple):
 
 
 class Communicator:
-    """One process group; every method returns what to wait for. Without a group: of one rank, which never communicates.
+    """A process group; each collective returns a `Pending` to wait for. With `group` None: one rank, which never communicates.
 
-    On a stream-ordered backend calls run on the current stream with `asyncOp=False`: the default, True, moves them to a stream
-    of the backend's own. Elsewhere (gloo, fake) calls are asynchronous and their works are handed to the caller.
-    The `dist.*` wrappers do the same and cost 57 us more a unit and step.
+    On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
+    stream of the backend. On other backends (gloo, fake) the caller gets their works. The `dist.*` wrappers do the same and
+    cost 57 us more per unit and step.
 
-    What a backend is better at, for those who plan a reduce or a gather: `exchanges`, all-to-all beats reduce-scatter at every
-    size; `in_one_piece`, what is begun in pieces is no faster; `sends`, messages from rank to rank beat collectives. `can_poll`:
-    a wait for a work may time out and be repeated; every other backend takes a timeout for the end of the communicator.
-    `pack_limit_bytes`: smaller tensors travel packed with others.
+    Properties of the backend: `exchanges`, all-to-all is faster than reduce-scatter at every size; `in_one_piece`, pieces do
+    not make an exchange faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out
+    and be repeated (other backends treat a timeout as their end); `pack_limit_bytes`, smaller tensors travel packed.
     """
 
     exchanges = in_one_piece = sends = can_poll = False
@@ -81,12 +79,12 @@ class Communicator:
         if backend in LAUNCHES_EACH:
             self.pack_limit_bytes = layout.LARGE_PACK_LIMIT_BYTES
         self._async, self.is_fake = not is_stream_ordered(backend, device), backend == "fake"
-        self._waits = self._async and backend != "threaded"  # whose ranks are threads, and meet in the call itself
+        self._waits = self._async and backend != "threaded"  # its ranks are threads, which synchronize inside the call
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
-        # What torch puts around each backend to check it has none for several tensors before 2.12.
+        # Before 2.12, torch's checking wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) has no coalesced collectives.
         self._coalesces = not _torch.checks_groups()
         self._gather = _torch.collective(group, "all_gather_single")
         self._exchange = _torch.collective(group, "all_to_all_single")
@@ -96,17 +94,16 @@ class Communicator:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether what is asked of it runs in the order of a stream, and no host waits."""
+        """Return True if collectives run in the order of a stream, without a wait of the host."""
         return self.group is not None and not self._async
 
     def _pending(self, *works: Any) -> Pending:
         return Pending(self, works if self._waits else ())
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
-        """Every `fulls[i]` (1-D, num_ranks * n) becomes the `shards[i]` (1-D, n) of all ranks in rank order.
+        """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order.
 
-        One launch on a stream-ordered backend that coalesces. gloo copies in and out of a coalesced gather, and has none for
-        CUDA tensors.
+        One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
         """
         if self._async or not self._coalesces:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
@@ -116,7 +113,7 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all of each (received, sent, received splits, sent splits), 1-D; empty splits mean equal parts."""
+        """All-to-all of each (received, sent, received splits, sent splits) with 1-D tensors; empty splits mean equal parts."""
         if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
                 *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
@@ -128,16 +125,16 @@ class Communicator:
         return self._pending()
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
-        """Each `outs[i]` (1-D, n) becomes this rank's part of the sum over ranks of `inputs[i]` (1-D, num_ranks * n)."""
+        """Reduce-scatter: fill each `outs[i]` (n,) with this rank's part of the sum of all `inputs[i]` (num_ranks * n,)."""
         if not outs:
             return self._pending()
         if not self._coalesces:
             scatter, pairs = self._scatter, zip(outs, inputs, strict=True)
-            return self._pending(*[scatter(out, given, self._scatter_options) for out, given in pairs])
+            return self._pending(*[scatter(out, tensor, self._scatter_options) for out, tensor in pairs])
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options))
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
-        """Sum each tensor over ranks in place."""
+        """All-reduce: sum each tensor over ranks in place."""
         if self.num_ranks == 1:
             return Pending(self)
         if self._async or len(tensors) < 2 or not self._coalesces:
@@ -150,10 +147,10 @@ class Communicator:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same communicator.
+    """Return a communicator for reduces: a second one if the backend would serialize gathers and reduces (NCCL), else the same.
 
-    All models over one group share it, as they share the first: a program that shards many would run out of them, and of
-    the hundreds of megabytes that each takes on a device. It goes with the job's groups.
+    All models over one group share the second one, since each takes hundreds of megabytes on a device and their number is
+    limited. It is destroyed with the job's groups.
     """
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
@@ -161,7 +158,7 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return another process group of these `ranks` of a communicator, made once in a job. A collective over all of its ranks."""
+    """Return the job's extra process group of `ranks`, made once. A collective over all ranks of `communicator`."""
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:
@@ -174,12 +171,12 @@ def group_of_job(communicator: Communicator, ranks: list[int], device: torch.dev
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """A tensor, its last dim dense, as a backend takes it that only moves numbers: its bytes where not all know its dtype."""
+    """Return `tensor`, viewed as bytes if some backend does not support its dtype; its last dim must be dense."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """(num_ranks, n): the 1-D `row` of every rank of a communicator of several; waits."""
+    """Return (num_ranks, n): the 1-D `row` (n,) of every rank. The host waits; `communicator` must have several ranks."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()
@@ -187,7 +184,7 @@ def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
 
 
 def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """`value` reduced over every communicator in place; waits."""
+    """Reduce `value` in place over each of `communicators`, and return it. The host waits."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             dist.all_reduce(value, op=op, group=communicator.group)
@@ -195,13 +192,13 @@ def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist
 
 
 def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest of each element over all ranks; equal where all ranks hold the same."""
+    """Return the element-wise minimum and maximum of `value` over all ranks."""
     low = reduced(value.clone(), communicators, dist.ReduceOp.MIN)
     return low, reduced(value.clone(), communicators, dist.ReduceOp.MAX)
 
 
 def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) -> None:
-    """Every tensor takes the value of the first rank of each communicator; waits. As bytes: gloo knows few dtypes."""
+    """Overwrite each tensor with the first rank's value, per communicator. The host waits. Sends bytes: gloo has few dtypes."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             for tensor in tensors:
@@ -212,7 +209,7 @@ def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) 
 
 
 def common_name(communicators: Sequence[Communicator]) -> str:
-    """A name that nothing else of this job has, the same on all ranks; a collective."""
+    """Return a random name, equal on all ranks and unique in the job; "" without communicators. A collective."""
     if not communicators:
         return ""
     number = torch.tensor(secrets.randbits(62), device=communicators[0].device)

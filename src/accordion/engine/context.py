@@ -1,4 +1,4 @@
-"""Over which ranks a model is spread, and what follows for one tensor: its rows on this rank, the whole from all ranks."""
+"""The ranks, streams and device of a model; this rank's rows of a tensor, and the tensor from the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from accordion.engine.streams import SideStream, Waiter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingContext:
-    """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
+    """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
-    `cut_twice`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: an inner shard.
-    `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by. `where`: for messages, which
-    ranks these are, if they are not all of the model's.
+    `replicate` has one rank if every rank keeps different rows. `cut_twice`: the optimizer's rows are cut over it too, and
+    gathered over it once a step. `keeps_full`: full copies stay between steps. `scale`: factor for sums of gradients. `where`:
+    names the ranks in messages, if they are not all of the model.
     """
 
     shard: Axis
@@ -31,8 +31,8 @@ class ShardingContext:
     scale: float
     gather_stream: SideStream
     reduce_stream: SideStream
-    replicate_stream: SideStream  # what goes on over `replicate`, in a hybrid
-    fetch_stream: SideStream  # from shard buffers elsewhere to the device
+    replicate_stream: SideStream  # reduces over `replicate`, with hybrid strategies
+    fetch_stream: SideStream  # copies from shard buffers off the device to the device
     waiter: Waiter
     device: torch.device
     shard_buffers: ShardBufferMaker
@@ -43,9 +43,9 @@ class ShardingContext:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """How a tensor is cut, the outermost cut first: over `shard`, then, for an inner shard, over `replicate`.
+        """Return (axis, cut) for each cut of a tensor, the outermost first: over `shard`, then over `replicate` if `cut_twice`.
 
-        Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
+        If rows do not divide evenly, torch's strided placement assigns other rows; the engine never uses its redistribution.
         """
         first = (self.shard, c)
         if not self.cut_twice:
@@ -54,14 +54,14 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """The communicators over whose ranks a sharded tensor has its rows."""
+        """Return the communicators of all axes over which tensors are cut, without those of one rank."""
         return [
             a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
         ]
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """This rank's part of a full tensor, a view."""
+    """Return this rank's rows of the tensor `full` as a view."""
     for axis, level in context.levels(c):
         if level.dim is not None:
             start = min(axis.rank * level.chunk, level.rows)
@@ -70,7 +70,7 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """The full tensor of which every rank holds `local`, in memory of its own; waits, and is not for the hot path."""
+    """Return the full tensor from the rows `local` of all ranks, in new memory on the device. A collective; the host waits."""
     local = local.detach().to(context.device)
     for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""What the units of one model share: the order of their calls, the backward tasks under way, and what is kept between."""
+"""The state that the units of one model share: the order of calls, backward tasks under way, kept leases and gradients."""
 
 from __future__ import annotations
 
@@ -19,65 +19,64 @@ from accordion.engine.observer import GATHERED, GRADIENTS, Observers
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
-from accordion.engine.unit import LET_GO, TrainedParams, Unit
+from accordion.engine.unit import RESHARDED, TrainedParams, Unit
 
-IN_BACKWARD = -1  # the root call of what is recomputed in a backward
-WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
+IN_BACKWARD = -1  # the root call of calls that are recomputed in a backward
+WAITING_ROOTS = 4  # the most forwards without a backward that keep leases; the backward of an older one gathers again
 
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A forward lease that waits for its backward. Known to its call and to the engine: neither keeps the other's graph alive."""
+    """A forward lease that waits for its backward. Call and engine refer to it and not to each other: no cycle keeps a graph."""
 
     unit: Unit
     root: int
 
 
 class Engine:
-    """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
+    """The engine of one sharded model: runs the steps that its units share. Made by `shard`; each unit's module leads to it."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
         self.observers = Observers()
         self.units: list[Unit] = []
-        self._full_bytes: list[int] = []  # of each unit
-        self.hooks: list[Any] = []  # of each unit, its `Hooks`
+        self._full_bytes: list[int] = []  # by unit
+        self.hooks: list[Any] = []  # the `Hooks` of each unit
         self.order = UnitOrder()
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every token
-        self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # in place of a token under no_sync
+        self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # replaces tokens under no_sync
         self.sync = True
-        self.unfilled: set[int] = set()  # ids of the sharded parameters that `shard` found on the meta device
-        self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
+        self.unfilled: set[int] = set()  # ids of the sharded parameters that were on the meta device
+        self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
-        self.depth = 0  # calls of units under way on the forward path
-        self.root_call = 0  # the number of the outermost call
+        self.depth = 0  # number of calls under way, outside of backwards
+        self.root_call = 0  # number of the outermost call
         self.kept: list[KeptLease] = []
-        self.pre_backward_nodes: list[Tensor] = []  # of the calls of the outermost call under way
-        self._nodes_of = _torch.NO_BACKWARD  # the backward in which that call runs
+        self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
+        self._nodes_of = _torch.NO_BACKWARD  # the backward task in which that call runs
         # Backwards.
-        self.reduces_under_way: list[list[PendingReduce]] = []  # those of one call of a unit together
+        self.reduces_under_way: list[list[PendingReduce]] = []  # one list per call of a unit
         self.failed_reduces: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
-        # Each writes the gradients of a call that still travel between the nodes of a hybrid, the oldest first.
+        # Callbacks that write gradients which are still reduced between the nodes of a hybrid, the oldest first.
         self.delayed_writes: list[Callable[[], object]] = []
         self.undecided = UndecidedGradients()
-        self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
-        self.to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
-        self._tasks: dict[int, list[Any]] = {}  # of each backward task the `Call`s that take part
+        self.arriving: list[Transfer] = []  # copies of gradients to their tier off the device
+        self.to_add: list[tuple[Tensor, Tensor]] = []  # (sum, term): terms among them that are added to gradients
+        self._tasks: dict[int, list[Any]] = {}  # by backward task, the `Call`s that take part
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
-        # A backward task, and whether the engine may write gradients in it.
+        # A backward task, and True if the engine may write gradients in it.
         self._accumulates: tuple[int, bool] | None = None
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
-        """Take a unit, the next one by its index, and its hooks."""
         assert unit.index == len(self.units), "units come in the order of their indices"
         self.units.append(unit)
         self._full_bytes.append(unit.full_bytes)
         self.hooks.append(hooks)
 
     def dismantle(self) -> None:
-        """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
+        """Break reference cycles after the model is deleted, so that its memory is freed without the garbage collector."""
         for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
             part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
@@ -95,7 +94,7 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """A unit is called. The outermost call outside a backward is a root call: leftovers of failed steps go first."""
+        """Begin a call of a unit. An outermost call outside of a backward is a root call, which cleans up failed steps."""
         if self.depth:
             return
         self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
@@ -106,32 +105,32 @@ class Engine:
         self.recover()
         self.order.begin(FORWARD)
         changed = False
-        for unit in self.units:  # what the user has changed since the last one
+        for unit in self.units:  # what the user has changed since the last root call
             unit.module_params.check_data()
-            if unit.full_params is not LET_GO:
+            if unit.full_params is not RESHARDED:
                 unit.drop_stale()
             changed |= unit.see_trained()
         if changed:
             self.root_call += 1
-        for tell in self.observers.forward_begins:
-            tell(torch.is_grad_enabled(), self.sync)
+        for notify in self.observers.forward_begins:
+            notify(torch.is_grad_enabled(), self.sync)
         if self.kept:
-            stale = not all(kept.unit.is_full for kept in self.kept)
-            self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
+            stale = not all(lease.unit.is_full for lease in self.kept)
+            self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""
+        """Return True if a call made now is below the outermost call and not in a backward that runs inside of that."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:
-        """At the end of the outermost call: the pre-backward nodes of all calls below it."""
+        """Return the pre-backward nodes of all calls below the outermost call, at its end; [] in other calls."""
         if self.depth > 1 or not self.collects():
             return []
         nodes, self.pre_backward_nodes = self.pre_backward_nodes, []
         return nodes
 
     def leave(self, error: BaseException | None) -> None:
-        """A call of a unit has ended, with an error or without."""
+        """Record that a call of a unit has ended, with `error` or None."""
         self.depth -= 1
         if self.depth:
             return
@@ -139,68 +138,69 @@ class Engine:
         if _torch.is_in_backward():
             return
         self.order.end(FORWARD)
-        self.let_go(waits=error is None)
+        self.reshard_unused(waits=error is None)
         if error is None and not torch.is_grad_enabled():
-            # No backward follows in which the host waits: a step may, that writes what is read.
+            # A step that writes shards may follow without a backward in which the host waits for their readers.
             self.synchronize()
-        for tell in self.observers.forward_ends:
-            tell(error)
+        for notify in self.observers.forward_ends:
+            notify(error)
 
-    def launch(self, unit: Unit) -> None:
-        """Begin to gather a unit, unless its full parameters stand or are on their way."""
-        for tell in self.observers.memory_is_for:
-            tell(GATHERED)
-        unit.launch()
-        for tell in self.observers.memory_is_for:
-            tell(None)
+    def unshard(self, unit: Unit) -> None:
+        """Begin to gather a unit, unless it is gathered or a gather is under way."""
+        for notify in self.observers.memory_is_for:
+            notify(GATHERED)
+        unit.unshard()
+        for notify in self.observers.memory_is_for:
+            notify(None)
 
     def acquire(self, unit: Unit) -> int:
-        """`Unit.acquire`, gathering the unit if nobody has begun to."""
-        if unit.full_params is LET_GO:
-            self.launch(unit)
+        """Gather `unit` if it is not, take a lease and return the version of the shards; see `Unit.acquire`."""
+        if unit.full_params is RESHARDED:
+            self.unshard(unit)
         return unit.acquire()
 
-    def let_go(self, waits: bool = True) -> None:
-        """Free what was gathered ahead and not used. `waits`: see `Unit.let_go`."""
+    def reshard_unused(self, waits: bool = True) -> None:
+        """Free units that were gathered ahead and not used. `waits`: see `Unit.reshard`."""
         for unit in self.units:
-            unit.let_go(waits)
+            unit.reshard(waits)
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
-        """Turn a forward lease into one that waits for the backward."""
+        """Turn a forward lease of `unit` into one that waits for the backward of a call in root call `root`."""
         self.kept.append(KeptLease(unit, root))
         return self.kept[-1]
 
-    def take(self, kept: KeptLease | None) -> bool:
-        """The backward has come: its lease is the caller's now, unless it has ended."""
-        if kept is None or kept not in self.kept:
+    def take(self, lease: KeptLease | None) -> bool:
+        """Return True if the kept lease has not ended; from now on it is the caller's."""
+        if lease is None or lease not in self.kept:
             return False
-        self.kept.remove(kept)
+        self.kept.remove(lease)
         return True
 
-    def drop_kept(self, which: Callable[[KeptLease], bool] = lambda kept: True) -> None:
-        """End leases that wait for a backward. By rules alone, never by a destructor: all ranks must do it at the same time."""
-        for kept in [kept for kept in self.kept if which(kept)]:
-            self.kept.remove(kept)
-            kept.unit.release()
+    def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
+        """End the leases that wait for a backward and for which `matches` returns True."""
+        # Never called by a destructor, because all ranks must end their leases at the same time.
+        for lease in [lease for lease in self.kept if matches(lease)]:
+            self.kept.remove(lease)
+            lease.unit.release()
 
     def reset(self) -> None:
-        """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
+        """Forget everything under way, after a forward that was interrupted (torch runs no hooks then)."""
         for hooks in self.hooks:
             hooks.forget()
-        for tell in self.observers.interrupted:
-            tell()
+        for notify in self.observers.interrupted:
+            notify()
         self.recover()
         self.kept.clear()
         self.depth = 0
         for unit in self.units:
             unit.leases = 0
             unit.module_params.hide_all()
-            unit.let_go(waits=False)
+            unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Clean up after a backward that raised, whose callbacks never ran: drop its gradients and end every lease it left.
+        """Drop the gradients and leases of a backward that raised, whose callbacks never ran.
 
-        The host waits for nothing, as other ranks may be elsewhere; the next backward waits for the collectives.
+        The host does not wait, because other ranks may be elsewhere; the next backward waits for the collectives.
         """
         if not self._tasks and not self.reduces_under_way:
             return
@@ -222,12 +222,12 @@ class Engine:
         self.drop_kept()
         for unit in self.units:
             unit.module_params.hide_all()
-            unit.let_go(waits=False)
+            unit.reshard(waits=False)
 
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """`call` takes part in backward `task`."""
+        """Record that `call` takes part in backward `task`."""
         self._follow(task)
         self._tasks[task].append(call)
         if call.reduces:
@@ -240,67 +240,66 @@ class Engine:
             while self.failed_reduces:
                 self.failed_reduces.pop(0).finish(decide=False)
             self.order.begin(BACKWARD)
-            for tell in self.observers.backward_begins:
-                tell()
+            for notify in self.observers.backward_begins:
+                notify()
         self._tasks[task] = []
         _torch.queue_callback(partial(self._end_of, task))
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
-        """A full gradient of parameter `i` came in the backward that runs now, outside of any call: its end reduces it."""
+        """Add a full gradient of parameter `i` from outside of any call to the local sums; the backward's end reduces it."""
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        # With all others that train: ranks may have such gradients for different parameters, and reduce the same ones.
+        # All trained parameters are added: ranks may have such gradients for different ones, and must reduce the same.
         indices = tuple(sorted({*unit.trained.indices, i}))
         self.add_up(unit, indices, [grad if k == i else None for k in indices])
 
     # -- gradients
 
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Under no_sync: add this rank's full gradients of the parameters `indices` to their local sums."""
+        """Add this rank's full gradients of the parameters `indices` to their local sums (no_sync)."""
         self.writes_here()
-        for tell in self.observers.memory_is_for:
-            tell(GRADIENTS)
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         unit.local_sums.add(indices, grads)
-        for tell in self.observers.memory_is_for:
-            tell(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        """`Unit.reduce`."""
-        for tell in self.observers.memory_is_for:
-            tell(GRADIENTS)
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         parts = unit.reduce(trained, grads, ours)
-        for tell in self.observers.memory_is_for:
-            tell(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
         return parts
 
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
-        """`Unit.as_gradients`; the copies to where gradients rest are `arriving` then."""
-        for tell in self.observers.memory_is_for:
-            tell(GRADIENTS)
+        """Return the gradients of `Unit.as_gradients`, and add their copies to `arriving`."""
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         grads, copies = unit.as_gradients(trained, parts, adding, decide)
-        for tell in self.observers.memory_is_for:
-            tell(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
         self.arriving += copies
         return grads
 
     def land_gradients(self) -> None:
-        """Let the host wait for gradients that travel to where they rest."""
+        """Let the host wait for copies of gradients to their tier, and then add those that are terms of a sum."""
         if not self.arriving:
             return
         for transfer in self.arriving:
             transfer.synchronize()
         self.arriving.clear()
-        for held, grad in self.to_add:  # none where nothing arrives
-            held.add_(grad)
+        for total, term in self.to_add:
+            total.add_(term)
         self.to_add.clear()
 
     def synchronize(self) -> None:
-        """Wait until shards, gradients and the optimizer's state are what the last step, backward and copies make of them."""
+        """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current."""
         self.land_gradients()
         for unit in self.units:
             unit.module_params.check_data()
@@ -308,9 +307,9 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def accumulates(self) -> bool:
-        """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
+        """Return True if the engine may write `grad` itself in this backward: autograd has no need to see the gradients."""
         task = _torch.current_graph_task()
-        if self._accumulates is None or self._accumulates[0] != task:  # once a backward
+        if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
             self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
         may = self._accumulates[1]
         if may:
@@ -318,13 +317,13 @@ class Engine:
         return may
 
     def writes_here(self) -> None:
-        """Gradients are about to be written, or added up, on the compute stream: it waits for others on which some were."""
+        """Let the compute stream wait for other streams on which gradients were written, before it writes some."""
         self._wrote_on.add(self.context.reduce_stream.compute())
         if len(self._wrote_on) > 1:
             self.context.reduce_stream.join(self._wrote_on)
 
     def write_delayed(self, num_left: int = 0) -> None:
-        """Write the gradients that still travel, but those of the last `num_left` calls."""
+        """Write the delayed gradients, except those of the last `num_left` calls."""
         while len(self.delayed_writes) > num_left:
             self.delayed_writes.pop(0)()
 
@@ -338,12 +337,12 @@ class Engine:
         if self._tasks:
             return
         self.land_gradients()
-        self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
+        self.drop_kept(lambda lease: lease.root == IN_BACKWARD or lease.root in self._walked)
         self._walked.clear()
         self.order.end(BACKWARD)
-        for tell in self.observers.backward_ends:
-            tell()
-        # Autograd lets the caller's stream wait for those on which it accumulated itself.
+        for notify in self.observers.backward_ends:
+            notify()
+        # As autograd does for its own accumulation, let the caller's stream wait for those that wrote gradients.
         self.context.reduce_stream.join(self._wrote_on)
         self._wrote_on.clear()
         reduced = bool(self._synced)
@@ -357,26 +356,26 @@ class Engine:
             self.undecided.settle()
             for unit in self.units:
                 unit.mark_stale()
-        self.let_go()
-        for told in self.observers.backward_ended:
-            told(reduced)
+        self.reshard_unused()
+        for notify in self.observers.backward_ended:
+            notify(reduced)
 
     def reduce_sums(self) -> None:
-        """Between backwards: reduce what those before have added up, as the end of one that communicates does. All ranks do."""
+        """Reduce the local sums of earlier backwards, between backwards. A collective."""
         if any(unit.local_sums.any_held() for unit in self.units):
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce local sums that the synchronized backward did not visit, in unit order on all ranks.
+        """Reduce local sums whose units the backward did not reach, in unit order on all ranks.
 
-        Also those of parameters that are frozen by now: their gradients of earlier micro-batches belong to the step.
+        Parameters that are frozen by now are included: gradients of their earlier micro-batches belong to the step.
         """
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
-            not_ours = [False] * len(trained.indices)
-            parts = self.reduce(unit, trained, None, not_ours)
+            none_ours = [False] * len(trained.indices)
+            parts = self.reduce(unit, trained, None, none_ours)
             decide = any(_torch.grads_of(trained.params)[1]) or bool(self.observers.gradients_arrive)
-            grads = self.as_gradients(unit, trained, parts, not_ours, decide)
+            grads = self.as_gradients(unit, trained, parts, none_ours, decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):
@@ -399,15 +398,15 @@ class Engine:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
             following = self.units[index]
-            if following.full_params is LET_GO and (phase is FORWARD or following.needs_full_in_backward):
-                self.launch(following)
+            if following.full_params is RESHARDED and (phase is FORWARD or following.needs_full_in_backward):
+                self.unshard(following)
 
     def expected(self, unit: Unit) -> Unit | None:
         following = self.order.after(FORWARD, unit.index)
         return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
-        """Whether the backward needs it at once: the last unit, and where that is a head alone, the block before it."""
+        """Return True for the last unit, and for the one before it if the last is a single layer (a head)."""
         following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)

@@ -1,4 +1,4 @@
-"""The ranks of one mesh axis, where full tensors stand, and how a group of shards is gathered there."""
+"""The ranks of one mesh axis, the memory of full tensors, and the gather of a group of shards into it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from accordion.engine.layout import KIB, Cut, Message
 from accordion.engine.shards import ShardBuffer
 from accordion.engine.streams import Steps
 
-EXCHANGE_BYTES_PER_PEER = 256 * KIB  # below it latency rules and one reduce-scatter is a single launch
+EXCHANGE_BYTES_PER_PEER = 256 * KIB  # below it latency dominates, and a reduce-scatter is one launch
 
 
 class Axis:
-    """The ranks of one mesh axis: a communicator to gather, another to reduce, and how to reduce."""
+    """The ranks of one mesh axis: communicators for gathers and for reduces, and the choice of the reduce algorithm."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ class Axis:
         self.one_node, self._algorithm = one_node, algorithm
 
     def takes_exchange(self, cuts: Sequence[Cut], itemsize: int) -> bool:
-        """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other."""
+        """Return True to reduce gradients of `cuts` by an exchange (all-to-all and a local sum), False for a reduce-scatter."""
+        # An exchange sends gradients in their own dtype and sums in float32, but each rank sends to every other one.
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
         if self.reduce.exchanges:
@@ -44,10 +45,10 @@ class Axis:
 
 
 class FullMemory(Protocol):
-    """Where the full parameters of a group stand, as units use it.
+    """Protocol for the memory of a group's full parameters.
 
-    `views`: what the model computes with, a tensor for each parameter. `flat`: counts writes into them by its version.
-    `storage_keys`: of the storages that `close` lets go. `num_bytes`: while it is gathered.
+    `views`: the full parameters. `flat`: its version counter counts writes into them. `storage_keys`: keys of the storages that
+    `close` frees. `num_bytes`: the size while the group is gathered.
     """
 
     flat: Tensor
@@ -60,15 +61,15 @@ class FullMemory(Protocol):
     def num_bytes(self) -> int: ...
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
 
 
 class FullBuffer:
-    """Owns the storage in which full tensors of one dtype stand, each parameter-major and padded to chunk * num_ranks rows.
+    """The storage of a group's full tensors of one dtype, each contiguous and padded to chunk * num_ranks rows.
 
-    Writes of a gather go through `raw`, whose version counter is not the views': autograd may have saved a view,
-    and its storage is let go and filled again before the backward reads it. In an inner shard tensors lie as shards do, the
-    cut dim first.
+    Gathers write through tensors whose version counter is not that of `views`: autograd may have saved a view whose storage is
+    freed and filled again before the backward reads it. `cut_dim_first`: store tensors with the cut dim first, as shards are
+    (inner shards). `poison`: fill unused memory with NaN, to reveal reads without a wait.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class FullBuffer:
         self.storage_keys, self.num_bytes = (_torch.storage_key(self._storage),), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
-        self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
-        self.rows: list[Tensor] = []  # dim 0: padded rows as 1-D, where gathers arrive; else where they are copied
-        self.own: list[Tensor] = []  # dim 0 or whole: this rank's padded part of them
+        self.views: list[Tensor] = []  # the full tensors in their shapes, with which the model computes
+        # Destinations of gathers: padded rows as 1-D if dim 0 is cut; otherwise copies from the packed message go here.
+        self.rows: list[Tensor] = []
+        self.own: list[Tensor] = []  # dim 0: this rank's part of the padded rows, 1-D; whole: all of it
         for c, at in zip(cuts, offsets, strict=True):
             self.views.append(flat[at : at + c.numel].view(c.shape))
             rows = raw[at : at + (c.padded_numel if c.dim == 0 else c.numel)]
@@ -99,23 +101,23 @@ class FullBuffer:
             self.rows.append(rows)
 
     def open(self) -> None:
-        """Take the memory again; what is in it is not told."""
-        if not self._is_open:  # resizing to the same size would allocate anew, and copy
+        """Allocate the memory; its contents are undefined."""
+        if not self._is_open:  # resizing to the same size would allocate and copy
             self._storage.resize_(self.num_bytes)
             self._is_open = True
-        if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
+        if self._poison:  # otherwise values of the last step would hide a missing wait
             self.flat.data.fill_(float("nan"))
 
-    def stay(self, whether: bool) -> None:
-        """Keep the storage from here on, whatever is let go, or no longer: for graphs of a device, which know its address."""
-        if whether:
+    def stay(self, stays: bool) -> None:
+        """Keep the storage allocated until `stay(False)`, also after `close`: graphs of a device record its address."""
+        if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]
         elif vars(self).pop("close", None) is not None:
             self.close()
 
     def close(self) -> None:
-        """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
+        """Free the storage; with `poison` fill it with NaN instead, to reveal reads that come too late."""
         if self._poison:
             self.flat.data.fill_(float("nan"))
         else:
@@ -124,9 +126,9 @@ class FullBuffer:
 
 
 class AxisGather:
-    """How a group is gathered: from `shard_buffer` to the tensors of `full_buffer`. Made once; `steps` runs each time.
+    """The gather of one group over one axis, from `shard_buffer` into the tensors of `full_buffer`; planned once.
 
-    Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
+    The packed message (num_ranks, row_numel) has memory between `open` and `close`; its views are made once.
     """
 
     def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
@@ -134,7 +136,7 @@ class AxisGather:
         self._axis, self._msg, self._full_buffer = axis, msg, full_buffer
         cast = shard_buffer.dtype != full_buffer.flat.dtype or num == 1 or shard_buffer.off_device
         self.off_device = shard_buffer.off_device
-        # Alone on its axis everything is copied; an inner shard asks for it.
+        # With one rank on the axis everything is copied, as hybrid strategies with an inner shard need.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
         self._to, self._source = [full_buffer.own[i] for i in copied], [shard_buffer.padded[i] for i in copied]
         self._fulls = [full_buffer.rows[i] for i in msg.direct]
@@ -147,13 +149,13 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Cut what travels packed into the rows of ranks and the parts of tensors."""
+        """Allocate views for the packed message `packed` (num_ranks * row_numel,): rows of ranks, and parts of tensors."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
         row = rows[self._axis.rank] if cast or shard_buffer.pack_row is None else shard_buffer.pack_row
         if row is not shard_buffer.pack_row:
-            if shard_buffer.off_device and shard_buffer.pack_row is not None:  # from elsewhere in one copy
+            if shard_buffer.off_device and shard_buffer.pack_row is not None:  # in one copy to the device
                 self._to, self._source = [*self._to, row], [*self._source, shard_buffer.pack_row]
             else:
                 self._to += row.split([*sizes, msg.num_flags])
@@ -168,7 +170,7 @@ class AxisGather:
         self._outs, self._parts = [to for to, _ in places], [part for _, part in places]
         plain = bool(places) and all(msg.cuts[i].dim == 0 for i in msg.packed)
         self._one_kernel = plain and packed.device.type != "cpu"
-        if self._one_kernel and msg.num_flags:  # which takes whole rows only, tags included
+        if self._one_kernel and msg.num_flags:  # the kernel takes whole rows only, tags included
             self._tags = packed.new_empty(self._tags.shape)
             self._outs.append(self._tags)
         elif plain and not self._one_kernel:
@@ -178,24 +180,24 @@ class AxisGather:
         self._storage.resize_(0)
 
     def open(self) -> None:
-        """Before `load`: take memory for the packed message."""
+        """Allocate the packed message; call it before `load`."""
         if self._storage is not None:
             self._storage.resize_(self._num_bytes)
 
     def close(self) -> None:
-        """Once everything is where it stands, and the compute stream waits for that."""
+        """Free the packed message, after the compute stream waits for the end of the gather."""
         if self._storage is not None:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy what does not travel from where it lies."""
+        """Copy from the shard buffer the rows that are not sent as they are stored there: whole, cast or packed ones."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """After `load` where the shard buffer is away.
+        """Gather and unpack, as a generator of works to wait for. If the shard buffer is off the device, call `load` first.
 
-        `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there.
+        `check`: called with the tags (num_ranks, num_flags) of all ranks after they have arrived.
         """
         if self._to and not self.off_device:
             self.load()
@@ -207,7 +209,7 @@ class AxisGather:
         if self._one_kernel and self._msg.pack_numel:
             torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._outs)
         elif self._msg.pack_numel:
-            # Where that is a loop over slices, those that are cut already take half of its time, or less.
+            # On the CPU that kernel is a loop over slices; copies between views made once take at most half of its time.
             _torch.foreach_copy_(self._outs, self._parts)
         if self._msg.num_flags:
             check(self._tags)
@@ -217,14 +219,14 @@ class AxisGather:
 
 
 def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of one tensor the copies (to, from) of `part`, a column of the packed rows (num_ranks, chunk * row_numel).
+    """Yield views (destination, source) that unpack `part` (num_ranks, chunk * row_numel) of the packed rows into `to`.
 
-    Views, none of which needs a copy of its own: a tensor cut on another dim may be gigabytes.
+    No copies: they may take gigabytes for a tensor cut on another dim.
     """
     if c.dim == 0:
         yield to.view(c.num_ranks, -1), part
         return
-    assert c.dim is not None, "what is not cut does not travel"
+    assert c.dim is not None, "a tensor that is not cut is not sent"
     by_rank = part.unflatten(1, (c.chunk, *c.row_shape))
     num_full, rest = divmod(c.rows, c.chunk)  # ranks whose chunk is full, and rows of the one after them
     if num_full:
@@ -235,7 +237,7 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Copies between neighbours of one shape that lie equally far apart, as one copy each: nine of a unit's become two."""
+    """Yield each run of equally spaced views of one shape as one stacked view per side, so that nine copies become two."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}
@@ -244,7 +246,7 @@ def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def stacked(views: Sequence[Tensor]) -> Tensor:
-    """Views that lie equally far apart in one storage as one, with a dim before theirs."""
-    first, at = views[0], views[0].storage_offset()
-    gap = views[1].storage_offset() - at if len(views) > 1 else 0
-    return first.as_strided((len(views), *first.shape), (gap, *first.stride()), at)
+    """Return equally spaced views of one storage as one view, stacked on a new dim 0."""
+    first, offset = views[0], views[0].storage_offset()
+    gap = views[1].storage_offset() - offset if len(views) > 1 else 0
+    return first.as_strided((len(views), *first.shape), (gap, *first.stride()), offset)

@@ -1,6 +1,6 @@
-"""What ranks of gloo do in a way of their own: large parts go from memory to memory, and from rank to rank.
+"""Faster gathers and reduces for gloo on CPU: large tensors go from rank to rank, without copies.
 
-An accelerator's ranks never enter this file. docs/design.md has the measurements.
+Ranks on an accelerator do not use this file. docs/design.md has the measurements.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from accordion.engine.gather import AxisGather
 from accordion.engine.reduce import AxisReduce, joined, sum_rows
 from accordion.engine.streams import Steps
 
-SENDING_RANKS = 8  # up to here ranks send each other large parts; the number of messages grows with its square
-TAG = 1 << 20  # of those messages, above what callers number theirs with
+SENDING_RANKS = 8  # the most ranks that send point to point, since the number of messages grows with its square
+TAG = 1 << 20  # first tag of those messages, above the tags of other code
 
 
 class GlooCommunicator(Communicator):
-    """A process group of gloo.
+    """A process group of gloo, whose reduce-scatter is an all-reduce (twice the bytes) that ignores timeouts (torch 2.13).
 
-    Its reduce-scatter is an all-reduce, twice the bytes, whose wait heeds no time-out (torch 2.13): the exchange beats
-    it at every size. Its host begins a second piece only when it waits for the first.
+    So an exchange is faster at every size. The host would begin a second piece of it only when it waits for the first.
     """
 
     exchanges = in_one_piece = can_poll = True
@@ -35,32 +34,32 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), contiguous tensors by rank: `sent[r]` goes to rank r, `received[r]` comes from it.
+        """For each (received, sent), send `sent[r]` to rank r and receive `received[r]` from it; return the works.
 
-        What is of this rank itself is left alone, and what is empty is not sent. Memory to memory: 12.6 MB over
-        2 ranks of gloo take 0.6 of the time of its gathers in place.
+        All tensors are contiguous; empty ones and this rank's own are skipped. 12.6 MB over 2 ranks take 0.6 of an all-gather's
+        time.
         """
         works = []
         for i, (received, sent) in enumerate(messages):
-            for r, (into, out) in enumerate(zip(received, sent, strict=True)):
+            for r, (target, source) in enumerate(zip(received, sent, strict=True)):
                 if r == self.rank:
                     continue
-                if into.numel():
-                    works.append(self.group.recv([into], r, TAG + i))
-                if out.numel():
-                    works.append(self.group.send([out], r, TAG + i))
+                if target.numel():
+                    works.append(self.group.recv([target], r, TAG + i))
+                if source.numel():
+                    works.append(self.group.send([source], r, TAG + i))
         return works
 
 
 class SendingGather(AxisGather):
-    """A gather whose large parts are sent. The packed message stays a collective, for which a rank can wait in turns."""
+    """A gather that sends large shards point to point; the packed message is a collective, whose wait may be repeated."""
 
-    # Made at the first run: torch cuts no storage of no bytes.
+    # Made at the first run, because views need a storage with memory.
     _messages: Sequence[tuple[Sequence[Tensor], list[Tensor]]] = ()
 
     def _communicate(self) -> Pending:
         communicator, num = self._axis.gather, self._axis.num_ranks
-        assert isinstance(communicator, GlooCommunicator), "no other sends"
+        assert isinstance(communicator, GlooCommunicator), "only gloo sends point to point"
         if self._storage is None or not self._fulls:
             return super()._communicate()
         if not self._messages:
@@ -73,11 +72,11 @@ class SendingGather(AxisGather):
 
 
 class SendingReduce(AxisReduce):
-    """A reduce whose large parts are sent, and summed where they arrive."""
+    """A reduce that sends large gradients point to point and sums them where they arrive."""
 
     def steps(self) -> Steps:
         communicator, messages = self._axis.reduce, self._messages()
-        assert isinstance(communicator, GlooCommunicator), "no other sends"
+        assert isinstance(communicator, GlooCommunicator), "only gloo sends point to point"
         sends = communicator.send_each(messages)
         yield joined(communicator.exchange(self._sends()[-1:]), communicator.sum(self._whole))._replace(sends=sends)
         for ((first, second, *others), _), out in zip(messages, self._direct_out, strict=True):
@@ -87,7 +86,7 @@ class SendingReduce(AxisReduce):
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""
+        """Return (received, sent) for each direct gradient, two lists by rank; `received` has this rank's own rows in place."""
         messages, rank = [], self._axis.rank
         for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
             c = self._msg.cuts[i]

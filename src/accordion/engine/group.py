@@ -1,4 +1,4 @@
-"""Groups of parameters gathered in one dtype: how they lie over ranks, how they are gathered, how their gradients are reduced."""
+"""Groups of parameters that are gathered in one dtype: their layout, their gather, and the plans of their reduces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a shard buffer keeps them."""
+    """Return the layouts of tensors gathered in `dtype`: the message over the `shard` axis, and that of the shard buffer."""
     limit = context.shard.gather.pack_limit_bytes
     outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:
@@ -35,16 +35,16 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 
 class InnerShard(ShardBuffer):
-    """Stands between the two axes of a hybrid: this rank's shard of `shard`, gathered over `replicate` once a step."""
+    """This rank's shard over `shard` with a hybrid strategy that cuts twice, gathered over `replicate` once a step."""
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
     ) -> None:
-        offsets, at = [], 0
+        offsets, offset = [], 0
         for c, r in zip(msg.cuts, inner.cuts, strict=True):
-            offsets.append(at)
-            at += aligned(max(c.shard_numel, r.padded_numel), dtype.itemsize)
-        flat = torch.zeros(at, dtype=dtype, device=device)
+            offsets.append(offset)
+            offset += aligned(max(c.shard_numel, r.padded_numel), dtype.itemsize)
+        flat = torch.zeros(offset, dtype=dtype, device=device)
         self.dtype = dtype
         self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
         self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, cut_dim_first=True, poison=poison)
@@ -54,10 +54,10 @@ class InnerShard(ShardBuffer):
 
 
 class GroupPlan(NamedTuple):
-    """A group before it has memory: its parameters, the dtype in which they are gathered, and that of their gradients' sum.
+    """The parameters of a group, the dtype of their gathers and of their gradients' sums, before the group has memory.
 
-    `context`: of ranks of its own, if it does not lie over those of the model. `secondary`: the ranks over which its full
-    parameters stay sharded from a forward to its backward, if they do.
+    `context`: the ranks over which the group is sharded, None for those of the model. `secondary`: the ranks over which full
+    parameters stay sharded between a forward and its backward; None if they do not.
     """
 
     params: list[Param]
@@ -68,46 +68,46 @@ class GroupPlan(NamedTuple):
 
 
 class Group(ABC):
-    """The parameters of one unit that are gathered in one dtype: how they are gathered, and what their reduce needs.
+    """The parameters of one unit that are gathered in one dtype: their memory, gather and plans of reduces.
 
-    `shard_buffer`: their shards. `full_buffer`: where they stand in full, None if the shards are the full parameters (`alias`);
-    `views`: the full parameters. `filled`: the version of the shards that they show.
+    `full_buffer`: None if the shards are the full parameters (`alias`). `views`: the full parameters. `filled`: the version of
+    the shards from which they were gathered.
     """
 
     shard_buffer: ShardBuffer
     full_buffer: FullMemory | None
     views: list[Tensor]
-    sharded: list[Tensor]  # the sharded parameters, once they are there
-    message: Message  # how the shards travel
-    _inner: Message  # how those of an inner shard do
+    sharded: list[Tensor]  # the sharded parameters, once they exist
+    message: Message  # layout of the shards
+    _inner: Message  # layout of the rows of an inner shard
     _inner_shard: InnerShard | None = None
     alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
-        self.index, self.name = place  # of the unit
+        self.index, self.name = place  # the unit's
         self.context = context
         self.params, self.dtype, self.reduce_dtype = planned[:3]
         for param in self.params:
             param.context = context
-        self.tag = self.index % NUM_TAGS + 1  # of its gathers, and of its reduces until `remark`
+        self.tag = self.index % NUM_TAGS + 1  # sent with gathers, and with reduces until `remark`
         self._mark = 0
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
-        self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
+        self.after_reduce: Callable[[Tensor], None] | None = None  # called with each buffer of sums; may modify it
         self.grad_dtypes = [p.grad_dtype or self.reduce_dtype for p in self.params]
-        self.sums_are_grads = all(dtype is self.reduce_dtype for dtype in self.grad_dtypes)  # in dtype
+        self.sums_are_grads = all(dtype is self.reduce_dtype for dtype in self.grad_dtypes)  # no cast is needed
         self.rescale(context.scale)
         self.filled = NO_VERSION
 
     def rescale(self, scale: float) -> None:
-        """What sums of gradients over all ranks are multiplied by."""
+        """Multiply sums of gradients over all ranks by `scale` from now on."""
         self.scale = scale
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Have its next reduces tell whether all ranks have the same `mark`, with the tag that they send anyway."""
+        """Send `mark` with the tag of the next reduces, which then fail unless all ranks have the same mark."""
         if mark % NUM_TAGS != self._mark:
             self._mark = mark % NUM_TAGS
             for ones in self._ones.values():
@@ -119,7 +119,7 @@ class Group(ABC):
         return (self.index + self._mark) % NUM_TAGS + 1
 
     def _expect(self) -> None:
-        """What the tags of a reduce add up to, exactly: scaled by the same operator as the sums."""
+        """Compute the sum of all ranks' tags in a reduce, scaled by the same operator as the gradients so that it is exact."""
         dtype, expected = self.reduce_dtype, self._reduce_tag * self.context.num_ranks
         self.tag_sum = torch.full((1,), expected, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
@@ -131,24 +131,24 @@ class Group(ABC):
 
     @property
     def inner_shard_bytes(self) -> int:
-        """What inner shards take: they are kept always."""
+        """Return the bytes of inner shards, which are always in memory."""
         return 0
 
     @property
     def secondary_bytes(self) -> int:
-        """What secondary shards take: they are kept from a forward to its backward."""
+        """Return the bytes of secondary shards, which are in memory from a forward to its backward."""
         return 0
 
     def version(self) -> int:
-        """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
+        """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters.
 
-        Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
-        neither on `shard_buffer.locals`, which are the same memory.
+        Operators on a DTensor count on the DTensor alone, and operators on its local tensor on that alone. Neither counts on
+        `shard_buffer.locals`, although they share the memory.
         """
         return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
-        """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
+        """Mark full parameters stale after a reduced gradient: torch's fused optimizers do not count as writes (2.13)."""
         self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
         if self._inner_shard is not None:
@@ -156,14 +156,14 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to fill the full parameters; `landed` follows when it has ended. None if there is nothing to fill."""
+        """Begin to fill the full parameters; return the transfer, after which `landed` is called, or None if there is none."""
 
     @abstractmethod
     def landed(self) -> None:
-        """What `gather` began has landed: let go what it needed on the way."""
+        """Free the memory that the gather needed temporarily, after its transfer has landed."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """How gradients of the parameters `chosen`, which are `sent`, are reduced over each axis that their rows are cut over."""
+        """Return the plans that reduce gradients of dtype `sent` for the parameters `chosen`, one per axis of their cuts."""
         key = tuple(chosen), sent
         plans = self._plans.get(key)
         if plans is None:
@@ -176,37 +176,37 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """(rows, count + 1): one where this rank has a gradient, and the unit's tag. Kept only where few ranks make it small."""
+        """Return (rows, count + 1) flags: 1 per gradient that this rank has, 0 for those of `absent`, then the unit's tag."""
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
         flags = torch.ones(rows, count + 1, dtype=dtype, device=self.context.device)
         flags[:, count] = self._reduce_tag
         if absent:
-            for some in runs(absent):  # slices: an index of several would be copied to the device, and waited for
+            for some in runs(absent):  # slices, because a list of indices would be copied to the device with a wait
                 flags[:, some] = 0
-        elif flags.nbytes <= KEPT_FLAG_BYTES:
+        elif flags.nbytes <= KEPT_FLAG_BYTES:  # cached unless many ranks make them large
             self.context.reduce_stream.settle()
             self._ones[key] = flags
         return flags
 
 
 class CutGroup(Group):
-    """A group whose parameters are cut by rows; owns its full buffer and its shards."""
+    """A group whose parameters are cut by rows, with its full buffer and its shard buffer."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         super().__init__(context, planned, place)
-        self._gatherings: list[AxisGather] = []  # to the inner shard, if there is one, and to the full buffer
+        self._gatherings: list[AxisGather] = []  # into the inner shard, if there is one, and into the full buffer
         params, dtype = self.params, self.dtype
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(context, cuts, dtype)
         rank, late = context.shard.rank, context.gather_stream.late
-        inner_shard, own = None, rank
+        inner_shard, inner_rank = None, rank
         if context.cut_twice:
-            own = context.replicate.rank
-            inner_shard = InnerShard(self.message, self._inner, own, dtype, context.device, poison=late)
+            inner_rank = context.replicate.rank
+            inner_shard = InnerShard(self.message, self._inner, inner_rank, dtype, context.device, poison=late)
         self._inner_shard = inner_shard
-        self.shard_buffer = context.shard_buffers(self.index, self._inner, own, [p.dtype for p in params], dtype)
+        self.shard_buffer = context.shard_buffers(self.index, self._inner, inner_rank, [p.dtype for p in params], dtype)
         tagged = inner_shard or self.shard_buffer
         tagged.tag.fill_(self.tag)
         self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
@@ -241,24 +241,24 @@ class CutGroup(Group):
         if self._full is None:
             return None
         side_stream = self.context.gather_stream
-        if self._is_direct:  # the common case, without the questions below
+        if self._is_direct:  # the common case
             self.filled = self.version()
             self._full.open()
             self._gatherings[0].open()
             return side_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
         self.shard_buffer.ready()
-        now, inner_shard = self.version(), self._inner_shard
+        version, inner_shard = self.version(), self._inner_shard
         self._full.open()
-        self.filled = now
+        self.filled = version
         todo = self._gatherings
-        if inner_shard is not None and inner_shard.filled == now:
+        if inner_shard is not None and inner_shard.filled == version:
             todo = todo[1:]
         elif inner_shard is not None:
-            inner_shard.filled = now
+            inner_shard.filled = version
             inner_shard.full_buffer.open()
         for gathering in todo:
             gathering.open()
-        fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
+        fetched = self._fetch(todo[0], version) if len(todo) == len(self._gatherings) else None
 
         def steps() -> Steps:
             if fetched is not None:
@@ -273,7 +273,7 @@ class CutGroup(Group):
             gathering.close()
 
     def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
-        """Bring shards to the device, where they rest elsewhere."""
+        """Copy shards that are stored off the device to it; return the copy under way, or None."""
         transfer = self.shard_buffer.refresh(version)
         if gathering.off_device:
             transfer = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
@@ -281,7 +281,7 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Ranks that gather different units at the same time would take each other's numbers."""
+        """Raise an error if ranks gather different units, because they would take each other's values."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -1,4 +1,4 @@
-"""What happens around the forward of a unit: leases, what its module sees, and nodes by which a backward finds the call."""
+"""The forward hooks of a unit: take leases, show full parameters, and make the nodes by which a backward finds a call."""
 
 from __future__ import annotations
 
@@ -20,38 +20,37 @@ from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import ReduceNode, Unit
 
-ATTACHED = "_accordion"  # the attribute by which a module of a unit names its hooks
+ATTACHED = "_accordion"  # the attribute of a unit's module that holds its hooks
 
 
 class Hooks:
-    """The forward hooks of one unit; owns its stack of calls and the number reserved for the AwaitReduce of its next one."""
+    """The forward hooks of one unit, with its stack of calls under way."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit, self.engine = unit, engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
-        self._reserved: tuple[int, int] | None = None  # in which root call, and the number
+        # (root call, autograd's sequence number) reserved for the AwaitReduce of the next call.
+        self._reserved: tuple[int, int] | None = None
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
         self._last_hooks: dict[int, int] = {}  # by id of the module
         engine.add_unit(unit, self)
 
     def attach(self, module: nn.Module) -> None:
-        """Make each call of `module` one of the unit."""
         module.__dict__[ATTACHED] = self
         self.modules.append(weakref.ref(module))
-        # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
+        # Dynamo cannot trace a hook that communicates. Wrapped once: wrapping at each call, as FSDP2 does, takes 14.6 us.
         before, after = _torch.unseen_by_dynamo(self.before), _torch.unseen_by_dynamo(self.after)
-        # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
+        # First, so that pre-hooks of other code (weight_norm's, for example) see full parameters.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._last_hooks[id(module)] = self._handles[-1].id
 
     def attached_modules(self) -> list[nn.Module]:
-        """The modules whose calls are the unit's, as far as they are alive."""
         return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
-        """Take back what `attach` did to `modules`, all of the unit's."""
+        """Undo `attach` for `modules`, which must be all modules of the unit."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
@@ -59,7 +58,7 @@ class Hooks:
         self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
-        """Let `module.name(...)` enter the unit as a call of the module does."""
+        """Make each call of `module.name(...)` a call of the unit."""
         reference, method = weakref.ref(module), getattr(type(module), name)
 
         @wraps(method)
@@ -71,7 +70,7 @@ class Hooks:
         module.__dict__[name] = entered
 
     def enter(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`call(*args, **kwargs)` as a call of the unit through `module`."""
+        """Run `call(*args, **kwargs)` as a call of the unit through `module`, and return its result."""
         out, changed = None, torch.compiler.disable(self.before)(module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         try:
@@ -83,12 +82,12 @@ class Hooks:
     # -- the node that waits for the reduce
 
     def forget(self) -> None:
-        """After an interrupt, for which torch runs no hooks: no call is under way."""
+        """Forget all calls under way, after an interrupt for which torch runs no hooks."""
         self._calls.clear()
         self._reserved = None
 
     def _token(self, call: Call) -> Tensor:
-        """The token for a call's Gather. The number that was reserved for its AwaitReduce is older than the unit before."""
+        """Return the token for a call's Gather; its AwaitReduce gets the number reserved before the previous unit's forward."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.anchor
@@ -97,25 +96,25 @@ class Hooks:
             call.number = reserved[1]
         else:
             call.number = _torch.reserve_number()
-        now = engine.context.reduce_stream.compute()
+        stream = engine.context.reduce_stream.compute()
         node: ReduceNode | None = trained.reduce_node
-        if node is None or node.stream != now:  # one for each stream that computes
-            node = trained.reduce_node = ReduceNode(engine.anchor, now, {})
+        if node is None or node.stream != stream:  # one node per compute stream
+            node = trained.reduce_node = ReduceNode(engine.anchor, stream, {})
             node.token = _torch.apply(AwaitReduce, weakref.ref(node), engine.anchor, *trained.params)
         call.reduce_node = node
         return node.token
 
     def reserve(self, root_call: int) -> None:
-        """Take a number in autograd's order for the AwaitReduce of this unit's next call."""
+        """Reserve a number in autograd's order for the AwaitReduce of this unit's next call in `root_call`."""
         if self._reserved is None or self._reserved[0] != root_call:
             self._reserved = root_call, _torch.reserve_number()
 
     # -- one call
 
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
-        """The forward pre-hook: gather, and give the arguments that take the place of `args` and `kwargs`, if any do.
+        """Forward pre-hook: gather the unit, begin a call, and return the cast arguments, or None to keep them.
 
-        `by_read`: a read of the layer's weight begins the call, and not torch.
+        `by_read`: a read of the layer's weight begins the call, instead of torch.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -124,17 +123,17 @@ class Hooks:
         try:
             if _torch.transforms_active():
                 raise transform_error()
-            for tell in engine.observers.unit_is_called:
-                tell()
+            for notify in engine.observers.unit_is_called:
+                notify()
         except BaseException:
-            self._calls.append(None)  # torch runs `after` now, which must not take another thread's call for this one
+            self._calls.append(None)  # for `after`, which torch runs now and which must not take another thread's call
             raise
         hooks: Any = module._forward_hooks
         last = self._last_hooks.get(id(module))
         if last is not None and next(reversed(hooks)) != last:
-            hooks.move_to_end(last)  # those that others have set since see full parameters too
+            hooks.move_to_end(last)  # so that hooks registered since also see full parameters
         engine.enter()
-        # What a read weight will meet is not known yet: a frozen one may meet an input that needs its gradient.
+        # A weight that is read may be combined with an input that needs a gradient, also if the weight is frozen.
         differentiable = torch.is_grad_enabled() and (
             by_read or bool(unit.trained.indices) or self._passes_gradients(args, kwargs)
         )
@@ -142,11 +141,11 @@ class Hooks:
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
         else:
-            unit.see_trained()  # a forward between that of this backward and now may have trained others
-            if not unit.leases:  # else it stands, and is not gathered
+            unit.see_trained()  # a forward since that of this backward may have trained other parameters
+            if not unit.leases:  # with a lease it is not gathered
                 for returns in engine.observers.unit_returns:
                     returns(unit, None)
-        call, fulls = self._begin(differentiable, by_read)  # if it raises, torch runs `after`, which finds no call
+        call, fulls = self._begin(differentiable, by_read)  # if it raises, `after` finds no call
         self._calls.append((call, fulls))
         unit.module_params.show(fulls)
         for watch in engine.observers.unit_is_full:
@@ -154,24 +153,22 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Arguments in the dtype in which the unit computes, and the nodes of those that need gradients; None: as they are."""
+        """Return (args, kwargs) in the unit's dtype, or None to keep them; record the nodes of inputs with gradients."""
         unit = self.unit
         if unit.inputs is None and not unit.views_inputs:
             if torch.is_grad_enabled():
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
             return None
-        done: dict[int, Tensor] = {}
+        cast: dict[int, Tensor] = {}
         nodes: list[Any] = []
-        take, keep = partial(self._input, nodes, done, True), partial(self._input, nodes, done, False)
+        take, keep = partial(self._input, nodes, cast, True), partial(self._input, nodes, cast, False)
         taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
         call.inputs = nodes
         return taken
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
-        """Return True if a backward may come through this call of a unit that trains nothing.
-
-        Then all ranks must gather for it, whatever they use.
-        """
+        """Return True if a backward may come through this call of a unit that trains nothing."""
+        # All ranks must then gather for it, also those that do not use the unit's output.
         units = self.engine.units
         if any(units[i].trained.indices for i in self.unit.reads):
             return True
@@ -180,7 +177,7 @@ class Hooks:
     def _begin(
         self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
     ) -> tuple[Call, Sequence[Tensor]]:
-        """A call, with the lease of its forward, and the full parameters that its module shall see."""
+        """Begin a call with the lease of its forward; return the call and the full parameters to show to its module."""
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
         unit.keep_until_stale = False
@@ -208,35 +205,35 @@ class Hooks:
             engine.depth -= 1
             raise
 
-    def _input(self, nodes: list[Any], done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Cast an input and keep its node: where it is watched, that of a view, whose gradient is what this call contributes.
+    def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
+        """Cast an input and record its autograd node, or that of a view if the unit watches inputs: it counts this call alone.
 
-        In a list or a mapping (`may_view` false) the tensor itself is watched: the module may append to the caller's own.
+        With `may_view` False (in a list or a mapping) the tensor itself is recorded: the module may append to the caller's own.
         """
-        if id(tensor) in done:
-            return done[id(tensor)]
-        given, dtype = tensor, self.unit.inputs
+        if id(tensor) in cast:
+            return cast[id(tensor)]
+        original, dtype = tensor, self.unit.inputs
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         if tensor.requires_grad and torch.is_grad_enabled():
-            if may_view and tensor is given and self.unit.views_inputs:
+            if may_view and tensor is original and self.unit.views_inputs:
                 tensor = tensor.view_as(tensor)
             nodes.append(_torch.node_of(tensor))
-        done[id(given)] = tensor
+        cast[id(original)] = tensor
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """The forward hook, called after an error too, with `out` None: what takes the place of `out`, None if nothing does."""
+        """Forward hook, also called after an error with `out` None: end the call; return a replacement for `out`, or None."""
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
-        engine, unit, given = self.engine, self.unit, out
-        error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
+        engine, unit, result = self.engine, self.unit, out
+        error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error
         failed: BaseException | None = None
         for watch in engine.observers.unit_leaves:
             try:
                 out = watch(call, out, error)
-            except BaseException as caught:  # the others end what they began, too
+            except BaseException as caught:  # the other observers must end the call too
                 error = failed = caught
         unit.module_params.hide(fulls)
         if (refused := unit.lost_write(call.writes, fulls)) is not None:
@@ -244,13 +241,13 @@ class Hooks:
             engine.leave(refused)
             raise refused
         if call.root == IN_BACKWARD:
-            engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
+            engine.drop_kept(lambda lease: lease.root == IN_BACKWARD)
         if error is None:
             try:
                 out = map_tensors(self.own_memory, out)
                 if torch.is_grad_enabled():
                     out = self._watch_outputs(call, fulls, out, (args, kwargs))
-            except BaseException as caught:  # the call ends first
+            except BaseException as caught:  # raised after the call has ended
                 error = failed = caught
         self._end_forward(call, failed=error is not None)
         engine.leave(error)
@@ -259,35 +256,35 @@ class Hooks:
         dtype = unit.outputs
         if dtype is not None:
             out = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, out)
-        return None if out is given else out
+        return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """An output that is a view of a full parameter (learned positions, say) would be let go with it."""
+        """Return `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
-        """See to it that a backward begins this call before it reaches any node of it, whichever way it comes.
+        """Make every backward begin this call before it reaches a node of the call, and return the outputs.
 
-        By a pre-backward node, made now: autograd runs what is ready from the newest node to the oldest, and the outermost call
-        makes those of all calls below it ready. And by hooks on outputs, for backwards that do not come through the outermost
-        call's outputs or want no gradients of parameters; `safety/hidden_losses.py` adds what is hidden from here.
+        A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
+        outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
+        parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
         """
         engine, begin = self.engine, partial(call.begin, fulls)
         self._make_pre_backward_node(call, begin)
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
-        found = list({id(t): t for t in tensors if t.requires_grad}.values())
+        watched = list({id(t): t for t in tensors if t.requires_grad}.values())
         to_reach = engine.take_pre_backward_nodes()
         replaced: dict[int, Tensor] = {}
-        if found and to_reach:
-            shared = overlapping(found, tensors_of(inputs))
-            left = OutputNode.apply(begin, engine.zero, len(found), shared, *found, *to_reach)  # type: ignore[no-untyped-call]
-            replaced = {id(t): new for t, new in zip(found, left, strict=True)}
+        if watched and to_reach:
+            shared = overlapping(watched, tensors_of(inputs))
+            outputs = OutputNode.apply(begin, engine.zero, len(watched), shared, *watched, *to_reach)  # type: ignore[no-untyped-call]
+            replaced = {id(t): new for t, new in zip(watched, outputs, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
-        for tensor in found:
+        for tensor in watched:
             if id(tensor) not in replaced and tensor.grad_fn is not None:
                 _torch.on_gradient(tensor, begin)
-        for tell in engine.observers.outputs_are_ready:
-            tell(call, fulls, out, inputs)
+        for notify in engine.observers.outputs_are_ready:
+            notify(call, fulls, out, inputs)
         return out
 
     def _make_pre_backward_node(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
@@ -297,12 +294,12 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """Its lease waits for the backward, which needs these full parameters first or has them by the strategy, or ends too."""
+        """End the forward's lease, or keep it for the backward if the policy says so or the backward needs the unit first."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False
         elif call.root == IN_BACKWARD:
-            # Reentrant checkpointing recomputes calls and walks the last at once: one waits at most.
+            # Reentrant checkpointing recomputes calls and runs the backward of the last at once: at most one lease waits.
             keep = unit.leases == 1
         elif keep is None:
             keep = engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(unit)
@@ -312,10 +309,10 @@ class Hooks:
         else:
             unit.release()
 
-    # -- a call for others, whose output nobody uses
+    # -- dummy calls, whose output is not used
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Begin a call that other ranks make and this one does not: it gathers, and reduces, with them."""
+        """Begin a call that other ranks make and this one skipped, so that its collectives have all ranks; see `_begin`."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -323,7 +320,7 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End such a call; in a backward it takes part with zeros for gradients."""
+        """End a dummy call; in a backward it reduces zeros."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():
@@ -333,10 +330,10 @@ class Hooks:
 
 
 def attached_to(module: nn.Module) -> Hooks | None:
-    """The hooks of the unit that `module` belongs to; None if it is no unit's own module."""
+    """Return the hooks of the unit whose module is `module`, or None."""
     return module.__dict__.get(ATTACHED)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that shards `model` or a part of it; None if nothing is sharded."""
+    """Return the engine that shards `model` or a part of it, or None."""
     return next((hooks.engine for hooks in map(attached_to, model.modules()) if hooks is not None), None)

@@ -1,4 +1,4 @@
-"""Gradients that the end of a backward settles: those that perhaps no rank has."""
+"""Zero gradients that the end of a backward removes again if no rank had a gradient."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from torch import Tensor
 
 
 class UndecidedGradients:
-    """Owns, for each parameter without a gradient of this rank's own, what stands for one, and where it is counted who has one.
+    """Parameters for which this rank had no gradient: the zeros in `grad`, and the counts of ranks that had one.
 
-    A rank whose experts got no token learns from the reduce whether others' did. To ask at each unit would let the host
-    wait for the device in the middle of the backward.
+    They are read once, at the end of the backward, because each read makes the host wait for the device.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}  # by id of the parameter
+        # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.
+        self._entries: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._entries)
 
-    def note(self, param: Tensor, standing: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
-        """`grad` comes where `standing` was the parameter's gradient.
+    def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
+        """Record that `grad` becomes the gradient of `param`, or is added to `previous`, its gradient so far.
 
-        `counted`: a tensor, and the place in it of how many ranks have one; None where this rank does.
+        `counted`: (sums, k), of which sums[k] is the number of ranks that have a gradient; None if this rank has one.
         """
-        held = self._found.get(id(param))
+        entry = self._entries.get(id(param))
         if counted is None:
-            self._found.pop(id(param), None)
-        elif standing is None:
-            self._found[id(param)] = param, grad, [counted]
-        elif held is not None and standing is held[1]:
-            held[2].append(counted)
+            self._entries.pop(id(param), None)
+        elif previous is None:
+            self._entries[id(param)] = param, grad, [counted]
+        elif entry is not None and previous is entry[1]:
+            entry[2].append(counted)
 
     def forget(self) -> None:
-        self._found.clear()
+        self._entries.clear()
 
     def settle(self) -> None:
-        """Take away what stands for gradients that no rank has. The host waits, where anything is undecided."""
-        if not self._found:
+        """Set `grad` to None for each parameter of which no rank has a gradient. The host waits if there are entries."""
+        if not self._entries:
             return
-        found, self._found = self._found, {}
-        places: dict[int, int] = {}  # of each tensor of counts among all, by its id
+        entries, self._entries = self._entries, {}
+        offsets: dict[int, int] = {}  # of each tensor of counts in their concatenation, by id of the tensor
         counts: list[Tensor] = []
-        at = 0
-        for _, _, counted in found.values():
+        offset = 0
+        for _, _, counted in entries.values():
             for sums, _ in counted:
-                if id(sums) not in places:
-                    places[id(sums)], at = at, at + sums.numel()
+                if id(sums) not in offsets:
+                    offsets[id(sums)], offset = offset, offset + sums.numel()
                     counts.append(sums)
         numbers = torch.cat(counts).tolist()
-        for param, grad, counted in found.values():
-            if param.grad is grad and not any(numbers[places[id(sums)] + k] for sums, k in counted):
+        for param, grad, counted in entries.values():
+            if param.grad is grad and not any(numbers[offsets[id(sums)] + k] for sums, k in counted):
                 param.grad = None
 
 
 def runs(indices: Sequence[int]) -> list[slice]:
-    """Rising indices as slices of neighbours."""
-    found: list[slice] = []
+    """Return rising `indices` as slices of neighbours."""
+    slices: list[slice] = []
     for i in indices:
-        if found and found[-1].stop == i:
-            found[-1] = slice(found[-1].start, i + 1)
+        if slices and slices[-1].stop == i:
+            slices[-1] = slice(slices[-1].start, i + 1)
         else:
-            found.append(slice(i, i + 1))
-    return found
+            slices.append(slice(i, i + 1))
+    return slices

@@ -1,4 +1,4 @@
-"""Where every parameter's rows live: pure integer arithmetic, no tensors."""
+"""Compute which rows of each tensor a rank keeps and their offsets in buffers: integer arithmetic without tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import cached_property
 from math import prod
 
 KIB = 1024
-ALIGN_BYTES = 256  # start of each full parameter: what vectorised kernels and NCCL ask for
-PACK_LIMIT_BYTES = 256 * KIB  # below this a parameter travels packed with others: 65,536 float32 in the first probes
-LARGE_PACK_LIMIT_BYTES = 4096 * KIB  # the same where each tensor is a launch of its own: docs/design.md
-PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding on dim 0 beyond both: cut another dim, or keep whole
+ALIGN_BYTES = 256  # alignment of each full parameter, for vectorized kernels and NCCL
+PACK_LIMIT_BYTES = 256 * KIB  # smaller parameters travel packed in one message
+LARGE_PACK_LIMIT_BYTES = 4096 * KIB  # the limit for backends that launch each tensor separately: docs/design.md
+PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding above both limits: cut another dim, or keep the tensor whole
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One tensor of `shape` over `num_ranks`: rank r keeps rows [r * chunk, (r + 1) * chunk) of `dim`; None keeps it whole.
+    """The cut of one tensor of `shape` over `num_ranks` ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dim `dim`.
 
-    The numbers that follow from these are worked out once: every step asks for them.
+    With `dim` None every rank keeps the whole tensor. Derived numbers are cached, because every step reads them.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Cut:
 
     @cached_property
     def chunk(self) -> int:
-        """Rows of each rank, the last ones padded."""
+        """Return the number of rows that each rank keeps; the last ranks have fewer real rows, padded to this number."""
         return 1 if self.dim is None else -(-self.rows // self.num_ranks)
 
     @cached_property
@@ -40,7 +40,7 @@ class Cut:
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row: the tensor's without the dim that is cut."""
+        """Return the shape of one row: `shape` without `dim`."""
         return self.shape if self.dim is None else (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property
@@ -49,7 +49,7 @@ class Cut:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one rank's padded shard."""
+        """Return the number of elements in one rank's shard, padding included."""
         return self.chunk * self.row_numel
 
     @cached_property
@@ -57,7 +57,7 @@ class Cut:
         return self.numel if self.dim is None else self.shard_numel * self.num_ranks
 
     def rows_of(self, rank: int) -> int:
-        """Real rows of a rank, padding not counted."""
+        """Return the number of real rows that `rank` keeps, without padding."""
         return self.rows if self.dim is None else max(0, min(self.chunk, self.rows - rank * self.chunk))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
-    """Choose the dim: 0, unless its padding is large (fused experts (8, ...) on 64 ranks); then the dim with the least, or none.
+    """Return the cut of a tensor of `shape` over `num_ranks` ranks, on dim 0 unless its padding is large; then on the best dim.
 
-    A 0-d tensor and a small one that no dim suits are kept whole.
+    Fused experts (8, ...) on 64 ranks have large padding. 0-d tensors, and small ones that no dim suits, stay whole.
     """
     shape = tuple(shape)
 
@@ -91,11 +91,11 @@ def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """How the tensors of one group travel: `direct` ones in place, `packed` ones in one buffer, `whole` ones not cut at all.
+    """A frozen layout of one group's tensors in shard buffers and in messages. Offsets and numels are in elements.
 
-    The indices are those of `cuts`. A shard buffer holds the direct shards and then the packed ones, each padded to
-    its chunk, and then `num_flags` elements for what ranks tell each other beside the tensors: the packed part and the flags
-    are one contiguous row of the packed message. `shard_offsets`, `pack_start` and the numels are in elements.
+    `direct` tensors are communicated in place, `packed` ones in one buffer, `whole` ones are not cut: indices into `cuts`. A
+    shard buffer has the direct shards, the packed ones from `pack_start` on, `num_flags` flags, and the whole tensors; each is
+    padded to its chunk. The packed shards and the flags are one row of the packed message.
     """
 
     cuts: tuple[Cut, ...]
@@ -121,10 +121,10 @@ def message(
     num_flags: int = 0,
     pack_limit_bytes: int | None = None,
 ) -> Message:
-    """Sort tensors into direct, packed and whole, and give each shard its place; `num_flags` elements follow the packed ones.
+    """Return the layout of tensors cut as `cuts`, with `num_flags` elements for flags; direct are large ones cut on dim 0.
 
-    Direct are those cut on dim 0 that are large enough, or alone on their axis. `even_only`: a direct tensor must divide evenly
-    (reduce-scatter has no split sizes). `pack_limit_bytes`: of the communicator, `PACK_LIMIT_BYTES` by default.
+    `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `pack_limit_bytes`: smaller
+    tensors are packed; `PACK_LIMIT_BYTES` by default. With one rank on the axis every tensor cut on dim 0 is direct.
     """
     limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
@@ -137,33 +137,33 @@ def message(
             direct.append(i)
         else:
             packed.append(i)
-    offsets, at = [0] * len(cuts), 0
+    offsets, offset = [0] * len(cuts), 0
     for i in direct:
-        offsets[i] = at
-        at += aligned(cuts[i].shard_numel, itemsize)
-    start = at
+        offsets[i] = offset
+        offset += aligned(cuts[i].shard_numel, itemsize)
+    start = offset
     for i in packed:
-        offsets[i] = at
-        at += cuts[i].shard_numel
-    pack_numel = at - start
-    at += num_flags
+        offsets[i] = offset
+        offset += cuts[i].shard_numel
+    pack_numel = offset - start
+    offset += num_flags
     for i in whole:
-        at = aligned(at, itemsize)
-        offsets[i] = at
-        at += cuts[i].numel
+        offset = aligned(offset, itemsize)
+        offsets[i] = offset
+        offset += cuts[i].numel
     return Message(
-        tuple(cuts), tuple(direct), tuple(packed), tuple(whole), tuple(offsets), start, pack_numel, num_flags, at
+        tuple(cuts), tuple(direct), tuple(packed), tuple(whole), tuple(offsets), start, pack_numel, num_flags, offset
     )
 
 
 def aligned(numel: int, itemsize: int) -> int:
-    """`numel` elements rounded up to a multiple of `ALIGN_BYTES`."""
+    """Return `numel` rounded up so that its bytes are a multiple of `ALIGN_BYTES`."""
     step = max(1, ALIGN_BYTES // itemsize)
     return -(-numel // step) * step
 
 
 def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], int]:
-    """Parameter-major places of the full parameters, each aligned and padded to chunk * num_ranks rows; and the total."""
+    """Return the aligned offset of each full parameter (padded if dim 0 is cut) in a full buffer, and its size; in elements."""
     offsets, at = [], 0
     for c in cuts:
         offsets.append(at)
@@ -172,7 +172,7 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Ranges as (index, start, stop), in pieces of at most `most` elements; what fits beside others is not cut."""
+    """Split `numels` elements into pieces of at most `most`, each a list of (index, start, stop); small tensors stay whole."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

@@ -1,4 +1,4 @@
-"""Gradients that add up on one rank under no_sync, in full, until a reduce takes them."""
+"""Full gradients summed on one rank under no_sync, until a reduce takes them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from accordion.engine.params import Param
 
 @dataclass(slots=True)
 class _Sum:
-    """What one parameter's gradients add up to since somebody cleared them.
+    """The sum of one parameter's full gradients since they were last cleared.
 
-    `grad`: the parameter's `grad` then, and its `version`: they tell when it is cleared. `is_ours`: it was made of zeros for
-    that, since the parameter had none.
+    `grad`, `version`: the parameter's `grad` at that time, to see when it is cleared. `is_ours`: zeros were put there for None.
     """
 
     total: Tensor
@@ -28,10 +27,9 @@ class _Sum:
 
 
 class LocalSums:
-    """Full gradients of one unit, summed on this rank under no_sync, each in the dtype of its sum over ranks.
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype.
 
-    `pending`: indices of the parameters that a backward under no_sync trained and no reduce has taken since. It is the same
-    on all ranks, also if a rank had no gradient for some of them.
+    `pending`: indices of parameters that a backward under no_sync trained and no reduce has taken; equal on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
@@ -40,15 +38,15 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add full gradients of the parameters `indices`. A parameter without a `grad` gets one of zeros."""
+        """Add full gradients, in their full shapes, to the sums of the parameters `indices`; set a `grad` of None to zeros."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:
                 continue
-            held = self._held(i)
-            if held is not None:
-                # A new tensor, never in place: the first one may be shared by autograd.
-                held.total = held.total + grad
+            earlier = self._sum_of(i)
+            if earlier is not None:
+                # Not in place, because autograd may share the first gradient.
+                earlier.total = earlier.total + grad
                 continue
             self._forget(i)
             param = self._params[i].sharded
@@ -60,16 +58,16 @@ class LocalSums:
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Return `grads` of the parameters `indices`, each added to the sum of its parameter, and forget these sums.
+        """Return `grads` of the parameters `indices`, each added to the sum of its parameter, and forget those sums.
 
-        A parameter that was frozen since the forward keeps its sum, because its gradient will be dropped. `grads`: None to take
-        all sums alone.
+        `grads`: None to take the sums alone. A parameter that was frozen since the forward keeps its sum: its gradient is
+        dropped.
         """
         result: list[Tensor | None] = []
         for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
             local_sum = None
             if grads is None or self._params[i].sharded.requires_grad:
-                local_sum = self._held(i)
+                local_sum = self._sum_of(i)
                 self._forget(i)
                 self.pending.discard(i)
             if local_sum is not None:
@@ -79,34 +77,31 @@ class LocalSums:
         return result
 
     def any_held(self) -> bool:
-        """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
-        return any(self._held(i) is not None for i in self._sums)
+        """Return True if there are gradients that no reduce has taken and nobody has cleared."""
+        return any(self._sum_of(i) is not None for i in self._sums)
 
     def drop(self) -> None:
-        """Forget what has been added up, and the zeros that stand for it."""
+        """Forget all sums, and remove the zeros that were put into `grad`."""
         for i in list(self._sums):
             self._forget(i)
         self.pending.clear()
 
     def _forget(self, i: int) -> None:
-        held = self._sums.pop(i, None)
-        if held is not None and held.is_ours and self._params[i].sharded.grad is held.grad:
+        entry = self._sums.pop(i, None)
+        if entry is not None and entry.is_ours and self._params[i].sharded.grad is entry.grad:
             self._params[i].sharded.grad = None
 
-    def _held(self, i: int) -> _Sum | None:
-        """What parameter `i` adds up to; None if its gradient was cleared since: the sum is of a step that was given up.
-
-        Cleared is a gradient that is None, or was written and is zero everywhere: `zero_grad(set_to_none=False)`.
-        """
-        held = self._sums.get(i)
-        if held is None:
+    def _sum_of(self, i: int) -> _Sum | None:
+        """Return the sum of parameter `i`; None if its gradient was cleared since: None, or written and zero everywhere."""
+        entry = self._sums.get(i)
+        if entry is None:
             return None
         grad = self._params[i].sharded.grad
         if grad is None:
             return None
-        if grad is held.grad and grad._version != held.version:
+        if grad is entry.grad and grad._version != entry.version:
             local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
-            if held.is_ours or not local.count_nonzero():
+            if entry.is_ours or not local.count_nonzero():
                 return None
-            held.version = grad._version
-        return held
+            entry.version = grad._version
+        return entry

@@ -1,7 +1,7 @@
-"""The seam of the engine: the moments of a step at which whatever watches a model from outside is called.
+"""The seam between the engine and code that watches a model: callbacks at the moments of a step.
 
-An observer overrides the moments that it needs and is attached with `engine.observers.attach`. The engine names no observer:
-what agreement, divergence, checks for NaN, steps inside of a backward or the planner do lies in files of their own.
+An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine names no observer:
+agreement, divergence, checks for NaN, steps inside a backward and the planner are in files of their own.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ Found = TypeVar("Found")
 
 
 class Purpose(Enum):
-    """What memory is taken for."""
-
     GATHERED = "full parameters"
     GRADIENTS = "gradients"
 
 
-GATHERED, GRADIENTS = Purpose  # for the engine: through the class it takes 0.1 us in Python 3.11
+GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Python 3.11
 
 
 class CallInForward(Protocol):
-    """One call of a unit, as observers see it while its forward runs.
+    """Protocol for one call of a unit during its forward.
 
-    `root`: the number of the outermost call around it, negative in a backward. `is_dummy`: this rank makes it for others, with
-    outputs that nobody uses. `may_come_back`: a backward may reach it.
+    `root`: number of the outermost call around it, negative in a backward. `is_dummy`: made for the collectives of other ranks.
+    `may_come_back`: True if a backward may reach it.
     """
 
     unit: Unit
@@ -43,77 +41,77 @@ class CallInForward(Protocol):
     def may_come_back(self) -> bool: ...
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """A hook on a tensor of its graph: the backward has reached the call."""
+        """Record that the backward has reached the call; a hook for a tensor of its graph."""
 
     def has_begun(self) -> bool:
-        """Whether the backward that runs now has reached this call."""
+        """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """The backward that runs now reads one of the full parameters `fulls`: the call begins, if it has not."""
+        """Begin the call in the backward that runs now, if it has not begun, because one of `fulls` is read."""
 
 
 class Observer:
-    """Every moment, in the order of a step; each of these methods does nothing.
+    """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. What a moment raises ends the pass, as an error of the
-    model's own does. `unit_enters` and `unit_returns` alone may wait for other ranks.
+    Observers are called in the order in which they were attached. An exception ends the pass. Only `unit_enters` and
+    `unit_returns` may wait for other ranks.
     """
 
     def unit_is_called(self) -> None:
-        """A unit is called, and nothing has been done for it; what is raised here refuses the call."""
+        """Called before anything is done for a call of a unit; an exception refuses the call."""
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        """The outermost call outside of a backward begins. `reduces`: gradients of its backward are reduced."""
+        """Called when the outermost call outside of a backward begins. `reduces`: its backward reduces gradients."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """A unit is about to be called outside of a backward, and gathered. `by_read`: somebody reads its weight."""
+        """Called before a unit is gathered for a call outside of a backward. `by_read`: a read of its weight begins it."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """The full parameters of a call stand, and modules see them as `fulls`."""
+        """Called when the full parameters of a call are gathered, and modules see them as `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """The forward of a call has ended with `out`, or with an error; gives what takes the place of `out`."""
+        """Called when the forward of a call has ended with `out` or `error`; return `out` or its replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """A backward will find the call through `out`; `inputs`: its arguments and keyword arguments."""
+        """Called when a backward can find the call through `out`. `inputs`: its (args, kwargs)."""
 
     def forward_ends(self, error: BaseException | None) -> None:
-        """The outermost call outside of a backward has ended, with an error or without."""
+        """Called when the outermost call outside of a backward has ended, with `error` or None."""
 
     def backward_begins(self) -> None:
-        """A backward reaches the model."""
+        """Called when a backward reaches the model."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """A backward is about to use a unit, which may be gathered for it. `call`: the one it comes to; None: it recomputes."""
+        """Called before a backward uses a unit, perhaps gathering it. `call`: that of the backward; None to recompute."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        """The full gradients of a call are there; they are reduced or added up next."""
+        """Called with the full gradients of a call, before they are reduced or summed locally."""
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """The reduced gradients of a call are about to be this rank's; those of the call before are."""
+        """Called before the reduced gradients of a call are written; those of the previous call have been."""
 
     def backward_ends(self) -> None:
-        """The last node of a backward has run; what is left of gradients is reduced next."""
+        """Called when the last node of a backward has run; local sums may be reduced after that."""
 
     def backward_ended(self, reduced: bool) -> None:
-        """All gradients of a backward are there. `reduced`: they were reduced, and not only added up."""
+        """Called when all gradients of a backward are written. `reduced`: they were reduced, and not only summed locally."""
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
-        """`clip_grad_norm_` is about to reduce the norm of all gradients."""
+        """Called before `clip_grad_norm_` reduces the norm of all gradients."""
 
     def memory_is_for(self, purpose: Purpose | None) -> None:
-        """What memory is taken for from now on; None: for nothing that has a name."""
+        """Called with the purpose of memory allocated from now on; None for other memory."""
 
     def interrupted(self) -> None:
-        """Nothing is under way any more: after an interrupt, which torch tells no hook."""
+        """Called after an interrupt, for which torch runs no hooks: nothing is under way any more."""
 
 
 MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """Owns who watches one model. A moment that nobody watches costs a look at an empty tuple."""
+    """The observers of one model. A moment without observers costs the check of an empty tuple."""
 
     unit_is_called: tuple[Callable[[], None], ...]
     forward_begins: tuple[Callable[[bool, bool], None], ...]
@@ -137,7 +135,7 @@ class Observers:
         self._sort()
 
     def attach(self, observer: Observer) -> None:
-        """Have `observer` called from the next moment on, after those that were attached before it."""
+        """Call `observer` from the next moment on, after those that were attached before."""
         self._attached.append(observer)
         self._sort()
 
@@ -146,7 +144,7 @@ class Observers:
         self._sort()
 
     def find(self, kind: type[Found]) -> Found | None:
-        """The first observer of a class; None if none is attached."""
+        """Return the first observer of class `kind`, or None."""
         return next((observer for observer in self._attached if isinstance(observer, kind)), None)
 
     def clear(self) -> None:
@@ -155,5 +153,5 @@ class Observers:
 
     def _sort(self) -> None:
         for name in MOMENTS:
-            heard = [o for o in self._attached if getattr(type(o), name) is not getattr(Observer, name)]
-            setattr(self, name, tuple([getattr(o, name) for o in heard]))
+            observers = [o for o in self._attached if getattr(type(o), name) is not getattr(Observer, name)]
+            setattr(self, name, tuple([getattr(o, name) for o in observers]))

@@ -1,4 +1,4 @@
-"""Which unit comes next: the order of units as it was seen, and what to gather ahead of it. Pure, no tensors."""
+"""Record the order in which units run, and choose the units to prefetch. Plain integers, no tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ START, END = -1, -2
 
 
 class UnitOrder:
-    """Owns, for each unit and phase, the unit that followed it the last time.
+    """The recorded order of units: for each unit and phase, the unit that followed it the last time.
 
-    One surprise costs one wrong guess, not the whole trace (DeepSpeed drops it at the first mismatch). The answers
-    depend on the recorded order alone, never on time or memory, so that all ranks gather the same units in the same order.
+    A surprise costs one wrong guess and not the whole trace, which DeepSpeed drops at the first mismatch. The answers depend on
+    the recorded order alone, never on time or memory, so that all ranks gather the same units in the same order.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """`unit` is about to run. The backward is expected to be the forward reversed until it was seen."""
+        """Record that `unit` is about to run. Until a backward was recorded, the forward in reverse is expected."""
         last = self._last[phase]
         if last == unit:
             return
@@ -46,35 +46,35 @@ class UnitOrder:
         self._last[phase] = START
 
     def after(self, phase: Phase, unit: int) -> int | None:
-        """The unit expected after `unit`; None at the end, or where nothing is known."""
+        """Return the unit expected after `unit`; None at the end of the phase, or if none was recorded."""
         following = self._next[phase].get(unit, END)
         return None if following == END else following
 
     def sequence(self) -> list[int]:
-        """All units in the order of the last forward, as far as it is known."""
-        found: list[int] = []
+        """Return the units in the order of the last forward, as far as it was recorded."""
+        sequence: list[int] = []
         following = self.after(FORWARD, START)
-        while following is not None and following not in found:
-            found.append(following)
+        while following is not None and following not in sequence:
+            sequence.append(following)
             following = self.after(FORWARD, following)
-        return found
+        return sequence
 
     def ends_with(self, phase: Phase, unit: int) -> bool:
         return self._next[phase].get(unit) == END
 
     def ahead(self, phase: Phase, unit: int, num_bytes: Sequence[int], budget_bytes: int | None) -> Sequence[int]:
-        """Units to have gathered while `unit` runs: as many as the budget holds, or one where there is no budget.
+        """Return the units to prefetch while `unit` runs: as many as fit into `budget_bytes`, or one if that is None.
 
-        `num_bytes`: what each unit takes while it is gathered, whether it stands already or not.
+        `num_bytes`: the size of each unit's full parameters; units that are already gathered count too.
         """
         following = self.after(phase, unit)
         if budget_bytes is None:
             return () if following is None or following == unit else (following,)
-        found: list[int] = []
-        while following is not None and following != unit and following not in found:
+        chosen: list[int] = []
+        while following is not None and following != unit and following not in chosen:
             budget_bytes -= num_bytes[following]
             if budget_bytes < 0:
                 break
-            found.append(following)
+            chosen.append(following)
             following = self.after(phase, following)
-        return found
+        return chosen

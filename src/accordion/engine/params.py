@@ -1,4 +1,4 @@
-"""One tensor of the model as the engine knows it: its sharded parameter, and what stands for it in modules."""
+"""One tensor of the model: its sharded parameter, and the places where modules read it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accordion.engine.layout import Cut
 
 
 class ParamView(Protocol):
-    """What modules see around a full tensor that is itself this rank's part of a larger one: other parallelism.
+    """Protocol for other parallelism: a full tensor of the engine is itself this rank's part of a larger tensor.
 
-    `communicators`: over whose ranks it is cut beyond the engine's. `is_first`: this rank is the first on each of them.
+    `communicators`: of the ranks over which the larger tensor is cut. `is_first`: True on the first rank of each of them.
     """
 
     @property
@@ -28,25 +28,25 @@ class ParamView(Protocol):
     def is_first(self) -> bool: ...
 
     def __call__(self, full: Tensor) -> Tensor:
-        """What stands for a full tensor in a module, with a gradient that is the full tensor's."""
+        """Return what modules see in place of `full` (for example a DTensor), connected to `full` in the autograd graph."""
 
     def seen(self, full: Tensor) -> Tensor:
-        """The same without a gradient."""
+        """Return what modules see in place of `full`, not connected to the autograd graph."""
 
     def whole(self, full: Tensor) -> Tensor:
-        """The tensor of the model without any parallelism. A collective."""
+        """Return the larger tensor, of which `full` is this rank's part. A collective."""
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of such a tensor, a view."""
+        """Return this rank's part of the larger tensor `whole` as a view."""
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Param:
-    """One tensor of the model: its sharded parameter and every place where a module reads it.
+    """One tensor of the model: its sharded parameter, and each (module, attribute) where a module reads it.
 
-    `grad_dtype`: of its sharded gradient; None takes that of the sum as it is. `grad_like`: a DTensor placed as that lies.
-    `extension`: makes of a gathered tensor what stands for it in modules, a tensor subclass. `around`: the DTensor of other
-    parallelism around that. `context`: over which ranks it lies, that of its group.
+    `grad_dtype`: of the sharded gradient; None keeps that of the sum. `grad_like`: a DTensor with that dtype and placement.
+    `extension`: makes the tensor subclass that modules see out of a gathered tensor; `around` wraps it as the DTensor of other
+    parallelism. `context`: the ranks over which the parameter is sharded, those of its group.
     """
 
     name: str
@@ -63,6 +63,6 @@ class Param:
 
 
 def own_part(whole: Tensor, param: Param) -> Tensor:
-    """This rank's rows of a parameter of the model without any parallelism, a view."""
-    mine = whole if param.around is None else param.around.part_of(whole)
-    return own_rows(mine, param.cut, param.context)
+    """Return this rank's rows of `whole`, the tensor of the model without any parallelism, as a view."""
+    full = whole if param.around is None else param.around.part_of(whole)
+    return own_rows(full, param.cut, param.context)

@@ -1,4 +1,4 @@
-"""The gradients of one group on their way from full ones on this rank to this rank's rows of their sum."""
+"""The reduce of one group's gradients under way: from full gradients on this rank to its rows of their sum."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class PendingReduce:
-    """The gradients of a group on their way; `finish` gives this rank's rows of the sum, None where no rank had any.
+    """The reduce of gradients of the parameters `chosen`, which the constructor begins; `finish` returns this rank's rows.
 
-    Begins to reduce the full gradients `grads` of the parameters `chosen`, which are sent in the dtype `sent`; None where this
-    rank has none. `ours`: which of them nobody else has, so that they may be written into.
+    `grads`: full gradients in the parameters' shapes; None if this rank has none. `sent`: the dtype in which they are sent.
+    `ours`: True for gradients to which nothing else refers, so that they may be written into.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class PendingReduce:
         ours: Sequence[bool],
     ) -> None:
         self._group, self._chosen, context = group, chosen, group.context
-        # Positions among `chosen` of the parameters without a gradient of this rank's; others may have one.
+        # Positions in `chosen` of the parameters for which this rank has no gradient; other ranks may have one.
         self.absent = [k for k, g in enumerate(grads) if g is None]
         self._transfer: Transfer | None = None
-        self._outer: Transfer | None = None  # in a hybrid the second one, over `replicate`
+        self._outer: Transfer | None = None  # over `replicate`, with hybrid strategies
         self.goes_on = context.shard.num_ranks > 1 and context.replicate.num_ranks > 1
         self._results: Sequence[Tensor | None]
         if context.num_ranks == 1:
             self._results = [
-                None if g is None else dense(g, g.dtype, copy=not mine) for g, mine in zip(grads, ours, strict=True)
+                None if g is None else dense(g, g.dtype, copy=not free) for g, free in zip(grads, ours, strict=True)
             ]
             self._finish_sums([r for r in self._results if r is not None])
             return
@@ -46,7 +46,7 @@ class PendingReduce:
         if self.absent:
             pairs = zip(chosen, grads, strict=True)
             present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
-            ours = [mine or g is None for g, mine in zip(grads, ours, strict=True)]
+            ours = [free or g is None for g, free in zip(grads, ours, strict=True)]
         plans = group.plans(chosen, sent)
         reductions = [(SendingReduce if plan.sends else AxisReduce)(plan, context.device) for plan in plans]
         if context.reduce_stream.late:
@@ -56,13 +56,13 @@ class PendingReduce:
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
         steps = self._first.steps() if self.goes_on else self._all_steps()
-        self._transfer = context.reduce_stream.start(steps, self._first.held, group.reduces)
+        self._transfer = context.reduce_stream.start(steps, self._first.tensors, group.reduces)
         self._results = self._last.results
         if self.goes_on and self._transfer.ended:
             self._go_on()
 
     def _all_steps(self) -> Steps:
-        """All of it, where one axis has one rank."""
+        """Reduce over both axes, if at most one of them has several ranks."""
         yield from self._first.steps()
         if self._group.context.replicate.num_ranks > 1 or self._last is not self._first:
             yield from self._outer_steps()
@@ -70,7 +70,7 @@ class PendingReduce:
             self._finish_sums(self._first.buffers, self._first.flag_sums)
 
     def _outer_steps(self) -> Steps:
-        """Over `replicate`, whose ranks hold sums of the same rows."""
+        """Reduce over `replicate` the sums that its ranks hold of the same rows."""
         first, last, replicate = self._first, self._last, self._group.context.replicate
         if last is not first:
             last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
@@ -80,30 +80,30 @@ class PendingReduce:
         self._finish_sums(last.buffers, last.flag_sums)
 
     def _go_on(self) -> None:
-        """Begin what follows the first axis, on a side stream of its own: the next unit's gradients need not wait for that."""
-        assert self._transfer is not None, "it has begun on the first axis"
-        side_stream, held = self._group.context.replicate_stream, self._first.buffers
+        """Begin the reduce over `replicate` on a stream of its own, so that the next unit's gradients do not wait for it."""
+        assert self._transfer is not None, "the reduce over the first axis has begun"
+        side_stream, buffers = self._group.context.replicate_stream, self._first.buffers
         if self._last is not self._first:
-            held = [*held, *self._last.held]
+            buffers = [*buffers, *self._last.tensors]
         self._transfer.join(side_stream)
-        self._outer = side_stream.start(self._outer_steps(), held, self._group.reduces)
+        self._outer = side_stream.start(self._outer_steps(), buffers, self._group.reduces)
 
     def arrive(self) -> None:
-        """Wait for the first axis, and let go what only that needed: from here on a reduce holds memory of a shard's size."""
+        """Wait for the reduce over the first axis and free its buffers; the rest holds memory of a shard's size."""
         if self._transfer is not None:
             self._transfer.land()
             if self.goes_on and self._outer is None:
                 self._go_on()
             if self.goes_on:
-                self._first.let_go()
+                self._first.free()
 
     @property
     def lets_host_wait(self) -> bool:
-        """Return True if `finish` lets the host wait for other ranks."""
+        """Return True if `finish` would make the host wait for other ranks."""
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:
-        """Give up the gradients. The host waits for nothing."""
+        """Give up the gradients without a wait of the host."""
         for transfer in (self._transfer, self._outer):
             if transfer is not None:
                 transfer.abandon()
@@ -115,7 +115,7 @@ class PendingReduce:
         elif group.scale != 1.0 and buffers:
             _torch.foreach_mul_(buffers, group.scale)
         if group.after_reduce is not None:
-            # Flags lie in the buffers, and are not the caller's.
+            # The buffers include the flags, which the callback must not change.
             flags = None if flag_sums is None else flag_sums.clone()
             for buffer in buffers:
                 group.after_reduce(buffer)
@@ -125,36 +125,36 @@ class PendingReduce:
     def finish_at_rest(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""
+        """Return the rows of `finish` in the gradients' tier, and the copy to it under way. `adding`: see `ShardBuffer.put`."""
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """For each chosen parameter without a gradient of this rank's, the place of the count of ranks that have one."""
+        """Return (sums, k) for each parameter without a gradient here, of which sums[k] ranks have one; None for the others."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
         return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
-        """Local rows for each chosen parameter, in the dtype of its sharded gradient.
+        """Return this rank's rows of each sum, in the dtype of the sharded gradient.
 
-        `decide`: None for what no rank has, for which a rank that lacked a gradient reads the device; else zeros.
+        `decide`: None for gradients that no rank has, after a wait for the device if this rank lacks one; otherwise zeros.
         """
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:
             self.arrive()
             if self._outer is not None:
                 self._outer.land()
-            # Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to.
+            # Check that no rank reduces another unit. Dtypes of two bytes cannot represent the sum of all tags.
             if waiter.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
                 waiter.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, group.reduces)
             if self.absent and decide:
                 sums = self._last.flag_sums.tolist()
-                nobody = [k for k in self.absent if sums[k] == 0]
-                self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
+                missing = [k for k in self.absent if sums[k] == 0]
+                self._results = [None if k in missing else r for k, r in enumerate(self._results)]
             if group.sums_are_grads:
                 return list(self._results)
         dtypes = [group.grad_dtypes[i] for i in self._chosen]

@@ -1,4 +1,4 @@
-"""Reduce of a group of tensors over one mesh axis: full gradients to shards of their sum."""
+"""Reduce a group of gradients over one mesh axis: from full gradients to this rank's rows of their sum."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, columns
 from accordion.engine.shards import local_view
 from accordion.engine.streams import Steps
 
-PIECE_BYTES = 32 * 1024 * KIB  # received at once, at least: a hundred microseconds, several times what a launch costs
-# What is cast for a reduce-scatter: 5 ms at 50 GB/s, where a ring of 512 ranks takes half of that to begin.
+PIECE_BYTES = 32 * 1024 * KIB  # least bytes of an exchange: about 100 us, several times the cost of a launch
+# Least bytes, and least share, cast at once: 5 ms at 50 GB/s, where a ring of 512 ranks takes half of that to begin.
 CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
 class ReducePlan:
-    """How the gradients of some tensors are reduced over an axis: what is the same in every step.
+    """The plan of a reduce over an axis, made once: gradients of dtype `sent` and cuts `cuts`, summed in `dtype`.
 
-    `sent`: the dtype of the gradients; `dtype`: of their sum. `taken`: large ones that, alone on the axis, are their own
-    results; `others`: the rest, in the order of `msg`. `places`: (shape, stride, offset) of each of these's local rows.
+    `taken`: indices of large gradients that are their own results on an axis of one rank. `others`: the rest, in the order of
+    `msg`. `places`: (shape, stride, offset) of the local rows of each of them.
     """
 
     def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:
@@ -57,27 +57,28 @@ class ReducePlan:
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
-        """Which direct gradients are exchanged together, packed ones with the last; where in one buffer each arrives; its size.
+        """Return slices of direct gradients to exchange together, the offset of each in the receive buffer, and its numel.
 
-        Pieces are received one after the other into the same memory, of the largest gradient's size. Some backends take
-        all as one piece: gloo's host would begin the second when it waits for the first.
+        Pieces are received one after the other into the same memory; packed gradients go with the last. gloo takes one piece:
+        its
+        host would begin the second when it waits for the first.
         """
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
         least = max([*numels, PIECE_BYTES // self.wire.itemsize])
-        pieces, offsets, begun, at = list[slice](), list[int](), 0, 0
+        pieces, offsets, begun, offset = list[slice](), list[int](), 0, 0
         for i, numel in enumerate(numels):
-            if at + numel > least and not self.axis.reduce.in_one_piece:
+            if offset + numel > least and not self.axis.reduce.in_one_piece:
                 pieces.append(slice(begun, i))
-                begun, at = i, 0
-            offsets.append(at)
-            at += numel
-        return [*pieces, slice(begun, None)], offsets, max(at, least) if pieces else at
+                begun, offset = i, 0
+            offsets.append(offset)
+            offset += numel
+        return [*pieces, slice(begun, None)], offsets, max(offset, least) if pieces else offset
 
     def _casts(self) -> list[list[tuple[int, int, int]]]:
-        """Which columns [start, stop) of which direct gradients, each (num_ranks, n), are cast together to be scattered.
+        """Return lists of (index, start, stop), columns of direct gradients (num_ranks, n) to cast and scatter together.
 
-        Into one buffer, the same for all: at most an eighth of them if that is much; or as one piece, as above.
+        All use one buffer: the larger of `CAST_BYTES` and an eighth of the gradients.
         """
         numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
         most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
@@ -85,10 +86,10 @@ class ReducePlan:
 
 
 class AxisReduce:
-    """One reduce of a group over an axis: full gradients to this rank's rows of their sum, as `plan` says.
+    """One reduce of a group over an axis. The constructor allocates all buffers, `load` fills them, `steps` communicates.
 
-    All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
-    each tensor, and `flag_sums` (num_flags,) the sums of the flags; `buffers` are the memory of both.
+    Then `results` has this rank's rows of each sum in the plan's `dtype`, `flag_sums` (num_flags,) the sums of the flags;
+    `buffers` are the memory of both.
     """
 
     def __init__(self, plan: ReducePlan, device: torch.device) -> None:
@@ -122,22 +123,22 @@ class AxisReduce:
             self._received = [torch.empty(plan.cast_numel, dtype=plan.dtype, device=device)]
 
     def poison(self) -> None:
-        """Before `load`: without a wait the memory may still have a gradient of an earlier step, its tag included."""
+        """Fill buffers with NaN before `load`: without a wait they may still have an earlier gradient with its tag."""
         for buffer in (self.out, *self._received):
             buffer.fill_(float("nan"))
 
     @property
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [*self.buffers, self._pack, *self._direct, *self._received]
 
-    def let_go(self) -> None:
-        """After `steps`: all but `buffers`."""
+    def free(self) -> None:
+        """Free all memory but `buffers`, after `steps`."""
         self._pack, self._direct, self._received = self._out_pack, [], []
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
-        """`grads`: one per cut, in its full shape. `flags` (num_ranks, num_flags): row r is what this rank says to rank r.
+        """Fill the send buffers with `grads`, one per cut in full shape, and `flags` (num_ranks, num_flags), row r for rank r.
 
-        `ours`: which of them may be written into, because nobody else has them.
+        `ours`: True for gradients that may be written into, because nothing else refers to them.
         """
         plan, msg, wire = self._plan, self._msg, self._plan.wire
         for i in plan.taken:
@@ -189,7 +190,7 @@ class AxisReduce:
                 yield communicator.sum(self._whole)
 
     def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cast what is scattered together, as (outs, inputs), to where the piece before it lay: that was read."""
+        """Cast one piece into the cast buffer, which the previous piece has left, and return (outs, inputs) to scatter."""
         num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
         for i, start, stop in piece:
             inputs.append(self._received[0][at : at + num * (stop - start)])
@@ -214,12 +215,11 @@ class AxisReduce:
 
 
 def joined(first: Pending, second: Pending) -> Pending:
-    """Both, of one communicator."""
     return Pending(first.communicator, [*first.works, *second.works])
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:
-    """`out` (n,) becomes the sum of `rows` (num_ranks, n), added in the dtype of `out`."""
+    """Fill `out` (n,) with the sum of `rows` (num_ranks, n), added in the dtype of `out`."""
     if rows.shape[0] == 2 and rows.dtype == out.dtype:
         torch.add(rows[0], rows[1], out=out)
     elif out.numel():
@@ -227,12 +227,12 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    """`grad` in row-major order; the same tensor where it is so already and no copy is asked for."""
+    """Return `grad` in `dtype` and row-major order: a copy if `copy` is set or if one is needed."""
     grad = grad.to(dtype)
     return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
 
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
-    """`grad` with the dim that is cut first: what goes to rank r is the r-th chunk of it."""
+    """Return `grad` with its cut dim first, contiguous, so that chunk r of dim 0 goes to rank r."""
     assert c.dim is not None
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

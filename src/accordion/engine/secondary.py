@@ -1,4 +1,4 @@
-"""Secondary shards of full parameters, over fewer ranks: kept from a forward to its backward, which gathers these alone."""
+"""Secondary shards: full parameters that a few ranks keep sharded between a forward and its backward."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class LeavingBuffer(FullBuffer):
-    """A full buffer that leaves this rank its part of the memory when a forward lets it go.
+    """A full buffer that can keep this rank's slice of it after a forward frees the buffer.
 
-    The parts are equal slices of the memory as it lies, so that one message brings everything back, whatever is in it.
-    `shows`: the version of the shards that the full parameters show, `NO_VERSION` if nothing is known. `part`: what was left,
-    None while nothing is; `left`: its version.
+    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: True to keep slices. `shows`:
+    the
+    version of the shards in the full parameters, `NO_VERSION` if unknown. `part`: the slice or None; `left`: its version.
     """
 
     def __init__(
-        self, cuts: Sequence[Cut], offsets: Sequence[int], flat: Tensor, rank: int, own: slice, *, poison: bool
+        self, cuts: Sequence[Cut], offsets: Sequence[int], flat: Tensor, rank: int, part: slice, *, poison: bool
     ) -> None:
         super().__init__(cuts, offsets, flat, rank, poison=poison)
         self.raw = flat.data
-        self._own = own
+        self._own = part
         self.leaves = True
         self.part: Tensor | None = None
         self.shows = self.left = NO_VERSION
 
     def close(self) -> None:
-        """Outside of a backward that may still come, a part stays; where it stands already, it is not copied again."""
+        """Free the full parameters; if a backward may follow, first copy this rank's slice into `part` unless it is current."""
         comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
         if comes_back and self.shows not in (NO_VERSION, self.left):
             self.part, self.left = self.raw[self._own].clone(), self.shows
         super().close()
 
     def drop(self) -> None:
-        """The shards may have changed; who reads the part still holds it."""
+        """Forget the slice, because the shards may have changed; a gather that reads it keeps its own reference."""
         self.part, self.shows, self.left = None, NO_VERSION, NO_VERSION
 
 
 class SecondaryGroup(CutGroup):
-    """A group of whose full parameters the ranks of `over` keep one copy between a forward and its backward, a part each.
+    """A group whose full parameters stay sharded over the ranks of `over` between a forward and its backward.
 
-    As long as shards are what that forward saw, gathers ask these ranks alone.
+    While the shards have the version that the forward saw, gathers use these ranks alone.
     """
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
-        assert planned.secondary is not None, "it is made where a plan has one"
+        assert planned.secondary is not None, "the plan names the ranks"
         over = self.over = planned.secondary
         super().__init__(context, planned, place)
         self._tags = self._tag.new_empty(over.num_ranks * self._tag.numel())
@@ -64,28 +64,28 @@ class SecondaryGroup(CutGroup):
         num = self.over.num_ranks
         share = aligned(-(-numel // num), self.dtype.itemsize)
         flat = torch.empty(share * num, dtype=self.dtype, device=self.context.device)
-        own = slice(self.over.rank * share, (self.over.rank + 1) * share)
-        self._leaving = LeavingBuffer(cuts, offsets, flat, rank, own, poison=poison)
+        part = slice(self.over.rank * share, (self.over.rank + 1) * share)
+        self._leaving = LeavingBuffer(cuts, offsets, flat, rank, part, poison=poison)
         return self._leaving
 
     @property
     def secondary_bytes(self) -> int:
         return self._leaving.num_bytes // self.over.num_ranks
 
-    def leaves(self, whether: bool) -> None:
-        """Whether a part stays, from the next forward on."""
-        self._leaving.leaves = whether
+    def leaves(self, keeps: bool) -> None:
+        """Keep slices after the next forwards if `keeps` is True; otherwise gather from all ranks again."""
+        self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:
-        buffer, now = self._leaving, self.version()
+        buffer, version = self._leaving, self.version()
         buffer.shows = NO_VERSION
-        if buffer.part is None or buffer.left != now:
+        if buffer.part is None or buffer.left != version:
             try:
                 return super().gather()
             except BaseException:
-                self.filled = NO_VERSION  # `landed` follows all the same
+                self.filled = NO_VERSION  # `landed` is called after an error too
                 raise
-        self.filled, part = now, buffer.part
+        self.filled, part = version, buffer.part
         buffer.open()
 
         def steps() -> Steps:

@@ -1,4 +1,4 @@
-"""Where shards rest between uses: the flat buffers that back the local tensors of parameters."""
+"""The memory of shards between uses: flat buffers of which the local tensors of sharded parameters are views."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ if TYPE_CHECKING:
     from accordion.engine.streams import Transfer
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""(numel, dtype) -> a 1-D tensor of zeros."""
+"""(numel, dtype) -> a tensor (numel,) of zeros."""
 
 NO_VERSION = -1
-"""In place of a version, which is 0 or more: the buffer shows no shards, or maybe old ones."""
+"""Stands for a version (0 or more) of shards: the buffer holds no values of the shards, or possibly old ones."""
 
 
 class ShardBuffer:
-    """The shards of one group of parameters between uses: what gathers read, optimizers step and gradients come to.
+    """The shards of one group: gathers read them, optimizers step them, and reduced gradients are stored with them.
 
-    `padded`: this rank's rows of each parameter as 1-D tensors of equal parts, padding included, which gathers read; `dtype` is
-    theirs, None if they differ. `locals`: its real rows in the parameter's own dims, which optimizers step. `pack_row`: the
-    small ones of `padded` and the tag as one 1-D tensor, None if they lie apart. `tag` travels with them: every rank of a gather
-    must show the same one. `flats`: the memory of all of it. If the buffer is `off_device`, gathers copy from it to the device.
+    `padded`: this rank's shard of each parameter as 1-D, padded to its chunk, for gathers; `dtype` is theirs, None if they
+    differ. `locals`: the real rows in the parameter's own dims, for optimizers. `pack_row`: the packed shards and the tag as
+    one 1-D tensor, None if not contiguous. `tag` (num_flags,): equal on all ranks of a gather. `flats`: the memory of these.
     """
 
-    off_device = False
-    is_memory_of_locals = True  # what gathers read is what optimizers write
+    off_device = False  # True if gathers first copy to the device
+    is_memory_of_locals = True  # `padded` and `locals` share memory
     dtype: torch.dtype | None
     padded: list[Tensor]
     locals: list[Tensor]
@@ -42,11 +41,11 @@ class ShardBuffer:
         return sum(flat.nbytes for flat in self.flats)
 
     def refresh(self, version: int) -> Transfer | None:
-        """Bring what gathers read up to shards of `version`, which grows with each write; None where no copy is under way."""
+        """Update the memory that gathers read to `version`, which grows with each write; return the copy under way, or None."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:
-        """A copy that reads this shard buffer is under way: writes must wait for it."""
+        """Record that `transfer` reads this buffer, so that later writes wait for it."""
 
     def ready(self) -> None:
         """Let the host wait for an optimizer step of these shards that is under way."""
@@ -55,7 +54,7 @@ class ShardBuffer:
         """Let the host wait until shards may be read and written."""
 
     def mark_stale(self) -> None:
-        """Shards may have been written without their version telling."""
+        """Record that shards may have been written although their version did not change."""
 
     def put(
         self,
@@ -64,18 +63,18 @@ class ShardBuffer:
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Take reduced gradients of the parameters `chosen` to where those rest: local rows there, and the copy under way.
+        """Move reduced gradients `rows` of the parameters `chosen` to their tier; return them there, and the copy or None.
 
-        `adding`: which of them the caller only adds to others, and then drops. `after`: the transfer that makes the rows; None if
-        the compute stream has changed them since.
+        `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
+        rows; None if the compute stream has changed them since.
         """
         return rows, None
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat memory that `allocate` gives, one buffer a dtype.
+    """Shards in flat buffers from `allocate`, one per dtype.
 
-    Those of one dtype lie in the order of `message`, so that packed shards are already the row that travels.
+    Each buffer is in the order of `message`, so that the packed shards already are the row to send.
     """
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
@@ -99,7 +98,7 @@ class FlatShards(ShardBuffer):
 
 
 class ShardBufferMaker(Protocol):
-    """What makes the shard buffer of a group: `unit` is the index of its unit, `gathered` the dtype in which it is gathered."""
+    """Callback that makes the shard buffer of a group: `unit` is the unit's index, `gathered` the dtype of its gathers."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
@@ -107,7 +106,7 @@ class ShardBufferMaker(Protocol):
 
 
 def on_device(device: torch.device) -> ShardBufferMaker:
-    """Buffers whose shards lie where the model computes."""
+    """Return a `ShardBufferMaker` for shards that stay on `device`."""
 
     def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> ShardBuffer:
         return FlatShards(msg, rank, dtypes, zeros_on(device))
@@ -123,7 +122,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """The buffers of a shard buffer: dtype, the shards in it by index, and how they lie."""
+    """Return (dtype, indices of its shards, their layout) for each flat buffer of a shard buffer."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]
@@ -133,9 +132,9 @@ def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dt
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
-    """The real rows of rank's padded 1-D shard, in the tensor's own number of dims.
+    """Return the real rows of a rank's padded 1-D shard as a view with the tensor's own dims.
 
-    A shard lies with its cut dim first, so that real rows are a dense prefix whatever the dim: fused optimizers walk memory.
+    A shard is stored with its cut dim first, so that real rows are a dense prefix: fused optimizers read memory in order.
     """
     if c.dim is None:
         return padded.view(c.shape)
@@ -144,10 +143,10 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The same memory behind a storage that begins with the view.
+    """Return `view` with a storage of its own that begins at the view's first element; the memory is shared.
 
-    A DTensor around a view with an offset reports that offset as its address, and `copy.deepcopy` and `torch.save` of a state
-    dict take it for memory, or drag the whole buffer along.
+    A DTensor around a view with an offset would report the offset as its address, which `copy.deepcopy` and `torch.save` of a
+    state dict take for memory; or they would copy the whole buffer.
     """
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view

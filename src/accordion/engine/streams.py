@@ -1,4 +1,4 @@
-"""Side streams: what runs on them, in which order against the compute stream, and what must live until then."""
+"""Side streams: the transfers that run on them, their order with the compute stream, and the buffers they keep alive."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from accordion import _torch
 from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
-"""A communication cut at its waits: it yields the works that must be done before it goes on."""
+"""A communication as a generator: it yields each set of works that must be done before it can go on."""
 
-PAUSE_S = 5e-4  # between two polls of an event by a thread, which writes megabytes then
+PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 
 class Waiter(Protocol):
-    """How a rank waits for others, and what it does if they do not come: `safety/divergence.py`.
+    """Protocol for waits for other ranks and for what follows if they do not come; implemented in `safety/divergence.py`.
 
-    `broken`: why no collective is safe any more, None while all are.
+    `broken`: the reason why collectives are not safe any more, None while they are.
     """
 
     broken: str | None
@@ -32,123 +32,124 @@ class Waiter(Protocol):
         """Raise `DivergenceError` if collectives are not safe any more."""
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for works; `what` this rank does, for messages."""
+        """Let the host wait for `pending`. `what`: what this rank does, for messages."""
 
     def looks(self, device: torch.device) -> bool:
-        """Whether tags of messages are compared now."""
+        """Return True if tags of messages on `device` are compared now."""
 
-    def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
-        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,). `what` this rank does, for messages."""
+    def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
+        """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: see `wait`."""
 
     def tell(self, text: str) -> None:
-        """Let those who wait for this rank know that it will not come, and why: `text` follows its number."""
+        """Report to ranks that wait for this rank that it will not come; `text` follows its number in their message."""
 
 
 class SideStream:
-    """Owns one side stream; the collectives started on a side stream run in the order in which they were started.
+    """A stream next to the compute stream, on which transfers run in the order in which they were started.
 
-    Memory rule, which makes `record_stream` needless: every buffer is allocated and freed by the thread that runs forward
-    and backward, on the compute stream. A transfer waits for the event recorded after its buffers were allocated, and
-    holds them until the compute stream waits for its end. Where a caller computes on several streams, the one on which a
-    buffer was allocated waits for all that used it before it is freed. With `late`, to show waits that are missing, nothing
-    arrives before it is waited for: the host starts a transfer when it lands, and a device stream sleeps first.
+    Memory rule, which replaces `record_stream`: the thread that runs forward and backward allocates and frees every buffer, on
+    the compute stream. A transfer waits for the event recorded after its buffers were allocated, and keeps them until the
+    compute stream waits for its end. If a caller computes on several streams, the stream on which a buffer was allocated waits
+    for all streams that used it, before it is freed. `late` reveals missing waits: the host starts a transfer only when its
+    result is waited for, and a device stream sleeps first.
     """
 
-    _event: Callable[[], Any] = staticmethod(lambda: None)  # an event to record; None: the device's own kind
-    makes: Callable[..., Transfer]  # what `start` makes: a `Transfer`, or one that writes down what it does
+    _event: Callable[[], Any] = staticmethod(lambda: None)  # returns an event to record; None: the device's default
+    makes: Callable[..., Transfer]  # the class that `start` instantiates; the planner's logs its transfers
 
     def __init__(self, device: torch.device, waiter: Waiter, late: bool = False) -> None:
         self._device, self.waiter, self.late = device, waiter, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
         self.makes = Transfer
-        self.sleeps = self._module is not None  # work runs on a stream, and the host goes on
+        self.sleeps = self._module is not None  # work runs asynchronously on a device stream
 
     def for_threads(self) -> SideStream:
-        """This side stream, for whose work threads wait: they give the processor away meanwhile, where the device can."""
+        """Return this side stream, set up so that threads that wait for its work sleep meanwhile, if the device can."""
         if self._module is not None:
             self._event = _torch.blocking_events(self._module)
         return self
 
     def compute(self) -> Any:
-        """The stream on which the caller computes; None on a device whose work is done in the order of the calls."""
+        """Return the caller's current compute stream; None on a device without streams."""
         return None if self._module is None else self._module.current_stream(self._device)
 
     def record(self) -> Any:
-        """What has been begun on this side stream by now."""
+        """Return an event after all work begun on this side stream by now; None on a device without streams."""
         return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
-        """Let this side stream wait for what another one recorded."""
         if self._module is not None:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this side stream wait for what was begun on the compute stream by now; gives that stream."""
-        now = self.compute()
-        if now is not None:
-            self.stream.wait_event(now.record_event())
-        return now
+        """Let this side stream wait for all work begun on the compute stream by now, and return the compute stream."""
+        stream = self.compute()
+        if stream is not None:
+            self.stream.wait_event(stream.record_event())
+        return stream
 
     def lead(self, event: Any) -> Any:
-        """Let the compute stream wait for what this side stream recorded; gives that stream."""
-        now = self.compute()
-        if now is not None:
-            now.wait_event(event)
-        return now
+        """Let the compute stream wait for `event` of this side stream, and return the compute stream."""
+        stream = self.compute()
+        if stream is not None:
+            stream.wait_event(event)
+        return stream
 
     def settle(self) -> None:
-        """Let the host wait for what was begun on the compute stream: for what is made once and read on any stream."""
-        now = self.compute()
-        if now is not None:
-            now.synchronize()
+        """Let the host wait for all work begun on the compute stream, for data that is made once and read on any stream."""
+        stream = self.compute()
+        if stream is not None:
+            stream.synchronize()
 
     def join(self, streams: Iterable[Any], into: Any = None) -> None:
-        """Let the stream `into`, or the caller's, wait for others on which the caller computed."""
-        now = self.compute() if into is None else into
+        """Let the stream `into` (by default the compute stream) wait for all work on `streams`."""
+        target = self.compute() if into is None else into
         for stream in streams:
-            if stream != now:
-                now.wait_stream(stream)
+            if stream != target:
+                target.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
-        """What runs inside runs on this side stream; only where it sleeps."""
+        """Context manager that makes this side stream the current stream; only if `sleeps`."""
         return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
-    def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
-        """Begin copies on this side stream; nothing is waited for. `after`: what makes the source, if only that must end."""
+    def copy(
+        self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
+    ) -> Transfer:
+        """Start `copies` on this side stream and return their transfer; see `start` for the arguments."""
 
         def steps() -> Steps:
             copies()
             yield from ()
 
-        return self.start(steps(), held, what, after)
+        return self.start(steps(), tensors, what, after)
 
-    def start(self, steps: Steps, held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
-        """Begin `steps` on this side stream. `held`: every tensor that they read or write. `what`: of this rank, for messages.
+    def start(self, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None) -> Transfer:
+        """Start `steps` on this side stream and return their transfer. `tensors`: all that the steps use. `what`: for messages.
 
-        `after`: what these steps follow, in place of all that the compute stream has been given by now.
+        `after`: the transfer to run after, instead of all work begun on the compute stream by now.
         """
-        return self.makes(self, steps, held, what, after)
+        return self.makes(self, steps, tensors, what, after)
 
 
 class Transfer:
-    """A communication under way; owns its buffers until it has landed.
+    """A communication or copy on a side stream, which keeps its buffers until `land` or `synchronize`.
 
-    `begun_on`: the compute stream on which they were allocated. `aside`: another one on which it has landed. `ended`: all of it
-    has been begun, and no host needs to wait.
+    `begun_on`: the compute stream that allocated them. `landed_on`: another one that called `land`. `ended`: no wait of the host
+    left.
     """
 
-    __slots__ = ("_end", "_held", "_pending", "_side_stream", "_steps", "_what", "aside", "begun_on", "ended")
+    __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")
 
     def __init__(
-        self, side_stream: SideStream, steps: Steps, held: list[Any], what: str, after: Transfer | None = None
+        self, side_stream: SideStream, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None
     ) -> None:
-        self._side_stream, self._steps, self._held, self._what = side_stream, steps, held, what
+        self._side_stream, self._steps, self._tensors, self._what = side_stream, steps, tensors, what
         self._pending: Pending | None = None
         self.ended = False
         self._end: Any = None
         self.begun_on: Any = None
-        self.aside: Any = None
+        self.landed_on: Any = None
         if not side_stream.sleeps:
             if not side_stream.late:
                 self._run()
@@ -173,11 +174,12 @@ class Transfer:
             with side_stream.entered():
                 self._run()
         except BaseException:
-            side_stream.lead(side_stream.record())  # what was begun may be at work on buffers that the caller drops now
+            # Work that has begun may still use buffers that the caller frees now.
+            side_stream.lead(side_stream.record())
             raise
 
     def _run(self) -> None:
-        """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
+        """Run steps until the host must wait for one; on a stream-ordered backend that is until the end."""
         if self._pending is not None:
             self._side_stream.waiter.wait(self._pending, self._what)
             self._pending = None
@@ -186,41 +188,41 @@ class Transfer:
                 self._pending = pending
                 return
         self.ended = True
-        self._end = self._side_stream.record()  # not at landing: the side stream goes on with other transfers
+        self._end = self._side_stream.record()  # recorded here and not in `land`: other transfers follow on the stream
 
     def land(self) -> None:
-        """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
+        """Make the compute stream wait for the end and release the buffers; the host waits only if the backend requires it."""
         self._finish()
         if self._end is not None:
-            now = self._side_stream.lead(self._end)
-            if now is not None and now != self.begun_on:
+            stream = self._side_stream.lead(self._end)
+            if stream is not None and stream != self.begun_on:
                 self.lead(self.begun_on)
-                self.aside = now
-        self._held.clear()
+                self.landed_on = stream
+        self._tensors.clear()
 
     def abandon(self) -> None:
-        """Give up the result. The host waits for nothing: device memory goes in stream order, gloo's with its works."""
+        """Give up the result without a wait of the host: device memory is freed in stream order, gloo's with its works."""
         if self.ended:
             self.land()
         if self._pending is not None:
             _torch.abandon_works(self._pending.communicator.group, [*self._pending.works, *self._pending.sends])
-        self._steps.close()  # it holds whoever made it, who holds this
-        self._held.clear()
+        self._steps.close()  # breaks the reference cycle with the object that made the steps
+        self._tensors.clear()
 
     def lead(self, stream: Any) -> None:
-        """It has landed; let one more compute stream wait for its end."""
+        """Let one more compute stream wait for the end of this transfer, after `land`."""
         if self._end is not None and stream is not None:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end; the buffers stay until this transfer, or a later one there, has landed."""
+        """Let another side stream wait for the end. Keep this transfer until it, or a later one on that stream, has landed."""
         self._finish()
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Block a thread of a pool until the transfer has ended; no buffer is freed.
+        """Block a worker thread until the transfer has ended; no buffer is freed. Raises `RuntimeError` if the program ends.
 
-        Python joins such threads at exit, and a collective before the end may never end then: raises `RuntimeError`.
+        Python joins such threads at exit, and a collective before the end may never end then.
         """
         while self._end is not None and not self._end.query():
             if not threading.main_thread().is_alive():
@@ -228,7 +230,7 @@ class Transfer:
             time.sleep(PAUSE_S)
 
     def synchronize(self) -> None:
-        """Let the host wait for the end, and the buffers go: not before, since any thread may ask, on a stream of its own."""
+        """Let the host wait for the end, and then release the buffers: any thread may call this, on a stream of its own."""
         self._finish()
         if self._end is not None:
             self._end.synchronize()

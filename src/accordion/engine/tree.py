@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of a module: containers are walked, anything else is left as it is."""
+"""Find and replace tensors in the arguments and results of a module, inside tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 def map_tensors(
     function: Callable[[Tensor], Tensor], tree: Any, in_mutable: Callable[[Tensor], Tensor] | None = None
 ) -> Any:
-    """`tree` with every tensor replaced by `function` of it; containers in which nothing changed are the same objects.
+    """Return `tree` with each tensor replaced by `function(tensor)`; a container without changes stays the same object.
 
-    `in_mutable`: used in place of `function` for what stands in a list or a mapping, of which a caller may hold the original.
+    `in_mutable`: the function for tensors in lists and mappings, because the caller may still hold the original container.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -47,29 +47,29 @@ def map_tensors(
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors that `map_tensors` reaches."""
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
+    """Return the tensors that `map_tensors` would reach in `tree`."""
+    tensors: list[Tensor] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Any, found: list[Tensor]) -> None:
+def _collect(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        found.append(tree)
+        tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            _collect(item, found)
+            _collect(item, tensors)
     elif type(tree) is dict or isinstance(tree, Mapping):
         for item in tree.values():
-            _collect(item, found)
+            _collect(item, tensors)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for f in dataclasses.fields(tree):
             if f.init:
-                _collect(getattr(tree, f.name), found)
+                _collect(getattr(tree, f.name), tensors)
 
 
 def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
-    """Tensors that `map_tensors` does not reach: in the attributes of other objects, `opaque_depth` of them deep."""
+    """Yield the tensors in attributes of objects that `map_tensors` leaves alone, up to `opaque_depth` objects deep."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from tensors_in(item, opaque_depth)
@@ -85,15 +85,15 @@ def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
 
 
 def written_into(inputs: Any) -> Iterator[Tensor]:
-    """Tensors in the lists and mappings among a call's arguments: those that it came with, and those that it put there."""
+    """Yield the tensors in lists and dicts among a call's `inputs` (args, kwargs), also those that the call put there."""
     args, kwargs = inputs
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, (list, dict)):
-            yield from tensors_of(given)
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, (list, dict)):
+            yield from tensors_of(argument)
 
 
 def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs whose memory another one, or one of `others`, has too."""
+    """Return the `outputs` that share memory with another output or with one of `others`."""
     count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
     count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
     return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]

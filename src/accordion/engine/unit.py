@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered and let go together, and the leases that keep them."""
+"""A unit: parameters that are gathered and freed together, and the leases that keep them in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ADDRESS = Tensor.data_ptr
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ReduceNode:
-    """The node that waits for the reduces of some parameters: one for all their calls, for to make it takes 40 us.
+    """The AwaitReduce node of some parameters, shared by all their calls, because creating a node takes 40 us.
 
-    `token`: its output, of which Gather makes full parameters. `stream`: the one on which it was made, and runs. `reducing`:
-    by backward task, the calls whose gradients are being reduced, each with its reduces.
+    `token`: the node's output, from which Gather makes full parameters. `stream`: the compute stream on which the node runs.
+    `reducing`: by backward task, the calls whose gradients are being reduced, each with its reduces.
     """
 
     token: Tensor
@@ -40,10 +40,10 @@ class ReduceNode:
 
 @dataclass(slots=True)
 class TrainedParams:
-    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their node.
+    """The parameters of a unit that required gradients when a call began, and their node.
 
-    `likes`: DTensors that lie as their sharded gradients do. `by_group`: each group that has some, where they are among these,
-    and their indices in the group.
+    `indices`: in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with the placement of
+    their sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) of each group that has some.
     """
 
     indices: tuple[int, ...]
@@ -56,12 +56,11 @@ class TrainedParams:
 
 @dataclass(slots=True)
 class UnitPolicy:
-    """What a unit may do unlike its strategy; read at each use, so that it may change between passes.
+    """Settings of one unit that may differ from the strategy and change between passes.
 
-    `keep`: full parameters stay from forward to backward (None: as the engine sees fit). `keep_on`: also from a backward
-    to the next forward, until they are stale. `reduces`: False has backwards add up, as under no_sync. `ahead`: indices of
-    units to gather ahead, in place of the order that was recorded. `on_convert`: what `module.to(...)` and its kin call
-    first, where shards may change their dtype or device.
+    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also to the next forward, until
+    they are stale. `reduces`: False sums gradients locally, as under no_sync. `ahead`: indices of units to prefetch instead of
+    the recorded order. `on_convert`: called before `module.to(...)` and the like, for shards that may follow.
     """
 
     keep: bool | None = None
@@ -72,26 +71,21 @@ class UnitPolicy:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """An embedding or a linear layer and nothing more."""
+    """Return True for an embedding or a linear layer without submodules."""
     return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
 
 
 class FullParams(Enum):
-    """Where the full parameters of a unit are."""
-
-    LET_GO = "let go"  # they have no memory, or show shards as they were
-    ARRIVING = "arriving"  # transfers fill them
-    STANDING = "standing"
+    RESHARDED = "resharded"  # without memory, or stale
+    UNSHARDING = "unsharding"  # a gather fills them
+    UNSHARDED = "unsharded"  # gathered
 
 
-LET_GO, ARRIVING, STANDING = FullParams  # each unit asks often, and through the class it takes 0.1 us in Python 3.11
+RESHARDED, UNSHARDING, UNSHARDED = FullParams  # read often, and reading through the class takes 0.1 us in Python 3.11
 
 
 class Unit:
-    """Owns the groups of one module and the count of leases on their full parameters.
-
-    `module_params`: what modules see of them.
-    """
+    """The groups of one module's parameters, and the count of leases on their full parameters."""
 
     def __init__(
         self,
@@ -109,7 +103,7 @@ class Unit:
         self.unit_policy = unit_policy or UnitPolicy()
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
-        # Other units of whose parameters this one's module reads some: inner ones, owners of ties.
+        # Indices of other units whose parameters this module reads: units inside it, and owners of tied parameters.
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
         self._sharded = [p.sharded for p in self.params]
@@ -118,34 +112,33 @@ class Unit:
         self._gathered = [g for g in groups if not g.alias]
         self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
-        self.full_params = LET_GO
-        self.keep_until_stale = False  # they outlive their leases
-        self._transfers: list[Transfer] = []  # those under way while they arrive
-        # Of a device: the compute stream on which the full parameters have got their memory.
-        self._opened_on: Any = None
-        self._landed: list[Transfer] = []  # those that brought them
-        self._aside: list[Any] = []  # other streams that compute with them
+        self.full_params = RESHARDED
+        self.keep_until_stale = False  # keep full parameters without a lease
+        self._transfers: list[Transfer] = []  # the gathers under way
+        self._opened_on: Any = None  # the compute stream on which the full parameters were allocated
+        self._landed: list[Transfer] = []  # the gathers that filled them
+        self._other_streams: list[Any] = []  # other compute streams that use them
         for group in groups:
             group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
                 alike = dtype is param.sharded.dtype
                 param.grad_like = param.sharded if alike else _torch.like_in(param.sharded, dtype)
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
-        self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed where they are
+        self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed in place
         self._on_device = context.device.type != "cpu"
         self.trained = self.trained_at(_torch.which_train(self._sharded))
-        # Whether gradients of inputs say that a backward of a call has ended, and not its Gather: see `Call`.
+        # True if gradients of inputs, and not Gather, show the end of a call's backward: see `Call._watch_inputs`.
         self.views_inputs = self._on_device and len(self.trained.indices) < len(self.params)
         self.module_params = ModuleParams(self.params)
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
-        # The memory of each full parameter, as nobody else sees it; an address of fake tensors tells nothing.
+        # The memory of each full parameter, to find `weight.data = ...`; None for fake tensors, which have no addresses.
         is_told = not self.module_params.has_around and all(_torch.told_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_told else None
 
     @property
     def needs_full_in_backward(self) -> bool:
-        """Whether its backward needs full parameters. An embedding's computes with indices alone, unless it is recomputed."""
+        """Return False for an embedding that is not recomputed, whose backward uses indices alone; otherwise True."""
         if not self._is_embedding:
             return True
         module = self.module()
@@ -162,15 +155,15 @@ class Unit:
         return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
-        """A full copy older than the shards is filled again at its next use."""
-        if self.is_launched and any(g.filled != g.version() for g in self._gathered):
+        """Mark full parameters that are older than the shards to be gathered again at their next use."""
+        if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
-            self.full_params = LET_GO
-            if self._aside:  # who writes them anew waits for who read them
-                self.context.gather_stream.join(self._aside)
+            self.full_params = RESHARDED
+            if self._other_streams:  # the next gather must wait for streams that read them
+                self.context.gather_stream.join(self._other_streams)
 
     def see_trained(self) -> bool:
-        """Return True if other parameters are trained than before; from now on these are."""
+        """Update `trained` if other parameters require gradients than before, and return True if so."""
         indices = _torch.which_train(self._sharded)
         if indices == self.trained.indices:
             return False
@@ -180,15 +173,16 @@ class Unit:
 
     # -- leases
 
-    def launch(self) -> None:
-        if self.full_params is not LET_GO:
+    def unshard(self) -> None:
+        """Begin to gather the full parameters, unless they are gathered or a gather is under way."""
+        if self.full_params is not RESHARDED:
             return
         try:
             for group in self.groups:
                 transfer = group.gather()
                 if transfer is not None:
                     self._transfers.append(transfer)
-        except BaseException:  # out of memory, say: the next use gathers all of it anew
+        except BaseException:  # for example out of memory: the next use gathers again
             for transfer in self._transfers:
                 transfer.land()
             for group in self.groups:
@@ -197,32 +191,31 @@ class Unit:
             self._close()
             self.mark_stale()
             raise
-        self.full_params = ARRIVING if self._transfers else STANDING
+        self.full_params = UNSHARDING if self._transfers else UNSHARDED
         if self._opened_on is None and self._transfers:
             self._opened_on = self._transfers[0].begun_on
 
     @property
     def is_full(self) -> bool:
-        """Return True if the full parameters stand."""
-        return self.full_params is STANDING
+        return self.full_params is UNSHARDED
 
     @property
-    def is_launched(self) -> bool:
-        """Return True if the full parameters stand, or are on their way."""
-        return self.full_params is not LET_GO
+    def is_unsharded(self) -> bool:
+        """Return True if the full parameters are gathered, or a gather is under way."""
+        return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
-        """Promise that the full parameters, which `launch` has begun to gather, stand until `release`.
+        """Take a lease on the full parameters after `unshard`, and return the version of the shards that they show.
 
-        Gives the version of the shards that they show.
+        The compute stream waits for the gather. The parameters stay in memory until `release` has ended the last lease.
         """
-        if self.full_params is STANDING:
-            if self._on_device:  # the compute stream may be one that did not wait for that yet
-                now = self.context.gather_stream.compute()
-                if now != self._opened_on and now not in self._aside:
-                    self._aside.append(now)
+        if self.full_params is UNSHARDED:
+            if self._on_device:  # this compute stream may not have waited for the gather yet
+                stream = self.context.gather_stream.compute()
+                if stream != self._opened_on and stream not in self._other_streams:
+                    self._other_streams.append(stream)
                     for transfer in self._landed:
-                        transfer.lead(now)
+                        transfer.lead(stream)
             version = self.version()
         else:
             self._land()
@@ -237,13 +230,13 @@ class Unit:
                 transfer.land()
             for group in self.groups:
                 group.landed()
-            if transfers[0].aside is not None:
-                self._aside.append(transfers[0].aside)
+            if transfers[0].landed_on is not None:
+                self._other_streams.append(transfers[0].landed_on)
             self._landed, self._transfers = transfers, []
-        self.full_params = STANDING
+        self.full_params = UNSHARDED
 
     def dismantle(self) -> None:
-        """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
+        """Drop the model's modules and gathers under way, because the model is deleted; the host waits for nothing."""
         self.module_params.forget()
         for transfer in self._transfers:
             transfer.abandon()
@@ -252,11 +245,11 @@ class Unit:
         self.leases -= 1
         assert self.leases >= 0, f"unit {self.name!r}: released more often than acquired"
         if self.leases == 0:
-            self.let_go()
+            self.reshard()
 
-    def let_go(self, waits: bool = True) -> None:
-        """Free the full parameters that nobody keeps; without `waits` not those for whose gather the host must wait."""
-        if self.leases or self.full_params is LET_GO or self.context.waiter.broken is not None:
+    def reshard(self, waits: bool = True) -> None:
+        """Free full parameters without leases. With `waits` False keep those for whose gather the host would have to wait."""
+        if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:
             if not waits and not all(transfer.ended for transfer in self._transfers):
@@ -268,16 +261,16 @@ class Unit:
     def _close(self) -> None:
         if self._opened_on is not None:
             side_stream = self.context.gather_stream
-            side_stream.join((*self._aside, side_stream.compute()), self._opened_on)
+            side_stream.join((*self._other_streams, side_stream.compute()), self._opened_on)
             self._opened_on = None
-        self._aside.clear()
+        self._other_streams.clear()
         self._landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
-        self.full_params = LET_GO
+        self.full_params = RESHARDED
 
     def version(self) -> int:
-        """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
+        """Return a number that grows with every write to a shard."""
         return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
@@ -285,38 +278,37 @@ class Unit:
             group.mark_stale()
 
     def writes(self) -> int:
-        """Counts writes into full parameters, which are lost; a gather does not count."""
+        """Return the number of writes into full parameters, which are lost; gathers do not count."""
         return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
-        """What to raise where a forward, before which `writes` were counted, changed full parameters: shards do not follow.
+        """Return an error if a forward changed its full parameters `fulls`, whose shards would not follow; otherwise None.
 
-        `fulls`: what it was shown. A tensor that was given other memory, by `weight.data = ...`, gets its own again; with the
-        same numbers in it that was no harm, as where an RNN lays its weights together.
+        `writes`: counted before the forward. A tensor with other memory (`weight.data = ...`) gets its own back; equal values
+        are no error, as when an RNN joins its weights.
         """
         if self.writes() != writes:
             return self.lost_write_error("modified a parameter")
         if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
             return None
         changed = []
-        for full, own, param in zip(fulls, self._memory, self.params, strict=True):
-            if _ADDRESS(full) != _ADDRESS(own):
-                given, full.data = full.data, own
-                is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
-                changed += [] if is_alike and torch.equal(given, own) else [param.name]
+        for full, memory, param in zip(fulls, self._memory, self.params, strict=True):
+            if _ADDRESS(full) != _ADDRESS(memory):
+                data, full.data = full.data, memory
+                is_alike = (data.shape, data.dtype, data.device) == (memory.shape, memory.dtype, memory.device)
+                changed += [] if is_alike and torch.equal(data, memory) else [param.name]
         if not changed:
             return None
         return self.lost_write_error(f"assigned other values to the data of parameter {changed[0]!r}")
 
     def lost_write_error(self, change: str) -> UsageError:
-        """Return the error to raise after a forward that modified full parameters."""
         return UsageError(
             f"unit {self.name or 'root'!r} {change} in its forward, and the change would be lost when the parameter is "
             "resharded; modify parameters inside full_params(model, write=True) or before shard(), or make the tensor a buffer."
         )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is that of full parameters which are let go."""
+        """Return True if the memory of `tensor` is that of full parameters, which will be freed."""
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
@@ -328,14 +320,14 @@ class Unit:
     def reduce(
         self, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        """Begin to reduce full gradients and the local sums of their parameters.
+        """Begin to reduce full gradients of the parameters `trained`, with their local sums, and return the reduces.
 
-        `grads`: None to reduce the local sums alone. `ours`: the gradients that nobody else has.
+        `grads`: None to reduce the local sums alone. `ours`: True for gradients to which nothing else refers.
         """
         added = not self.local_sums.pending.isdisjoint(trained.indices)
         if added or grads is None:
             grads = self.local_sums.take(trained.indices, grads)
-            ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
+            ours = [False] * len(grads)  # the sum of one gradient is autograd's tensor
         return [
             PendingReduce(group, inside, grads[at], group.reduce_dtype if added else group.dtype, ours[at])
             for group, at, inside in trained.by_group
@@ -344,9 +336,8 @@ class Unit:
     def as_gradients(
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> tuple[list[DTensor | None], list[Transfer]]:
-        """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
+        """Wait for the reduces `parts`; return a sharded gradient per trained parameter, and the copies to its tier under way.
 
-        And the copies under way that bring them to where they rest, if that is off the device.
         `adding`: see `ShardBuffer.put`. `decide`: see `PendingReduce.finish`.
         """
         local: list[Tensor | None] = []

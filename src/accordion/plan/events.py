@@ -9,7 +9,7 @@ from typing import NamedTuple
 COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # the streams of copies to the device and to the host, with offload
 REPLICATE = "replicate"  # the stream of a hybrid strategy's reduces over replicas
-NEAR = "near"  # the axis of ranks over which secondary shards are kept
+NEAR = "near"  # the axis of ranks of a node over which shards are kept for the backward
 EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
 EXPERT_DATA = "expert data"  # the axis of ranks that have the same experts
 ALL_TO_ALL = "all_to_all"  # kind of the collective that sends tokens to their experts, on the compute stream

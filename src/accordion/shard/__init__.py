@@ -1,1 +1,1 @@
-"""`accordion.shard`: from a model and what the user asked for to an engine."""
+"""`accordion.shard`: check the arguments, shard the model's parameters and attach the engine."""

@@ -1,11 +1,11 @@
-"""`shard`: validate what was asked, cut the parameters, and attach the engine to the model."""
+"""`shard`: check the arguments, cut the parameters, and attach the engine to the model."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.config import Place, Precision, Strategy, debug_modes
+from accordion.config import Offload, Place, Precision, Strategy, debug_modes
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import attached_to
@@ -26,18 +26,12 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import check_activations
 from accordion.offload.tiers import activation_offload_of
 from accordion.safety.refusals import refuse_additions
-from accordion.same_on_ranks import (
-    arguments_of,
-    place_buffers,
-    same_structure,
-    same_values,
-    settings_of,
-)
+from accordion.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.shard.build import UnitSpec, build_engine, groups_over, with_secondary, with_tiers
 from accordion.shard.checks import check_entry_point, check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
-from accordion.shard.own_meshes import check_choice, own_meshes, told
+from accordion.shard.own_meshes import check_choice, mesh_settings, own_meshes
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
 from accordion.shard.topology import CommunicatorMaker, beside, communicator_over, mesh_for, wire
@@ -57,21 +51,21 @@ def shard(
     debug: str | Iterable[str] = (),
     **fields: Any,
 ) -> nn.Module:
-    """Shard `model` in place over the ranks of `mesh` and return it.
+    """Shard `model` in place over the ranks of `mesh` and return it; each parameter becomes a DTensor of this rank's rows.
 
-    Call it on every rank, before the optimizer is made. Afterwards each parameter is a DTensor at its optimizer's placement.
+    Call it on every rank, before the optimizer is made.
 
     Args:
         model: with real parameters, equal on all ranks (checksums are compared, also of buffers in the state dict), or on the
-            meta device; its shards are zeros then until they are loaded.
+            meta device; then its shards are zeros until they are loaded.
         mesh: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks.
-        sharding: how to shard; or `fields` of it instead: `shard(model, strategy="shard_optim", precision="bf16")`.
-        sync: all ranks take the first rank's values; the others' models may be on the meta device.
+        sharding: how to shard. Or pass its `fields` instead: `shard(model, strategy="shard_optim", precision="bf16")`.
+        sync: take the first rank's values on all ranks; the models of the others may be on the meta device.
         debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
-            are waited for, so that a use after free or a missing wait shows. "order" has ranks agree on each collective before
-            it, as they do in the first step without it. "finite" names the unit and the phase in which NaN or inf came up
-            first. With any of them every forward is checked for writes into full parameters through `.data`, which are lost
-            when these are freed; without, the first two steps of each unit are.
+            are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
+            as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
+            With any of them every forward is checked for writes into full parameters through `.data`, which would be lost;
+            otherwise the first two steps of each unit are.
         fields: the fields of `Sharding`.
 
     Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models
@@ -97,81 +91,112 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """`shard` over communicators that `make` makes, with host memory that `make_arena` takes: the planner has its own."""
-    strategy, precision, offload = sharding.strategy, sharding.precision or Precision(), sharding.offload
+    """Shard like `shard`, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
     modes = debug_modes(debug)
-    meshes = check_choice(sharding.meshes, strategy, sync=sync)
+    check_choice(sharding.meshes, sharding.strategy, sync=sync)
     check_model(model, mesh)
     with torch.no_grad(), torch.inference_mode(False):
-        mesh = mesh_for(mesh, strategy)
-        sharding.check_secondary(mesh.size(mesh.ndim - 1))
-        scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
-        context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
-        chosen = choose_units(model, sharding.units)
-        owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
-        check_hooks(owned)
-        over, refused = list[DeviceMesh | None]([None] * len(owned)), None
-        try:
-            over = own_meshes(model, owned, meshes, mesh, strategy)
-        except UsageError as error:  # ranks report it to each other when they compare their models
-            refused = error
-        precisions = by_unit(chosen, precision, "Precision")
-        offloads = by_unit(chosen, offload, "Offload")
-        spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
-        check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
-        given = arguments_of(mesh, sharding, sync, modes)
-        given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
-        same_structure(owned, chosen, strategy, context, given, refused)
-        contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
-        own = {id(o): contexts[m] for o, m in zip(owned, over, strict=True) if m is not None}
-        rows = _Rows(owned, same_values(model, owned, context, sync, own))
-        for o, m in zip(owned, over, strict=True):
-            over_mesh, over_context = m or mesh, own.get(id(o), context)
-            c = _cut(o, precisions[o.owner], over_context)
-            rows.layouts[o.names[0]] = layout_of(o.original, c, over_mesh, _placements(c, over_mesh, strategy))
-        cuts = [[(o, rows.layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(chosen))]
-        extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
-        plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
-        planned = [
-            groups_over(mine, [own.get(id(o)) for o, _ in mine], each)
-            for mine, each in zip(plain, precisions, strict=True)
-        ]
-        check_activations(offloads, sharding.checkpoint_activations)
-        context = with_tiers(context, offloads, planned, offload, make_arena)
-        planned = [with_secondary(groups, context, sharding, make) for groups in planned]
-        for o, c in [pair for mine in extended for pair in mine]:
-            part = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
-            o.original = replace_by_subclass(o, part, mesh, _placements(c, mesh, strategy))
-        specs = [
-            UnitSpec(
-                name=name,
-                modules=[module],
-                precision=each,
-                planned=planned[i],
-                extended=extended[i],
-                mesh=rows_mesh(mesh),
-                casts_outputs=i == 0 or each is not precision,
-            )
-            for i, ((name, module), each) in enumerate(zip(chosen, precisions, strict=True))
-        ]
-        engine = build_engine(context, strategy, precision, sharding.prefetch, specs, owned, rows.fill, debug=modes)
-        engine.unfilled.update(map(id, rows.unfilled))
-        place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, context, sync)
+        plan = _agree(make, model, mesh_for(mesh, sharding.strategy), sharding, sync, modes)
+        engine = _attach_engine(make, make_arena, model, plan)
     checkpointing = sharding.checkpointing
-    deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
+    deep = [i for i, (_, module) in enumerate(plan.chosen) if i and not is_layer(module)]
     for i in deep[:: checkpointing.every] if checkpointing.every else ():
-        checkpoint_forward(chosen[i][1], checkpointing, activation_offload_of(engine, i))
+        checkpoint_forward(plan.chosen[i][1], checkpointing, activation_offload_of(engine, i))
     attach_state_dict_hooks(model)
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
-    _announce(engine, owned, chosen, mesh)
+    _announce(engine, plan.owned, plan.chosen, plan.mesh)
     return model
 
 
-def entry_point(module: nn.Module, name: str) -> None:
-    """Let the method `name` of a unit's module use full parameters as `forward` does: `generate`, `encode` and the like.
+class _Plan(NamedTuple):
+    """The decisions on which ranks agree before any parameter is cut."""
 
-    `module`: the sharded model, or a module that is a unit. Raises `UsageError` where it is no unit or has no such method.
+    sharding: Sharding
+    sync: bool
+    modes: frozenset[str]
+    mesh: DeviceMesh
+    context: ShardingContext
+    chosen: list[tuple[str, nn.Module]]  # name and module of each unit
+    owned: list[Owned]
+    own_meshes: list[DeviceMesh | None]  # by parameter; None for the model's
+    precision: Precision
+    precisions: list[Precision]  # by unit
+    offloads: list[Offload]  # by unit
+
+
+def _agree(
+    make: CommunicatorMaker, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, sync: bool, modes: frozenset[str]
+) -> _Plan:
+    """Choose units, meshes and policies, and compare them over ranks. A collective; the model stays as it is."""
+    strategy, precision = sharding.strategy, sharding.precision or Precision()
+    sharding.check_secondary(mesh.size(mesh.ndim - 1))
+    scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
+    context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
+    chosen = choose_units(model, sharding.units)
+    owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
+    check_hooks(owned)
+    over, refused = list[DeviceMesh | None]([None] * len(owned)), None
+    try:
+        over = own_meshes(model, owned, sharding.meshes or {}, mesh, strategy)
+    except UsageError as error:  # ranks report it to each other when they compare their models
+        refused = error
+    precisions = by_unit(chosen, precision, "Precision")
+    offloads = by_unit(chosen, sharding.offload, "Offload")
+    spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
+    check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
+    settings = arguments_of(mesh, sharding, sync, modes)
+    settings |= settings_of([name for name, _ in chosen], precisions, offloads) | mesh_settings(over, owned)
+    same_structure(owned, chosen, strategy, context, settings, refused)
+    return _Plan(sharding, sync, modes, mesh, context, chosen, owned, over, precision, precisions, offloads)
+
+
+def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Module, plan: _Plan) -> Engine:
+    """Cut the parameters, and attach an engine to the model. A collective."""
+    sharding, strategy, context = plan.sharding, plan.sharding.strategy, plan.context
+    mesh, owned = plan.mesh, plan.owned
+    contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(plan.own_meshes) if m is not None}
+    own_contexts = {id(o): contexts[m] for o, m in zip(owned, plan.own_meshes, strict=True) if m is not None}
+    rows = _Rows(owned, same_values(model, owned, context, plan.sync, own_contexts))
+    for o, m in zip(owned, plan.own_meshes, strict=True):
+        c = _cut(o, plan.precisions[o.owner], own_contexts.get(id(o), context))
+        rows.layouts[o.names[0]] = layout_of(o.original, c, m or mesh, _placements(c, m or mesh, strategy))
+    cuts = [[(o, rows.layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(plan.chosen))]
+    extended = [[pair for pair in pairs if is_extended(pair[0].original)] for pairs in cuts]
+    plain = [[pair for pair in pairs if not is_extended(pair[0].original)] for pairs in cuts]
+    planned = [
+        groups_over(pairs, [own_contexts.get(id(o)) for o, _ in pairs], each)
+        for pairs, each in zip(plain, plan.precisions, strict=True)
+    ]
+    check_activations(plan.offloads, sharding.checkpoint_activations)
+    context = with_tiers(context, plan.offloads, planned, sharding.offload, make_arena)
+    planned = [with_secondary(groups, context, sharding, make) for groups in planned]
+    for o, c in [pair for pairs in extended for pair in pairs]:
+        part = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
+        o.original = replace_by_subclass(o, part, mesh, _placements(c, mesh, strategy))
+    specs = [
+        UnitSpec(
+            name=name,
+            modules=[module],
+            precision=each,
+            planned=planned[i],
+            extended=extended[i],
+            mesh=rows_mesh(mesh),
+            casts_outputs=i == 0 or each is not plan.precision,
+        )
+        for i, ((name, module), each) in enumerate(zip(plan.chosen, plan.precisions, strict=True))
+    ]
+    precision, prefetch = plan.precision, sharding.prefetch
+    engine = build_engine(context, strategy, precision, prefetch, specs, owned, rows.fill, debug=plan.modes)
+    engine.unfilled.update(map(id, rows.unfilled))
+    place_buffers(model, {id(m): p for (_, m), p in zip(plan.chosen, plan.precisions, strict=True)}, context, plan.sync)
+    return engine
+
+
+def entry_point(module: nn.Module, name: str) -> None:
+    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like.
+
+    `module`: the sharded model, or a module that is a unit. Raises `UsageError` for others, and without such a method.
     """
     hooks = attached_to(module)
     if hooks is None:
@@ -183,9 +208,9 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 
 class _Rows:
-    """Where the rows of each parameter lie, and what they hold; makes of each one its sharded parameter.
+    """The layout and value of each parameter's rows; `fill` makes the sharded parameters.
 
-    `value_of`: the full value of a parameter, None if it has none yet. `unfilled`: the sharded parameters of those.
+    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: the sharded parameters of those.
     """
 
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
@@ -194,7 +219,6 @@ class _Rows:
         self.layouts: dict[str, Layout] = {}
 
     def fill(self, unit: int, param: Param, local: Tensor) -> None:
-        """Fill this rank's rows, and put the parameter that they make in the place of the full one; as `Fill`."""
         o, layout = self._owned[param.name], self.layouts[param.name]
         value = self._value_of(o)
         if value is not None:
@@ -220,7 +244,6 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
 
 
 def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
-    """Say once, on the first rank, what was decided."""
     if mesh.get_local_rank(0) or (mesh.ndim > 1 and mesh.get_local_rank(1)):
         return
     padding = sum((p.cut.padded_numel - p.cut.numel) * p.dtype.itemsize for u in engine.units for p in u.params)

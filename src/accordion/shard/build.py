@@ -1,4 +1,4 @@
-"""From decided units to an engine: the one builder of `shard` and of `compat.fsdp2`."""
+"""Build an engine from chosen units, for `shard` and `compat.fsdp2`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """One unit before it is made.
+    """A unit to build. The first of `modules` names it; calls of all are calls of the unit.
 
-    `modules`: whose calls are the unit's, the first one names it. `planned`: its groups. `extended`: parameters that are
-    tensor subclasses, cut already, whose rows `mesh` holds, with the caller's `extension_policy`. `casts_outputs`: to
-    `precision.output`. `context`: over which ranks `extended` lie, if these are not the model's.
+    `planned`: its groups. `extended`: its parameters that are tensor subclasses, sharded over `mesh` (`context`, if not the
+    model's), with the caller's `extension_policy`. `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -59,7 +58,7 @@ class UnitSpec:
 
 
 Fill = Callable[[int, Param, Tensor], None]
-"""(unit, parameter, this rank's rows): writes the rows and sets `Param.sharded`. A collective if values are another rank's."""
+"""(unit, parameter, this rank's rows) -> None: fills the rows and sets `Param.sharded`. May be a collective."""
 
 
 def build_engine(
@@ -73,7 +72,7 @@ def build_engine(
     *,
     debug: Collection[str] = (),
 ) -> Engine:
-    """Make the units of a model and attach them to its modules. `owned`: all parameters, each with its unit's index."""
+    """Make the units of a model, attach them to its modules, and return the engine. `owned`: all parameters."""
     engine = Engine(context, strategy, precision, prefetch)
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
@@ -86,14 +85,13 @@ def build_engine(
 
 
 def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
-    """The hooks of one unit, attached to its modules."""
     context, precision, place = engine.context, spec.precision, (i, spec.name)
     groups: list[Group] = []
     for plan in spec.planned:
-        own = context
-        if plan.context is not None:  # the model's says where shards rest, also those of other ranks
-            own = dataclasses.replace(plan.context, shard_buffers=context.shard_buffers)
-        groups.append((CutGroup if plan.secondary is None else SecondaryGroup)(own, plan, place))
+        over = context
+        if plan.context is not None:  # ranks of its own, but the tiers of the model
+            over = dataclasses.replace(plan.context, shard_buffers=context.shard_buffers)
+        groups.append((CutGroup if plan.secondary is None else SecondaryGroup)(over, plan, place))
     for group in groups:
         for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
             fill(i, param, local)
@@ -122,25 +120,25 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """The context whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
+    """Return a context whose groups are stored in the tiers of their units' `offloads`; `context` itself without offload.
 
-    `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
-    `UsageError` on every rank where one has not enough.
+    `policy`: the model's, whose budgets hold for units without an override. Allocates host memory. Raises `UsageError` on every
+    rank if one has not enough.
     """
-    if not any(own.asks for own in offloads):
+    if not any(each.asks for each in offloads):
         return context
-    for own, groups in zip(offloads, planned, strict=True):
-        for param in [param for group in groups for param in group.params if own.asks]:
+    for each, groups in zip(offloads, planned, strict=True):
+        for param in [param for group in groups for param in group.params if each.asks]:
             if param.requires_grad and param.grad_dtype is not param.dtype:
                 raise UsageError(
                     f"parameter {param.name!r} of {param.dtype} has grad_dtype {param.grad_dtype}, and an offloaded gradient "
-                    "rests in its parameter's dtype; leave grad_dtype as it is, or do not offload this unit."
+                    "is stored in its parameter's dtype; do not set grad_dtype, or do not offload this unit."
                 )
 
     def shape_of(group: GroupPlan) -> Shape:
         params = group.params
-        lies = messages(group.context or context, [p.cut for p in params], group.dtype)[1]
-        return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], group.dtype)
+        layout = messages(group.context or context, [p.cut for p in params], group.dtype)[1]
+        return Shape(layout, [p.dtype for p in params], [p.requires_grad for p in params], group.dtype)
 
     shapes = [list(map(shape_of, groups)) for groups in planned]
 
@@ -150,24 +148,24 @@ def with_tiers(
     return dataclasses.replace(context, shard_buffers=on_every_rank(make, context))
 
 
-def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
-    """The parameters of one unit by the dtype in which they are gathered, that dtype, and the one of their gradients' sum."""
+def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
+    """Group the parameters of one unit by the dtype in which they are gathered."""
     by_dtype: dict[torch.dtype, list[Param]] = {}
-    for o, c in mine:
+    for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
-        own = precision.master_dtype(dtype, trained)
+        shard_dtype = precision.master_dtype(dtype, trained)
         was_set, asked = _torch.asked_grad_dtype(o.original)
-        param = Param(o.names[0], o.places, c, own, trained, asked if was_set else own)
+        param = Param(o.names[0], o.places, c, shard_dtype, trained, asked if was_set else shard_dtype)
         by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
     return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 
 
 def groups_over(
-    mine: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
+    params_of_unit: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
 ) -> list[GroupPlan]:
-    """`plan_groups` by the ranks over which parameters lie. `contexts`: that of each one, None for the model's."""
+    """Call `plan_groups` for the parameters of each context. `contexts`: one per parameter, None for the model's."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
-    for pair, context in zip(mine, contexts, strict=True):
+    for pair, context in zip(params_of_unit, contexts, strict=True):
         by_context.setdefault(context, []).append(pair)
     return [g._replace(context=c) for c, pairs in by_context.items() for g in plan_groups(pairs, precision)]
 
@@ -178,7 +176,7 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return the groups; of their full parameters `sharding.secondary` ranks keep one copy from a forward to its backward."""
+    """Return `groups` with the ranks of their secondary shards, if `sharding.secondary` is set."""
     num = sharding.secondary
     if num is None:
         return list(groups)
@@ -186,6 +184,6 @@ def with_secondary(
 
 
 def keep_parts(group: Group, keeps: bool) -> None:
-    """Let a group with secondary shards make these from now on, or gather from all ranks again; others stay as they are."""
+    """Set if `group` makes secondary shards from now on or gathers from all ranks; no effect on other groups."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)

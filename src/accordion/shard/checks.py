@@ -1,4 +1,4 @@
-"""Models that cannot be sharded, and methods that cannot be entry points: refused before ranks are asked."""
+"""Refuse models that cannot be sharded, and methods that cannot be entry points, before ranks communicate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raise `UsageError` for a model or a mesh that `shard` cannot take, whatever else it is given."""
+    """Raise `UsageError` if `model` or `mesh` cannot be sharded with any settings."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise UsageError(
             f"mesh is {mesh!r}, of type {type(mesh).__name__}; pass a DeviceMesh, as "
@@ -22,21 +22,21 @@ def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
         )
     if not isinstance(model, nn.Module):
         raise UsageError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
-    if _torch.transforms_active():  # FSDP1's wrappers shard at their first call
+    if _torch.transforms_active():  # possible because FSDP1's wrappers shard at their first call
         raise transform_error()
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
     for name, module in model.named_modules():
-        own = vars(module)  # libraries' modules answer for attributes that they do not have, and may fail at it
-        if own.get("sparse") is True:
+        attributes = vars(module)  # not getattr, which some libraries' modules override and which may then fail
+        if attributes.get("sparse") is True:
             raise UsageError(
                 f"module {name!r} asks for sparse gradients, which are not sharded; build it with sparse=False."
             )
-        if own.get("max_norm") is not None:
+        if attributes.get("max_norm") is not None:
             raise UsageError(
-                f"module {name!r} renormalises its weight in its forward (max_norm), which shards would not follow."
+                f"module {name!r} renormalises its weight in its forward, which shards would not follow; do not use max_norm."
             )
     for name, param in model.named_parameters():
         if not param.dtype.is_floating_point and param.requires_grad:
@@ -46,13 +46,13 @@ def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
 
 def check_entry_point(module: nn.Module, name: str) -> None:
-    """Raise `UsageError` unless the method `name` of `module` has done all when it returns."""
+    """Raise `UsageError` if `module` has no method `name`, or if it is a generator or coroutine, which runs after its call."""
     method = getattr(type(module), name, None)
     if not callable(method):
         raise UsageError(f"{type(module).__name__} has no method {name!r}; name one that its class defines.")
     checks = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if any(check(method) for check in checks):
         raise UsageError(
-            f"{type(module).__name__}.{name} computes after the call that makes its generator or coroutine, when full parameters "
-            "are let go again; make entry points of the methods that it calls and that return, and loop over these outside."
+            f"{type(module).__name__}.{name} is a generator or coroutine, which runs after its call returns, when full "
+            "parameters are freed; make the methods that it calls entry points instead, and loop over them outside."
         )

@@ -1,4 +1,4 @@
-"""How one sharded parameter lies: mesh, placements and rows, on a mesh of its own and beside other parallelism too."""
+"""The mesh, placements and rows of one sharded parameter, also on a mesh of its own and under other parallelism."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from accordion.shard.topology import device_of
 
 
 class TensorParallelView:
-    """The DTensor that a parameter was before data parallelism cut its local tensor.
+    """The DTensor that a parameter was before data parallelism sharded its local tensor; `ParamView` describes the methods.
 
-    `mesh`, `placements`, `shape`: its own. `summed`: the axes of `mesh` over which the engine itself adds up gradients;
-    the parameter is replicated on them.
+    `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class TensorParallelView:
         self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
     def __call__(self, full: Tensor) -> Tensor:
-        """Return the tensor that modules see in place of a gathered one."""
         if self.summed:
             return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
         return self.seen(full)
@@ -50,11 +48,9 @@ class TensorParallelView:
         )
 
     def whole(self, full: Tensor) -> Tensor:
-        """The tensor of the model without any parallelism. Collective over `mesh`."""
         return self.seen(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of such a tensor, which every rank has; a view."""
         for i, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 c = Cut(tuple(whole.shape), placement.dim % len(whole.shape), self.mesh.size(i))
@@ -64,12 +60,11 @@ class TensorParallelView:
 
     @property
     def is_first(self) -> bool:
-        """Return True if this rank is the first on every axis."""
         return not any(self.mesh.get_coordinate() or ())
 
 
 class _Seen(torch.autograd.Function):
-    """`TensorParallelView.seen`, whose gradient stays a sum to come on the axes over which the engine adds up."""
+    """`TensorParallelView.seen` with a backward that leaves partial gradients on the axes over which the engine sums."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
@@ -80,8 +75,8 @@ class _Seen(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         around: TensorParallelView = ctx.around
         wanted = [
-            given if i in around.summed else own
-            for i, (given, own) in enumerate(zip(grad.placements, around.placements, strict=True))
+            actual if i in around.summed else expected
+            for i, (actual, expected) in enumerate(zip(grad.placements, around.placements, strict=True))
         ]
         if wanted != list(grad.placements):
             grad = grad.redistribute(placements=wanted)
@@ -90,10 +85,10 @@ class _Seen(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of the sharded parameter, how its local tensor before was cut, and what modules see around it.
+    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see.
 
-    `over`: the data-parallel axes, one that shards or two. `rank`: this one among those that have rows of the cut.
-    `keeps_dtype`: it computes in its own dtype, whatever the policy says.
+    `over`: the data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: it
+    computes in its own dtype, whatever the policy.
     """
 
     mesh: DeviceMesh
@@ -106,30 +101,29 @@ class Layout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
         return self.cut.local_shape(self.rank)
 
 
 def local_part(param: nn.Parameter) -> Tensor:
-    """What data parallelism cuts: the parameter, or this rank's part of it under other parallelism."""
+    """Return the tensor that data parallelism shards: `param`, or its local tensor under other parallelism."""
     return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
 
 
-def layout_of(param: Any, c: Cut, mesh: DeviceMesh, own: Sequence[Placement]) -> Layout:
-    """Where a parameter lies that `mesh` cuts by `own`; a DTensor of other parallelism, on axes of its own, lies on both."""
+def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """Return the layout of a parameter sharded over `mesh` with `placements`; a DTensor's own axes follow those of `mesh`."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
-        return Layout(mesh, tuple(own), c, rank, mesh)
-    inner, placements = param.device_mesh, param.placements
-    outer = list(own)
+        return Layout(mesh, tuple(placements), c, rank, mesh)
+    inner_mesh, inner = param.device_mesh, param.placements
+    outer = list(placements)
     if isinstance(outer[-1], Shard):
-        outer[-1] = cut_on(c, placements, [inner.size(i) for i in range(inner.ndim)])
-    around = TensorParallelView(inner, placements, param.shape, device_of(mesh))
-    return Layout(_torch.joined_mesh(mesh, inner), (*outer, *placements), c, rank, mesh, around)
+        outer[-1] = cut_on(c, inner, [inner_mesh.size(i) for i in range(inner_mesh.ndim)])
+    around = TensorParallelView(inner_mesh, inner, param.shape, device_of(mesh))
+    return Layout(_torch.joined_mesh(mesh, inner_mesh), (*outer, *inner), c, rank, mesh, around)
 
 
 def cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """The placement of a cut that is made on what the axes to its right have left: strided where they cut the same dim."""
+    """Return the placement of a cut made after those of the axes to its right: strided if one of them cuts the same dim."""
     if c.dim is None:
         return Replicate()
     split = 1

@@ -1,4 +1,4 @@
-"""Parameters on a mesh of their own, of some ranks of the model's: experts, which other ranks have others of."""
+"""Parameters on a mesh of some of the model's ranks, such as experts that differ between the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """What `shard` was given as `meshes`, {} for None. Raises `UsageError` for what it cannot be, whatever the model."""
+    """Return `meshes`, the argument of `shard`, or {} for None. Raises `UsageError` if it is wrong for every model."""
     if meshes is None:
         return {}
     if not isinstance(meshes, Mapping):
@@ -32,17 +32,17 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
             raise UsageError(f"meshes has the key {key!r}; pass a class of modules, or a pattern of names as a string.")
         if not isinstance(mesh, DeviceMesh):
             raise UsageError(
-                f"meshes[{_shown(key)}] is a {type(mesh).__name__}; pass a DeviceMesh, a slice of one say."
+                f"meshes[{_shown(key)}] is of type {type(mesh).__name__}; pass a DeviceMesh, such as a slice of another."
             )
     if meshes and strategy.optim_over_replicas:
         raise UsageError(
-            f"meshes is given, and {strategy.name} cuts rows over two axes, which parameters on a mesh of their own need not "
-            "have; take HYBRID_SHARD or FULL_SHARD."
+            f"meshes cannot be combined with {strategy.name}, which cuts rows over two axes of the model's mesh; use "
+            "HYBRID_SHARD or FULL_SHARD."
         )
     if meshes and sync:
         raise UsageError(
-            "meshes is given with sync=True, and the first rank has only its own part of what lies on a mesh of its own; build "
-            "the model with the same values on every rank, or load it after shard()."
+            "meshes cannot be combined with sync=True, because the first rank lacks the other ranks' parts of such parameters; "
+            "build the model with the same values on every rank, or load it after shard()."
         )
     return meshes
 
@@ -50,7 +50,7 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
-    """The mesh of its own of each parameter, None where it lies over the model's `mesh`; of several that name it the last.
+    """Return for each parameter the mesh that `meshes` names for it, the last one if several do; None for the model's `mesh`.
 
     Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing.
     """
@@ -59,19 +59,19 @@ def own_meshes(
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
         if not named:
             raise UsageError(
-                f"meshes names {_shown(key)}, and no module with parameters and no parameter of the model is one; pass a class "
-                "of its modules, or a pattern of names as model.named_parameters() gives them."
+                f"meshes names {_shown(key)}, but the model has no such parameter and no such module with parameters; pass a "
+                "class of its modules, or a pattern of the names in model.named_parameters()."
             )
         _check_mesh(key, asked, mesh, strategy)
         for i in named:
             chosen[i] = asked if asked != mesh else None
-    for o, asked_of_it in zip(owned, chosen, strict=True):
-        _check_parameter(o, asked_of_it, mesh)
+    for o, own_mesh in zip(owned, chosen, strict=True):
+        _check_parameter(o, own_mesh, mesh)
     return chosen
 
 
 def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
-    """Whether a key means a parameter: by one of its names, or as one of the modules around it."""
+    """Return True if `key` matches one of the parameter's names, or a module around it by name or class."""
     for name in o.names:
         parts = name.split(".")
         around = [".".join(parts[:i]) for i in range(1, len(parts))]
@@ -93,25 +93,24 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
         )
     if asked.device_type != mesh.device_type:
         raise UsageError(
-            f"{which} is one of {asked.device_type!r} devices, and the model's of {mesh.device_type!r}; pass a slice of the "
-            "model's mesh."
+            f"{which} has {asked.device_type!r} devices, and the model's mesh has {mesh.device_type!r} devices; pass a slice of "
+            "the model's mesh."
         )
     if asked.get_coordinate() is None:
-        raise UsageError(f"{which} is {asked}, without this rank; each rank passes the one that it is in.")
+        raise UsageError(f"{which} is {asked}, which lacks this rank; on each rank pass a mesh that includes it.")
     beyond = sorted(set(_torch.ranks_of(asked)) - set(_torch.ranks_of(mesh)))
     if beyond:
         raise UsageError(
-            f"{which} has the ranks {beyond}, which the model's mesh has not; a mesh of its own has some of that one's."
+            f"{which} has the ranks {beyond}, which are not in the model's mesh; pass a slice of the model's mesh."
         )
 
 
-def _check_parameter(o: Owned, own: DeviceMesh | None, mesh: DeviceMesh) -> None:
-    """A parameter lies on all ranks of the model, its own mesh and that of its DTensor taken together: nobody could
-    tell what it is in whole otherwise, and ranks that hold the same would add up some of its gradients each."""
+def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) -> None:
+    """Raise `UsageError` unless a parameter's own mesh and that of its DTensor together have all ranks of the model."""
+    # Otherwise the full value would be unknown, and each of several replicas would sum only some of its gradients.
     name, param = o.names[0], o.original
-    is_spread = isinstance(param, DTensor)
-    if own is None:
-        if is_spread:
+    if own_mesh is None:
+        if isinstance(param, DTensor):
             raise UsageError(
                 f"parameter {name!r} is a DTensor already; shard() takes plain parameters, and DTensors only with a mesh of "
                 "their own in meshes=."
@@ -122,40 +121,42 @@ def _check_parameter(o: Owned, own: DeviceMesh | None, mesh: DeviceMesh) -> None
             f"parameter {name!r} is a {type(local_part(param)).__name__}, a tensor subclass, on a mesh of its own, where "
             "only plain ones are sharded; leave it out of meshes."
         )
-    everybody, ranks = sorted(_torch.ranks_of(mesh)), sorted(_torch.ranks_of(own))
-    if not is_spread:
-        if ranks != everybody:
-            raise UsageError(
-                f"parameter {name!r} lies on the mesh {own} of its own and is a plain tensor: nobody could tell what the "
-                f"other {len(everybody) - len(ranks)} ranks hold; make it a DTensor over these first, with distribute_tensor("
-                "param, mesh['ep'], [Shard(0)])."
-            )
-        return
-    inner: DeviceMesh = param.device_mesh  # type: ignore[attr-defined]
-    names, others = own.mesh_dim_names, inner.mesh_dim_names
+    everybody, ranks = sorted(_torch.ranks_of(mesh)), sorted(_torch.ranks_of(own_mesh))
+    if isinstance(param, DTensor):
+        _check_dtensor(name, param, own_mesh, everybody)
+    elif ranks != everybody:
+        raise UsageError(
+            f"parameter {name!r} is a plain tensor on the mesh {own_mesh} of its own, so its values on the other "
+            f"{len(everybody) - len(ranks)} ranks are unknown; make it a DTensor over these ranks first, with "
+            "distribute_tensor(param, mesh['ep'], [Shard(0)])."
+        )
+
+
+def _check_dtensor(name: str, param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> None:
+    inner, placements = param.device_mesh, param.placements
+    names, others = own_mesh.mesh_dim_names, inner.mesh_dim_names
     if names is None or others is None or set(names) & set(others):
         raise UsageError(
-            f"parameter {name!r} is a DTensor on {inner} and lies on the mesh {own} of its own; pass slices of one mesh with "
-            "named axes, each axis to one of both: mesh['ep'] to distribute_tensor and mesh['edp'] here."
+            f"parameter {name!r} is a DTensor on {inner}, and meshes names {own_mesh} for it; pass slices of one mesh with named "
+            "axes and no axis in common, such as mesh['ep'] to distribute_tensor and mesh['edp'] here."
         )
-    placements = param.placements  # type: ignore[attr-defined]
     if not all(type(p) is Shard for p in placements):
         raise UsageError(
-            f"parameter {name!r} is placed {placements} on {inner}, whose ranks do not add up its gradients; a parameter on a "
-            "mesh of its own is Shard(dim) on the axes beside it."
+            f"parameter {name!r} has the placements {placements} on {inner}, whose ranks do not sum its gradients; with a mesh "
+            "of its own it must be Shard(dim) on every axis of that mesh."
         )
-    if sorted(_torch.ranks_of(_torch.joined_mesh(own, inner))) != everybody:
+    if sorted(_torch.ranks_of(_torch.joined_mesh(own_mesh, inner))) != everybody:
         raise UsageError(
-            f"parameter {name!r} is a DTensor on {inner} and lies on the mesh {own} of its own, which together are not the ranks "
-            f"{everybody} of the model; pass slices of one mesh of all of them."
+            f"parameter {name!r} is a DTensor on {inner}, and meshes names {own_mesh} for it, but together they are not the "
+            f"ranks {everybody} of the model; pass slices of one mesh of all these ranks."
         )
 
 
-def told(own: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
-    """What ranks must agree on of these meshes; which ranks one has is another on each of them."""
+def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
+    """Return the settings of parameters' own meshes on which ranks must agree: shape and axis names, but not the ranks."""
     return {
         f"mesh of parameter {o.names[0]!r}": f"{tuple(mesh.shape)}, named {mesh.mesh_dim_names}"
-        for o, mesh in zip(owned, own, strict=True)
+        for o, mesh in zip(owned, own_meshes, strict=True)
         if mesh is not None
     }
 

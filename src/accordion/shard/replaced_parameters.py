@@ -1,4 +1,4 @@
-"""Sharded parameters in the place of a model's own, and what is left of these."""
+"""Replace a model's parameters by sharded ones, and detect uses of the old ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
+    """Put a DTensor of the rows `local` in every place of parameter `o`, empty the old parameter, and return the new one."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
-    # Of a local tensor on the meta device: any other would be moved to the mesh's, and rows may rest on the host.
+    # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
     rows = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
     sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
     for original in (*reversed(o.others), o.original):
@@ -43,14 +43,14 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """`replace`, where the rows are a tensor subclass."""
+    """Replace parameter `o` like `replace` does, with rows that are a tensor subclass."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
 
 
 class Moved(nn.Parameter):
-    """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
+    """A parameter that `shard` replaced. An old optimizer that holds it raises an error at its first step or zero_grad."""
 
     moved_to: nn.Parameter
 
@@ -63,7 +63,7 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before `shard` hold the shards, with this rank's rows of the states that it has already.
+    """Replace the parameters of an optimizer made before `shard` by shards, and its states by this rank's rows of them.
 
     Raises `UsageError` for a state that is neither one number nor of its parameter's shape.
     """
@@ -82,17 +82,17 @@ def follow_moved(optimizer: torch.optim.Optimizer) -> None:
         sharded = moved[id(p)]
         optimizer.state.pop(p)
         optimizer.state.setdefault(sharded, {key: _rows_of(value, sharded) for key, value in state.items()})
-    for name, value in vars(optimizer).items():  # its groups, and lists of parameters of its own
+    for name, value in vars(optimizer).items():  # its groups, and other lists of parameters
         vars(optimizer)[name] = exchange(value, lambda tensor: moved.get(id(tensor), tensor))
     for group in optimizer.param_groups:
-        group["params"][:] = {id(p): p for p in group["params"]}.values()  # tied ones have become one
+        group["params"][:] = {id(p): p for p in group["params"]}.values()  # tied parameters have become one
 
 
 def _rows_of(value: Any, sharded: torch.Tensor) -> Any:
-    """This rank's rows of a state of its parameter's shape, as a DTensor; other values as they are."""
+    """Return this rank's rows of a state of its parameter's shape as a DTensor; other values unchanged."""
     if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == sharded.shape):
         return value
-    assert isinstance(sharded, DTensor), "what shard puts in place of a parameter"
+    assert isinstance(sharded, DTensor), "shard replaces parameters by DTensors"
     rows = distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    own = torch.empty_like(_torch.local_of(sharded), dtype=value.dtype)
-    return _torch.as_dtensor(own.copy_(_torch.local_of(rows)), sharded)
+    local = torch.empty_like(_torch.local_of(sharded), dtype=value.dtype)
+    return _torch.as_dtensor(local.copy_(_torch.local_of(rows)), sharded)

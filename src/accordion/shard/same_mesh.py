@@ -1,4 +1,4 @@
-"""Compare the meshes that ranks give to `shard`, through the job's store, before any group of a mesh is used."""
+"""Compare the meshes that ranks pass to `shard`, through the job's store, before any group of a mesh is used."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from accordion.safety.liveness.arrivals import Arrivals
 from accordion.safety.liveness.polling import once_after, poll
 
 log = logging.getLogger("accordion")
-PATIENCE_S = 10.0  # a wait beyond it is logged
-MARGIN_S = 1.0  # beyond the time-out of the job's process group
-LOOK_S = 1.0  # after it a rank looks which ranks it waits for; later with more than ten ranks, for the store's sake
+WARNING_DELAY_S = 10.0  # longer waits are logged
+MARGIN_S = 1.0  # added to the timeout of the job's process group
+POLL_S = 1.0  # until a rank first asks for which ranks it waits; longer with more than ten ranks, to spare the store
 PREFIX = "accordion/meshes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPost:
-    """The mesh that a rank gave last: `time` counts how often it gave this one, and `waits` tells if it waits now."""
+    """The last mesh that a rank passed. `time`: how often it has passed this one. `waits`: True while it waits."""
 
     mesh: str
     ranks: list[int]
@@ -36,26 +36,26 @@ class MeshPost:
 
 
 def same_mesh(mesh: DeviceMesh) -> None:
-    """Wait until all ranks of `mesh` have given it too, as often as this one.
+    """Wait until all ranks of `mesh` have passed it as often as this one.
 
-    Raises `DivergenceError` on every rank if ranks that gave other meshes wait for each other: groups that do not fit would
-    wait for good, each for ranks that are in another one. A rank that does not come is named after the job's time-out.
+    Raises `DivergenceError` on every rank if ranks passed different meshes and wait for each other, because process groups of
+    other ranks would wait for ever. A rank that does not come is named after the job's timeout.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated
         return
-    store, mine = _torch.default_store(), dist.get_rank()
+    store, rank = _torch.default_store(), dist.get_rank()
     if mesh.device_type != "cpu" and torch.accelerator.device_count() > 1:
-        _claim_device(store, str(mine), mesh.device_type)
+        _claim_device(store, str(rank), mesh.device_type)
     ranks = _torch.ranks_of(mesh)
-    _MeshWait(store, mine, f"{tuple(mesh.shape)} of ranks {ranks}", ranks).wait()
+    _MeshWait(store, rank, f"{tuple(mesh.shape)} of ranks {ranks}", ranks).wait()
 
 
 def _claim_device(store: Any, rank: str, device_type: str) -> None:
-    """Log a warning if another rank has claimed the current device: NCCL refuses this in words that name no remedy."""
+    """Log a warning if another rank uses this rank's device; NCCL's own error does not say what to do."""
     device = torch.device(device_type, torch.accelerator.current_device_index())
-    # Ranks that see different devices may give them the same number.
+    # The index does not suffice, because ranks that see different devices may number them alike.
     uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", device.index)
     first = store.compare_set(f"{PREFIX}/device/{socket.gethostname()}/{uuid}", "", rank).decode()
     if first != rank:
@@ -67,66 +67,62 @@ def _claim_device(store: Any, rank: str, device_type: str) -> None:
 
 
 class _MeshWait:
-    """One wait of this rank for all other ranks of its mesh. One counter tells the end; polls for the others become rare."""
+    """One wait of this rank for all other ranks of its mesh; polls become rarer with time."""
 
-    def __init__(self, store: Any, mine: int, mesh: str, ranks: list[int]) -> None:
-        self._store, self._mine, self._mesh, self._ranks = store, mine, mesh, ranks
+    def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int]) -> None:
+        self._store, self._rank, self._mesh, self._ranks = store, rank, mesh, ranks
         self._arrivals = Arrivals(store, _name(mesh), ranks)
-        self._waiting: dict[int, MeshPost] = {}  # ranks that waited at the last look
+        self._waiting: dict[int, MeshPost] = {}  # ranks that waited at the last poll
 
     def wait(self) -> None:
         lost_s = _torch.timeout_s_of_job() + MARGIN_S
-        self._arrivals.come(self._mine)
+        self._arrivals.come(self._rank)
         self._post(waits=True)
-        look_s = next_s = LOOK_S * max(1.0, len(self._ranks) / 10)
-        warn = once_after(PATIENCE_S, lambda: log.warning("%s.", self._absent()))
+        poll_s = next_s = POLL_S * max(1.0, len(self._ranks) / 10)
+        warn = once_after(WARNING_DELAY_S, lambda: log.warning("%s.", self._absent()))
 
-        def look(waited_s: float) -> None:
-            nonlocal look_s, next_s
+        def while_waiting(waited_s: float) -> None:
+            nonlocal poll_s, next_s
             if self._store.check([self._key("failed", self._own())]):
                 raise DivergenceError(self._store.get(self._key("failed", self._own())).decode())
             if waited_s >= next_s:
-                look_s *= 2
-                next_s += look_s
-                self._look()
+                poll_s *= 2
+                next_s += poll_s
+                self._find_deadlock()
             warn(waited_s)
 
         try:
-            if not poll(self._arrivals.all_came, lost_s, look):
+            if not poll(self._arrivals.all_came, lost_s, while_waiting):
                 text = self._absent()
-                if self._arrivals.withdraw(self._mine):
+                if self._arrivals.withdraw(self._rank):
                     raise DivergenceError(f"{text}. None of them came in {lost_s:.0f} s.")
         finally:
             self._post(waits=False)
-        if self._ranks[0] == self._mine:
+        if self._ranks[0] == self._rank:
             self._arrivals.forget_last()
 
-    def _look(self) -> None:
-        """Find the ranks that wait now, of those that this rank waits for.
-
-        If this rank is part of a wait cycle that already existed at the last look, the first rank to notice reports it to all
-        ranks that give one of these meshes this time, those that come later too.
-        """
+    def _find_deadlock(self) -> None:
+        """Report a deadlock to its ranks if this rank is the first to see a wait cycle that existed at the last poll."""
         before, self._waiting = self._waiting, self._chain()
         stuck = sorted(_stuck({rank: self._missing(p) for rank, p in self._waiting.items() if before.get(rank) == p}))
-        if self._mine not in stuck or self._store.add(self._key("found", self._waiting[stuck[0]]), 1) != 1:
+        if self._rank not in stuck or self._store.add(self._key("found", self._waiting[stuck[0]]), 1) != 1:
             return
         each = ", ".join(f"rank {rank} gave {self._waiting[rank].mesh}" for rank in stuck)
         text = (
             f"ranks gave other meshes and wait for each other: {each}; pass the same mesh on every rank that is in it."
         )
         for post in {self._waiting[rank].mesh: self._waiting[rank] for rank in stuck}.values():
-            for rank in set(self._missing(post)).intersection(stuck):  # they will not come this time
+            for rank in set(self._missing(post)).intersection(stuck):  # these ranks will not come
                 self._arrivals_of(post).count(rank, 1)
             self._store.set(self._key("failed", post), text)
 
     def _chain(self) -> dict[int, MeshPost]:
-        """Return the ranks that wait, of those for which this rank waits, and for which they do, and so on; with this one."""
+        """Return this rank and the ranks that wait, of those that it waits for directly or through other ranks."""
         waiting: dict[int, MeshPost] = {}
-        ask = [self._mine]
+        ask = [self._rank]
         while ask:
             rank = ask.pop()
-            post = self._own() if rank == self._mine else self._post_of(rank)
+            post = self._own() if rank == self._rank else self._post_of(rank)
             if rank not in waiting and post is not None and post.waits:
                 waiting[rank] = post
                 ask += self._missing(post)
@@ -141,7 +137,7 @@ class _MeshWait:
         return MeshPost(mesh=self._mesh, ranks=self._ranks, time=self._arrivals.time, waits=waits)
 
     def _post(self, waits: bool) -> None:
-        self._store.set(f"{PREFIX}/at/{self._mine}", json.dumps(asdict(self._own(waits))))
+        self._store.set(f"{PREFIX}/at/{self._rank}", json.dumps(asdict(self._own(waits))))
 
     def _post_of(self, rank: int) -> MeshPost | None:
         key = f"{PREFIX}/at/{rank}"
@@ -162,10 +158,10 @@ def _name(mesh: str) -> str:
 
 
 def _stuck(waiting: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return the ranks that wait for a cycle, or in one. All ranks of a mesh must come, so waiting for one of them suffices."""
-    free = set(waiting)
-    while True:  # take away who waits for nobody of these; what is left waits in circles
-        left = {rank for rank in free if any(other in free for other in waiting[rank])}
-        if left == free:
+    """Return the ranks that wait in or for a cycle. All ranks of a mesh must come, so waiting for one of them suffices."""
+    candidates = set(waiting)
+    while True:  # remove ranks that wait for none of the others; the ones left wait in cycles
+        left = {rank for rank in candidates if any(other in candidates for other in waiting[rank])}
+        if left == candidates:
             return left
-        free = left
+        candidates = left

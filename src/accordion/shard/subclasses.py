@@ -1,7 +1,7 @@
-"""Tensor subclasses that say themselves what is gathered of them and what modules compute with.
+"""Parameters that are tensor subclasses with their own all-gather, after the contract of torch's FSDP2.
 
-`fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)` of this rank's rows, and
-`fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (full, inner tensors)`: the contract of torch's FSDP2.
+`fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)` returns what this rank sends;
+`fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (full, inner tensors)` makes what modules see.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(param: Tensor) -> bool:
-    """Whether a parameter, or its local tensor, says itself how it is gathered."""
+    """Return True if a parameter, or its local tensor, defines its own all-gather."""
     tensor = _torch.local_of(param) if isinstance(param, DTensor) else param
     return hasattr(tensor, PRE)
 
 
 def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool = False) -> None:
-    """Raise `UsageError` for a tensor subclass that does not define how it is gathered, or half of it, or cannot be offloaded.
+    """Raise `UsageError` for a tensor subclass that does not define both methods, or that would be offloaded.
 
-    `may_follow`: the two methods may still be set, on the class or on the local tensor.
+    `may_follow`: the two methods may be set later, on the class or on the local tensor.
     """
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
         if offloads:
             raise UsageError(
-                f"parameter {name!r} is a {kind.__name__}, which says itself how it is gathered; such tensors are not offloaded: "
+                f"parameter {name!r} is a {kind.__name__}, which defines its own all-gather, and such tensors are not offloaded; "
                 "shard their modules without an offload policy."
             )
         return
@@ -54,13 +54,13 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool 
         raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")
     if not (may_follow or _torch.is_plain(tensor)):
         raise UsageError(
-            f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which say how its rows are "
-            "gathered; define them, pass it in ignored_params, or make it an ordinary tensor."
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which gather its "
+            "rows; define them, pass it in ignored_params, or make it an ordinary tensor."
         )
 
 
 def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
-    """Raise `UsageError` for a tensor subclass that `shard` would have to drop: it is kept, or refused by name."""
+    """Raise `UsageError` for a tensor subclass that the strategy or the other settings cannot shard."""
     for o in owned:
         if _torch.is_plain(o.original):
             continue
@@ -68,29 +68,29 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
         check_tensor(name, o.original, offloads=offloads)
         if strategy.params is Place.REPLICATE or strategy.optim_over_replicas or strategy.optim is Place.REPLICATE:
             raise UsageError(
-                f"parameter {name!r} is a {kind}, which says itself how it is gathered, and {strategy.name} keeps full copies or "
+                f"parameter {name!r} is a {kind}, which defines its own all-gather, and {strategy.name} keeps full copies or "
                 "cuts rows twice; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD."
             )
-        asked = "it is on the meta device, where its rows have no values" if o.original.is_meta else None
-        asked = "sync=True sends plain tensors only" if sync else asked
-        if asked is not None:
-            raise UsageError(f"parameter {name!r} is a {kind}, and {asked}; build it with its values on every rank.")
+        problem = "it is on the meta device, where its rows have no values" if o.original.is_meta else None
+        problem = "sync=True sends plain tensors only" if sync else problem
+        if problem is not None:
+            raise UsageError(f"parameter {name!r} is a {kind}, and {problem}; build it with its values on every rank.")
 
 
-def extended_rows(given: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """This rank's rows of a subclass, by the operators that torch's FSDP2 asks of one: chunk, new_zeros, narrow, copy_."""
-    given = given.to(device)
+def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
+    """Return this rank's rows of a subclass, by the operators that torch's FSDP2 requires: chunk, new_zeros, narrow, copy_."""
+    tensor = tensor.to(device)
     if c.dim is None:
-        return given
-    chunks = torch.chunk(given, c.num_ranks, dim=c.dim)
-    padded, num_rows = given.new_zeros(chunks[0].size()), c.rows_of(rank)
+        return tensor
+    chunks = torch.chunk(tensor, c.num_ranks, dim=c.dim)
+    padded, num_rows = tensor.new_zeros(chunks[0].size()), c.rows_of(rank)
     if num_rows:
         padded.narrow(c.dim, 0, num_rows).copy_(chunks[rank])
     return padded.narrow(c.dim, 0, num_rows)
 
 
 def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of a mesh of `shard` that have different rows."""
+    """Return the mesh of the ranks that have different rows: the last axis of `mesh`."""
     if mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names
@@ -98,21 +98,21 @@ def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def extended_groups(
-    mine: Sequence[tuple[Owned, Cut]],
+    params_of_unit: Sequence[tuple[Owned, Cut]],
     precision: Precision,
     context: ShardingContext,
     place: tuple[int, str],
     mesh: DeviceMesh,
     policy: Any = None,
 ) -> list[Group]:
-    """The groups of the extended parameters of one unit, which are sharded.
+    """Return the groups of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
 
-    `mesh`: of the ranks that have rows; `policy`: the caller's, as FSDP2's hooks want it; by default what `precision` says.
+    `policy`: passed to FSDP2's hooks; by default made from `precision`.
     """
-    if policy is None and mine:
+    if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
     by_dtype: dict[torch.dtype, list[Extended]] = {}
-    for o, c in mine:
+    for o, c in params_of_unit:
         local = _torch.local_of(o.original)
         was_set, asked = _torch.asked_grad_dtype(o.original)
         param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad, asked if was_set else local.dtype)
@@ -121,11 +121,11 @@ def extended_groups(
         extended = Extended(param, dtype, context, mesh, policy)
         param.extension = extended.shown
         by_dtype.setdefault(dtype, []).append(extended)
-    return [_SubclassGroup(context, found, precision, dtype, place) for dtype, found in by_dtype.items()]
+    return [_SubclassGroup(context, members, precision, dtype, place) for dtype, members in by_dtype.items()]
 
 
 class Extended:
-    """Owns the gathered tensors of one such parameter, and what its subclass made of them."""
+    """One parameter that is a tensor subclass: its gathered tensors, and the tensor that the subclass makes of them."""
 
     def __init__(
         self, param: Param, dtype: torch.dtype, context: ShardingContext, mesh: DeviceMesh, policy: Any
@@ -135,7 +135,7 @@ class Extended:
         self.gathered: list[Tensor] = []
         self.inner: tuple[Tensor, ...] = ()
         self.seen: nn.Parameter | None = None
-        # Stands for the parameter in the graph: its shape and dtype, without memory.
+        # Represents the parameter in the graph: its shape and dtype, without memory.
         self.view = torch.zeros((), dtype=dtype, device=context.device).expand(param.cut.shape)
 
     @property
@@ -143,7 +143,7 @@ class Extended:
         return _torch.local_of(self.param.sharded)
 
     def begin(self) -> tuple[list[Tensor], Any]:
-        """What this rank sends, as 1-D tensors, and the metadata for `end`; the memory to receive it stands afterwards."""
+        """Allocate the receive buffers; return the 1-D tensors that this rank sends, and the metadata for `end`."""
         pre, c = self.local.fsdp_pre_all_gather, self.param.cut
         if len(inspect.signature(pre).parameters) == 1:  # the older of torch's two signatures
             tensors, metadata = pre(self._mesh)
@@ -162,7 +162,7 @@ class Extended:
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
-        """The tensors of all ranks are there: let the subclass make of them what modules see."""
+        """Let the subclass make the tensor that modules see, after the tensors of all ranks have arrived."""
         outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
         if self.seen is not None:
             self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)
@@ -173,12 +173,12 @@ class Extended:
         self.seen = nn.Parameter(full, requires_grad=False)
 
     def shown(self, view: Tensor) -> Tensor:
-        """What modules see, as a function of what stands for the parameter in the graph."""
+        """Return the tensor that modules see, connected to `view`, which represents the parameter in the graph."""
         return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a process group gathers it: plain, and with rows of padding, because all ranks send equal parts."""
+    """Return `tensor` as a plain tensor with padding rows, because all ranks must send equal parts."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -187,11 +187,11 @@ def _sent(tensor: Tensor, c: Cut) -> Tensor:
 
 
 class _Shown(torch.autograd.Function):
-    """The subclass in place of what stands for it in the graph; its gradient is that one's."""
+    """Replaces a view in the graph by the subclass's tensor, and passes the gradient on to the view."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor, extended: Extended) -> Tensor:
-        assert extended.seen is not None, "what is shown has been gathered"
+        assert extended.seen is not None, "the parameter has been gathered"
         return extended.seen.detach()
 
     @staticmethod
@@ -200,7 +200,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather that ends on the compute stream, where what it makes is read: by `then`."""
+    """A gather after whose end `then` is called on the compute stream."""
 
     __slots__ = ("then",)
     then: Callable[[], None]
@@ -211,11 +211,9 @@ class _SubclassGather(Transfer):
 
 
 class _SubclassBuffers:
-    """The memory of all extended parameters of a group, by the names that a `FullBuffer` has."""
-
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]
-        self.flat = torch.empty(0, device="cpu")  # counts writes, of which subclasses tell none
+        self.flat = torch.empty(0, device="cpu")  # its version never changes: subclasses do not count writes
 
     @property
     def num_bytes(self) -> int:
@@ -231,7 +229,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """Extended parameters of one unit and compute dtype: gathered as they say, their gradients reduced as any others."""
+    """A group of subclass parameters of one compute dtype, with their own all-gather and the usual reduce."""
 
     def __init__(
         self,
@@ -245,7 +243,7 @@ class _SubclassGroup(Group):
         super().__init__(context, planned, place)
         self._extended = extended
         self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
-        self.shard_buffer = ShardBuffer()  # rows rest in tensors of their own
+        self.shard_buffer = ShardBuffer()  # the rows are separate tensors
         self.shard_buffer.dtype = self.shard_buffer.pack_row = None
         self.shard_buffer.padded, self.shard_buffer.flats = [], []
         self.shard_buffer.locals, self.shard_buffer.tag = [e.local for e in extended], torch.zeros(1, device="cpu")
@@ -253,11 +251,10 @@ class _SubclassGroup(Group):
         self.views = self.full_buffer.views
 
     def gather(self) -> Transfer | None:
-        """Begin to gather; the transfer ends with what the subclasses make of it."""
         self.filled, axis = self.version(), self.context.shard
         with torch.no_grad():
             begun = [e.begin() for e in self._extended]
-        # `data` has a version counter of its own: a subclass may show what was gathered, and a graph may have saved that.
+        # `data` has its own version counter: a graph may have saved a subclass that shares the gathered memory.
         pairs = [
             (full.data, part)
             for e, (sent, _) in zip(self._extended, begun, strict=True)
@@ -281,4 +278,4 @@ class _SubclassGroup(Group):
         return transfer
 
     def landed(self) -> None:
-        """Nothing to let go: subclasses may keep what they were given until the unit lets its full parameters go."""
+        """Do nothing: subclasses may use the gathered memory until the unit is resharded."""

@@ -1,4 +1,4 @@
-"""Over which ranks and on which device a model is sharded: its mesh, communicators and side streams."""
+"""The ranks and devices over which a model is sharded: mesh, communicators and side streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """The mesh over which a strategy shards: the one that was given, checked, or one of all ranks."""
+    """Return `mesh` if it suits the strategy, or a mesh of all ranks for None. Raises `UsageError` otherwise."""
     if mesh is None:
         if strategy.hybrid:
             raise UsageError(
@@ -56,32 +56,32 @@ def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """One axis over all ranks, of accelerators where the job has them."""
+    """Return a mesh of one axis over all ranks, on accelerators if the job uses them."""
     if not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
     return init_device_mesh(device_type_of_job(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of a mesh. Raises `UsageError` where the machine has none of that kind."""
+    """Return this rank's device of `mesh`. Raises `UsageError` if the machine has no such device."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != mesh.device_type:
-        here = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
+        available = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
         raise UsageError(
-            f"the mesh is one of {mesh.device_type!r} devices, and this machine has {here}; make it with "
+            f"the mesh is one of {mesh.device_type!r} devices, and this machine has {available}; make it with "
             f"init_device_mesh({(accelerator or torch.device('cpu')).type!r}, ...)."
         )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 CommunicatorMaker = Callable[[Any, torch.device], Communicator]
-"""(process group, device) -> what speaks over it."""
+"""(process group, device) -> the communicator of that group."""
 
 
 def communicator_over(group: Any, device: torch.device) -> Communicator:
-    """The communicator that suits a process group's backend."""
+    """Return the communicator for the backend of a process group."""
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
@@ -89,9 +89,9 @@ def communicator_over(group: Any, device: torch.device) -> Communicator:
 def wire(
     mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
 ) -> ShardingContext:
-    """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective.
+    """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    Raises `DivergenceError` on every rank where ranks give meshes that do not fit each other.
+    Raises `DivergenceError` on every rank if ranks passed meshes that do not fit each other.
     """
     device = device_of(mesh)
     axes = _axes(mesh, strategy, device, make)
@@ -119,36 +119,31 @@ def beside(
     strategy: Strategy = FULL_SHARD,
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
-    """The context of parameters with a mesh of their own, of ranks of the model's, whose streams, scale and monitor it uses.
+    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective.
 
-    Collective. `strategy`: the model's. On two axes the first one has replicas, on one this is cut, unless the strategy cuts
-    nothing.
+    Streams, scale and monitor are those of `context`, the model's. On a mesh of two axes the first one replicates; one axis
+    shards, or replicates if `strategy`, the model's, does.
     """
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:
         strategy = replace(FULL_SHARD, reduce=strategy.reduce)
     shard, replicate = _axes(mesh, strategy, context.device, make)
-    return replace(
-        context,
-        shard=shard,
-        replicate=replicate,
-        cut_twice=False,
-        where=f" of ranks {_torch.ranks_of(mesh)}",
-    )
+    suffix = f" of ranks {_torch.ranks_of(mesh)}"
+    return replace(context, shard=shard, replicate=replicate, cut_twice=False, where=suffix)
 
 
 def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: CommunicatorMaker) -> list[Axis]:
-    """The ranks that shard, and those that hold replicas; a collective, after all have given the same mesh."""
+    """Return the axis that shards and the axis that replicates, after all ranks have passed the same mesh. A collective."""
     same_mesh(mesh)
     communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
-    nobody = Communicator(None, device)
+    alone = Communicator(None, device)
     if strategy.hybrid:
         replicate, sharding = communicators
     elif strategy.optim is Place.REPLICATE:
-        replicate, sharding = communicators[0], nobody
+        replicate, sharding = communicators[0], alone
     else:
-        replicate, sharding = nobody, communicators[0]
+        replicate, sharding = alone, communicators[0]
     return [
         Axis(
             communicator,
@@ -163,9 +158,9 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
 def secondary_communicator(
     context: ShardingContext, num_ranks: int, make: CommunicatorMaker = communicator_over
 ) -> Communicator | None:
-    """This rank's and its neighbours' of the axis that shards, `num_ranks` of them; None where these are all, or no part.
+    """Return a communicator of this rank and its neighbors, `num_ranks` of the ranks that shard. A collective.
 
-    Collective. All models over one group share it, as they share `own_communicator`.
+    None if these are all ranks, or if `num_ranks` does not divide their number. All models over one group share it.
     """
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
@@ -175,7 +170,7 @@ def secondary_communicator(
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
-    """Whether all ranks of a communicator run on one host, by name."""
+    """Return True if all ranks of a communicator run on one host, compared by host name."""
     if communicator.num_ranks == 1 or communicator.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")

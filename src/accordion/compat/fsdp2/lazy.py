@@ -86,7 +86,7 @@ class Lease:
             engine.recover()
             unit.drop_stale()
         with torch.inference_mode(False):
-            engine.launch(unit)
+            engine.unshard(unit)
         return unit
 
     def take(self) -> None:
@@ -277,7 +277,7 @@ class Part:
             unit = self.unit
             self.tree.engine.drop_kept(lambda lease: lease.unit is unit)
             unit.keep_until_stale = False
-            unit.let_go()
+            unit.reshard()
 
 
 class Tree:

@@ -183,7 +183,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
                     each.unit.keep_until_stale = False
             with torch.no_grad():
                 engine.reduce_sums()
-            engine.let_go()
+            engine.reshard_unused()
         if not async_op:
             return None
         handle = part.handle = GradientReductionHandle(part)

@@ -126,7 +126,7 @@ def costs_of(
     Args:
         rate: name of the assumed rates, a key of `REACHED`.
         shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
-        near: ranks over which secondary shards are kept; 0: none are kept.
+        near: number of ranks of a node over which shards are kept for the backward; 0: none are kept.
         experts: neighbouring ranks that share the experts of a mixture.
     """
     machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)

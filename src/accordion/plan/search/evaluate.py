@@ -22,7 +22,7 @@ from accordion.sharding import offload_words
 AS_FAST = (
     0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
 )
-NUM_VARIED = 3  # number of the fastest choices that are tried with other units, secondary shards and so on
+NUM_VARIED = 3  # number of the fastest choices that are tried with other units, shards kept in each node and so on
 HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
@@ -130,7 +130,7 @@ class Evaluator:
         return [self.candidate(c.choice.but(units=units)) for c in near for units in self._space.units[1:]]
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate secondary shards in each node, with the fastest candidates that gather from other nodes."""
+        """Evaluate shards kept in each node for the backward, with the fastest candidates that gather from other nodes."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]

@@ -39,7 +39,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
         axis = group.context.shard
         tracker.axes |= {id(axis.gather): EXPERT_DATA, id(axis.reduce): EXPERT_DATA}
-    # Groups with a secondary shard: their backward gathers over neighbouring ranks, and `close` copies that shard.
+    # Groups that keep a shard per node: their backward gathers over neighbouring ranks, and `close` copies that shard.
     for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
         tracker.axes[id(group.over)] = NEAR
         buffer: Any = group.full_buffer

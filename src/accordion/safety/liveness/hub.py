@@ -37,7 +37,7 @@ from accordion.safety.mixed_tensors import print_advice
 log = logging.getLogger("accordion")
 KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
 ANSWER_S = 1.0  # time for ranks to answer a question
-ECHO_S = 2.0  # time for the rank that caused a secondary error to report
+ECHO_S = 2.0  # time for the rank that caused a follow-on error to report
 NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
 KEPT_STEPS = 64  # digests of steps that the first rank keeps
 NOTICED_STEPS = 4  # backwards after which all ranks know that steps differ, and compare their records
@@ -76,7 +76,7 @@ class Hub:
         self.ended: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        # In order of arrival: rank, model or "" for the whole program, and text. Echoes are secondary errors.
+        # In order of arrival: rank, model or "" for the whole program, and text. Echoes are follow-on errors.
         self._causes: list[tuple[int, str, str]] = []
         self._echoes: list[tuple[int, str, str]] = []
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank

@@ -51,14 +51,14 @@ STANDARD = spellings(threading.__file__)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return True if `error` is secondary: it was raised because another rank is gone or does not respond."""
+    """Return True if `error` is a follow-on error: it was raised because another rank is gone or does not respond."""
     if isinstance(error, DivergenceError):
         return error.of_rank is not None
     return isinstance(error, RuntimeError) and BACKEND_ERRORS.search(str(error)) is not None
 
 
 def is_backends_echo(error: BaseException) -> bool:
-    """Return True if `error` is a secondary error that a backend raised, which does not name the other rank."""
+    """Return True if `error` is a follow-on error that a backend raised, which does not name the other rank."""
     return is_echo(error) and not isinstance(error, DivergenceError)
 
 
@@ -95,7 +95,7 @@ def while_handling(error: BaseException | None) -> str:
 
 
 def _handled_by(error: BaseException) -> BaseException | None:
-    """Return the newest error in whose handlers `error` was raised and that is not secondary; None without one."""
+    """Return the newest error in whose handlers `error` was raised and that is not a follow-on error; None without one."""
     seen, context = {id(error)}, error.__context__
     while context is not None and is_echo(context) and id(context) not in seen:
         seen.add(id(context))
