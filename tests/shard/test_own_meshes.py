@@ -332,7 +332,9 @@ def parts(mesh: Any) -> None:
     if rank == 3:
         with torch.no_grad():
             model.blocks[1].experts.down.to_local().add_(1)
-    with pytest.raises(acc.DivergenceError, match=r"own mesh: 'blocks.1.experts.down'; use the same seed on these ranks"):
+    with pytest.raises(
+        acc.DivergenceError, match=r"own mesh: 'blocks.1.experts.down'; use the same seed on these ranks"
+    ):
         acc.shard(model, everybody, meshes={"*.experts": own})
     assert all(type(p) is nn.Parameter for p in model.head.parameters())
     assert all(isinstance(p, DTensor) for p in model.blocks[0].experts.parameters())
