@@ -306,7 +306,7 @@ def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     model[0].reshard()
     full_buffer = unit_in(model[0]).groups[-1].full_buffer
     assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
-    with pytest.raises(ValueError, match="says itself how it is gathered"):
+    with pytest.raises(ValueError, match="with its own all-gather"):
         acc.full_state_dict(model)
 
 
