@@ -52,7 +52,7 @@ def test_kernels_are_scaled_and_hidden_messages_are_not(calibrated):
 
 def test_a_step_faster_than_the_peaks_is_refused():
     with pytest.raises(
-        acc.UsageError, match=r"measured_step_s is 1e-06, and full_shard.* at the peaks of a100-80 .*check the time"
+        acc.UsageError, match=r"measured_step_s is 1e-06, but full_shard.* at the peaks of a100-80 .*check the time"
     ):
         planned(measured_step_s=1e-6)
 

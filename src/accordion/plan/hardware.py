@@ -243,7 +243,7 @@ class Cluster:
             value = getattr(self, name)
             check_rate(name, 1 if value is None else value, most)
         if self.measured_at and self.measured_step_s is None:
-            raise UsageError(f"measured_at is {self.measured_at!r} without measured_step_s; pass its seconds too.")
+            raise UsageError(f"measured_at is {self.measured_at!r}; pass measured_step_s, its seconds, too.")
 
     @property
     def num_gpus(self) -> int:
