@@ -245,7 +245,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     replaced = [
         (SideStream, "__init__", side_stream), (Arena, "__init__", arena), (Unit, "__init__", unit),
         (DivergenceMonitor, "__init__", watch),
-        (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
+        (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_thread_pool", lambda *_: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
         (TOPOLOGY, "own_communicator", second), (COMMUNICATOR, "is_stream_ordered", lambda backend, device: True),
         (TOPOLOGY, "_one_node", lambda communicator, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
