@@ -57,6 +57,8 @@ def test_tensors_with_equal_names_without_wrappers_are_refused(tmp_path):
     model.weight = nn.Parameter(torch.ones(2))
     model.add_module("_orig_mod", nn.Module())
     model._orig_mod.weight = nn.Parameter(torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"_orig_mod.weight and another tensor of the model have the same name weight"):
+    with pytest.raises(
+        CheckpointError, match=r"_orig_mod.weight and another tensor of the model have the same name weight"
+    ):
         accordion.save(tmp_path / "c", model)
     assert os.listdir(tmp_path) == []

@@ -17,7 +17,7 @@ from accordion.config import STRATEGIES
 from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import leave_together, mesh_of, one_loss
+from tests.support.checks import PlantedError, leave_together, mesh_of, one_loss
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
@@ -222,3 +222,20 @@ def test_finite_values_pass(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
     for step in range(2):
         one_loss(model, step).backward()
+
+
+@on_world(2)
+def test_values_of_a_forward_that_failed_are_not_reported_later(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, debug="finite")
+
+    def spoil_and_fail(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if module is model.blocks[1]:
+            raise PlantedError
+        return out * float("nan")
+
+    hooks = [block.register_forward_hook(spoil_and_fail) for block in model.blocks]
+    with pytest.raises(PlantedError):
+        one_loss(model, 0)
+    for hook in hooks:
+        hook.remove()
+    one_loss(model, 1).backward()

@@ -252,7 +252,7 @@ class Cluster:
 
     @property
     def tellable(self) -> float:
-        """Relative difference between two times below which they are not told apart."""
+        """Relative difference between two times below which they count as equal."""
         return 0.05 if self.scales else 0.10
 
     @property

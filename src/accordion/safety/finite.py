@@ -55,6 +55,8 @@ class FiniteCheck(Observer):
     def forward_ends(self, error: BaseException | None) -> None:
         if error is None:
             self.report()
+        else:
+            self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
         self.report()
@@ -66,7 +68,7 @@ class FiniteCheck(Observer):
             flag = torch.maximum(flag, (~torch.isfinite(tensor)).any().to(flag.dtype))
         self._flags[unit, moment] = flag
 
-    def forget(self) -> None:
+    def interrupted(self) -> None:
         self._flags.clear()
 
     def report(self) -> None:
