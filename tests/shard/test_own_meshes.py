@@ -285,7 +285,7 @@ def refused(mesh: Any) -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ([own], {}, "pass a mapping from classes of modules"),
         ({1: own}, {}, "has the key 1; pass a class of modules"),
-        ({"*.experts": "edp"}, {}, "is a str; pass a DeviceMesh"),
+        ({"*.experts": "edp"}, {}, "is of type str; pass a DeviceMesh"),
         ({"*.expert": own}, {}, r"names '\*.expert', but the model has no such parameter"),
         ({experts.AllToAll: own}, {}, "has the key"),
         ({experts.Experts: own}, {"sync": True}, "with sync=True"),
