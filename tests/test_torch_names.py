@@ -274,15 +274,15 @@ def _() -> None:
         _torch.assert_on_device(torch.tensor(False), "not fine" + "." * _torch.ASSERT_BYTES)
 
 
-@checks("fake_tensors", "told_device", "ASKS_DEVICE", "asks_for_values", "in_place_on_cpu")
+@checks("fake_tensors", "fake_device", "ASKS_DEVICE", "asks_for_values", "in_place_on_cpu")
 def _() -> None:
     with _torch.fake_tensors():
         fake = torch.ones(3)
-        assert _torch.told_device(fake) == CPU
+        assert _torch.fake_device(fake) == CPU
         with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException) as caught:
             fake.sum().item()
         assert _torch.asks_for_values(caught.value)
-    assert _torch.told_device(torch.ones(3)) is None
+    assert _torch.fake_device(torch.ones(3)) is None
     assert not _torch.asks_for_values(ValueError("other"))
     assert _torch.ASKS_DEVICE is not None
     with _torch.in_place_on_cpu({"silu": lambda x: x * 0 + 5.0}):

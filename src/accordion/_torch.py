@@ -1,4 +1,7 @@
-"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.15."""
+"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.15.
+
+"No public name" means that torch has no public name for what a function does.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def walks_everything(leaf: Tensor) -> bool:
-    """Return True if the running backward computes all gradients, without `inputs` and not by `autograd.grad`.
+    """Return True if the running backward computes all gradients: it has no `inputs`, and is not `autograd.grad`.
 
     `leaf`: a leaf of the graph that no caller names in `inputs`, so the engine executes its node only in a full backward.
     """
@@ -60,7 +63,7 @@ def saving_hook() -> Callable[[Tensor], Any] | None:
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
-    """Register a permanent hook on the gradient of `tensor`: without a handle 3.5 us instead of 7.8, including a new view."""
+    """Register a permanent hook on the gradient of `tensor`; without torch's handle it takes 3.5 us instead of 7.8."""
     if tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(function)
         return
@@ -131,7 +134,7 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
 
 
 def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[DTensor | None]:
-    """Return `as_dtensor` of each pair of local tensor and `like`; None for None."""
+    """Return `as_dtensor(row, like)` for each pair of a local tensor and a `like`; None for a row that is None."""
     new, kind = _new_dtensor, DTensor
     pairs = zip(rows, like, strict=True)
     return [None if x is None else new(kind, x, p._spec, requires_grad=False) for x, p in pairs]  # type: ignore[attr-defined]
@@ -254,25 +257,25 @@ def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[
 
     Returns False, and changes nothing, if there is another handler. No public name.
     """
-    answers: Any = DTensor._op_dispatcher._custom_op_handlers
-    return answers.setdefault(operator, answer) is answer
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    return handlers.setdefault(operator, answer) is answer
 
 
 def drop_answer(operator: Any) -> None:
     """Remove the handler of an operator on DTensors. No public name."""
-    answers: Any = DTensor._op_dispatcher._custom_op_handlers
-    answers.pop(operator, None)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.pop(operator, None)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on DTensors without its handler. No public name."""
-    answers: Any = DTensor._op_dispatcher._custom_op_handlers
-    answer = answers.pop(operator, None)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator, None)
     try:
         return operator(*args, **kwargs)
     finally:
-        if answer is not None:
-            answers[operator] = answer
+        if handler is not None:
+            handlers[operator] = handler
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -281,10 +284,10 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def settle_before_unscale() -> None:
-    """Make `torch.amp.GradScaler.unscale_` correct for sharded gradients on the host of an accelerator; has effect once.
+    """Make `torch.amp.GradScaler.unscale_` correct for gradients offloaded to the host; further calls change nothing.
 
     torch copies the scale to pinned memory without waiting, and the CPU kernel reads it at once (2.11 to 2.15), so gradients
-    are multiplied by a random value. The handler waits for the copy before the kernel.
+    are multiplied by a random value. The handler that this registers waits for the copy before the kernel.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -351,7 +354,7 @@ def _alone() -> list[tuple[int, ...]]:
 
 
 def holders_of_memory(tensor: Tensor) -> int:
-    """Return the reference count of the tensor's storage; compare it only with another count of the same. No public name."""
+    """Return the reference count of the tensor's storage, to be compared with a later count of it. No public name."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -417,7 +420,7 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 def named_group(
     name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
 ) -> Any:
-    """Return a new process group of `ranks` with an agreed `name`; only these ranks call this. No public way (2.11 to 2.15).
+    """Return a new process group of `ranks`; only these ranks call this, with equal names. No public way (2.11 to 2.15).
 
     `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
@@ -506,7 +509,7 @@ def ranks_of(mesh: Any) -> list[int]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 without emulation, or its module has no such query."""
+    """Return True if the device multiplies bfloat16 without emulation, and for devices that cannot be asked."""
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
         return True
@@ -520,7 +523,7 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a factory of events on which a thread waits without spinning; it returns None if `module` has no such events."""
+    """Return a factory of events on which a thread sleeps until they occur; its results are None if `module` has none."""
     try:
         module.Event(blocking=True)
     except TypeError:
@@ -589,7 +592,7 @@ def group_name(group: Any) -> str:
 
 
 def name_of_group(group: Any) -> str:
-    """Return torch's name of a process group written in Python, which has no name attribute. No public name."""
+    """Return the name under which torch registered a process group written in Python. No public name (all versions)."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
@@ -648,7 +651,7 @@ def keep_grad_dtype(old: Tensor, new: Tensor) -> None:
 
 
 def like_in(like: Tensor, dtype: torch.dtype) -> DTensor:
-    """Return a DTensor without memory, placed as `like`, with another dtype, as `like` of `as_dtensor`. No public name."""
+    """Return a DTensor without memory, like `like` but of `dtype`, to pass to `as_dtensor` as its `like`. No public name."""
     spec = copy.copy(like._spec)  # type: ignore[attr-defined]
     spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
     local = torch.empty(local_of(like).shape, dtype=dtype, device="meta")
@@ -753,11 +756,11 @@ def without_compile(model: nn.Module) -> nn.Module:
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""The operator that reads the device of a fake tensor: two of three calls of a dispatch mode."""
+"""The operator that reads the device of a fake tensor; two of three operators that a dispatch mode intercepts are this one."""
 
 
-def told_device(tensor: Any) -> Any:
-    """Return the device of a fake tensor without dispatch modes; None for other tensors. No public name (all versions)."""
+def fake_device(tensor: Any) -> Any:
+    """Return the device of a fake tensor without a call of dispatch modes; None for other tensors. No public name."""
     return tensor.fake_device if isinstance(tensor, _fake.FakeTensor) else None
 
 

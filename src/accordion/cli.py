@@ -19,8 +19,7 @@ from accordion.output import lasting_output
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: its help, the module of its `run`, the packages it needs and their extra, and if `run` takes the
-    environment."""
+    """A subcommand. `about`: its help. `module`: has its `run`. `needs`: packages that pip's `extra` installs."""
 
     about: str
     module: str
@@ -75,7 +74,7 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
     try:
         return run(words)
     except UsageError as error:
-        if _speaks(os.environ):
+        if _reports(os.environ):
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except AccordionError as error:
@@ -90,8 +89,8 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
         return 1
 
 
-def _speaks(environ: Mapping[str, str]) -> bool:
-    """Return True if this process reports bad input: the first rank of a launcher, since all of them read the same arguments."""
+def _reports(environ: Mapping[str, str]) -> bool:
+    """Return True if this process reports bad input: without a launcher, or on the first rank, for all ranks read the same."""
     started = "RANK" in environ and "WORLD_SIZE" in environ
     rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
     return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")

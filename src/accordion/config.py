@@ -79,10 +79,10 @@ class Precision:
     """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
 
     Args:
-        params: dtype of the computation (of batch norms: that of their statistics); None: that of each parameter
+        params: dtype of the computation; None: that of each parameter. Batch norms keep theirs unless `buffers` is set
         reduce: dtype in which gradients are summed over ranks; None: that of the gradients
         output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
-        master: dtype of the sharded parameters that are stepped; None, and wider or frozen parameters: their own
+        master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
         buffers: dtype of floating buffers, running statistics too; None: unchanged
         cast_inputs: cast floating inputs of each unit to `params`
         overrides: class or name of a unit -> its own `Precision`
@@ -148,13 +148,13 @@ class Offload:
 
     Args:
         params: place of the rows that are gathered, in the gathered dtype; copied to the device for each use
-        grads: place of gradients from their reduce to the step, and of the float32 parameters that are stepped unless
-            `params` has them on disk. None: "host" if `step` is there or `params` is off the device
+        grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped, which are
+            on disk if `params` is. None: "host" if the step is on the host or `params` is off the device
         optimizer: place of the optimizer's states
-        activations: place of the inputs of units that `checkpoint_activations` recomputes, until then
+        activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps where the states are stored, during the next forward; "device" copies them to the device,
             chunk by chunk. None: "host" if `optimizer` is off the device
-        step_in_backward: step each unit when its gradients are reduced; promises one backward a step, no clipping, no scaler
+        step_in_backward: step each unit when its gradients are reduced; needs one backward a step, no clipping, no scaler
         checksums: compare what is read from the disk with what was written
         device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
             of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
@@ -207,7 +207,7 @@ class Offload:
 
     @property
     def asks(self) -> bool:
-        """True unless this is the same as no offload."""
+        """True if anything is stored off the device, or stepped in the backward."""
         return self.is_any or self.step_in_backward or self.activations != DEVICE
 
     @property
@@ -249,7 +249,7 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Units that recompute activations in the backward: each `every`-th. `selective`: matrix products and attention are kept."""
+    """Recomputation of every `every`-th unit, 0 for none. `selective`: keep attention and every other matrix product."""
 
     every: int = 0
     selective: bool = False

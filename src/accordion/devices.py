@@ -27,7 +27,7 @@ class Devices:
         return self.type == CPU
 
     def at(self, index: int) -> torch.device:
-        """Return the device of a rank on this machine; ranks beyond `count` start again at the first."""
+        """Return the device of the rank with local rank `index`; ranks beyond `count` start again at the first device."""
         return torch.device(CPU) if self.is_cpu else torch.device(self.type, index % self.count)
 
     def __str__(self) -> str:

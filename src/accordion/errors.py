@@ -35,8 +35,7 @@ class AssertedUsageError(UsageError, AssertionError):
 
 class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, and by
-    `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite.
-    """
+    `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite."""
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:

@@ -20,9 +20,9 @@ def without_collections() -> Iterator[None]:
 
 
 def end_with_one_collection() -> None:
-    """Let this process, one of our commands or its ranks, make one garbage collection at exit.
+    """Make this process, a command or one of its ranks, run one garbage collection at exit.
 
-    Python itself makes several, each over all of torch and transformers: 1.0 s at a rank's exit, and 0.33 s with one.
+    Python itself runs several, each over all of torch and transformers: they take 1.0 s at a rank's exit, and one 0.33 s.
     """
     atexit.unregister(_last_collection)
     atexit.register(_last_collection)

@@ -250,7 +250,7 @@ def refuse_adafactor(optimizer: Optimizer) -> None:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set the gradients of the local tensors in `pairs` (parameter, local tensor); return `state`, keyed by local tensors."""
+    """Give each local tensor in `pairs` (parameter, local tensor) its local gradient; return `state` keyed by local tensors."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -399,7 +399,7 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """`clip_grad_norm_` for `parameters`, the same ones on all ranks, of the models of `engines` (at least one)."""
+    """Clip, as `clip_grad_norm_` does, the gradients of `parameters`, the same ones on all ranks, of the models of `engines`."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         refuse_in_backward(engine, "clip_grad_norm_")

@@ -53,7 +53,7 @@ def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) ->
 
 
 def needing(default: Any, **needs: Any) -> Any:
-    """Return a field that is only of use if each other field in `needs` has one of the given values, or any value (True)."""
+    """Return a field that needs other fields: `needs` maps the name of each to its allowed values, or to True for any."""
     return field(default=default, metadata={"needs": needs})
 
 
@@ -94,7 +94,7 @@ def one_of(choices: Sequence[str], default: str | None) -> Any:
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Return `words` as a `kind`; None if they ask for help, which is then printed. Raises `UsageError`."""
+    """Parse `words` into a `kind`; return None if they ask for help, which is then printed. Raises `UsageError`."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -131,7 +131,7 @@ def values_of(
 
 
 def listed(subcommands: Mapping[str, str], prog: str) -> str:
-    """Return one line for each subcommand: its call and what it does."""
+    """Return the help text of `subcommands` (name -> what it does): a line for each, with its command line."""
     return "\n".join(f"  {prog} {name:<12}{does}" for name, does in subcommands.items())
 
 

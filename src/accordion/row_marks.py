@@ -113,17 +113,17 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> None:
     """Raise `UsageError` on all ranks of the meshes of `tensors` if one passes `other`, a mark of other rows. Collective."""
     # All-reduces the maximum of a number that packs this rank (counted from 1), the rank of the mark and its number of ranks.
-    rank, theirs, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
+    rank, source, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)
         every = [Communicator(group, device) for group in mesh.get_all_groups()]
         communicators = [communicator for communicator in every if not communicator.is_fake]
-        packed = torch.tensor((rank << 2 * BITS) + (theirs << BITS) + num_ranks, device=device)
+        packed = torch.tensor((rank << 2 * BITS) + (source << BITS) + num_ranks, device=device)
         largest = int(reduced(packed, communicators, dist.ReduceOp.MAX).item())
-        rank, theirs, num_ranks = (largest >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
+        rank, source, num_ranks = (largest >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
     if rank:
         raise UsageError(
-            f"rank {rank - 1} was given {what} of rank {theirs} of {num_ranks}, which are of other rows than its own: torch.save "
+            f"rank {rank - 1} was given {what} of rank {source} of {num_ranks}, which are of other rows than its own: torch.save "
             "writes the rows of one rank. Write the result of acc.full_state_dict(model), or use acc.save and acc.load, or let "
             "every rank load its own file, on as many ranks."
         )

@@ -28,7 +28,7 @@ from accordion.units import Owned
 log = logging.getLogger("accordion")
 Result = TypeVar("Result")
 Facts = dict[str, str]
-"""What a rank has; keys are the names in messages, which list differences in the order of the dict."""
+"""Name in messages -> text of a value that must be equal on all ranks. Messages list differences in this order."""
 
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 
@@ -49,11 +49,11 @@ def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
     rank, first = dist.get_rank(), min(digests)
     reports = monitor.meet({"what": what, "rank": rank, "facts": facts if rank == first else None})
     assert reports is not None, "reports have different ranks"
-    theirs = reports[first]["facts"]
+    expected = reports[first]["facts"]
     differing = [
-        f"{name} {facts.get(name, 'not at all')} (rank {first}: {theirs.get(name, 'not at all')})"
-        for name in dict.fromkeys([*theirs, *facts])
-        if facts.get(name) != theirs.get(name)
+        f"{name} {facts.get(name, 'not at all')} (rank {first}: {expected.get(name, 'not at all')})"
+        for name in dict.fromkeys([*expected, *facts])
+        if facts.get(name) != expected.get(name)
     ]
     answers = monitor.meet({"what": what, "rank": rank, "unlike": differing[:SHOWN_FACTS], "num": len(differing)})
     assert answers is not None, "reports have different ranks"
@@ -134,7 +134,7 @@ def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collec
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """Return the settings of units that must be equal on all ranks: all of the root, which comes first, and others' changes."""
+    """Return the units' settings that must be equal on all ranks: the root's, and those in which another unit differs from it."""
     facts: Facts = {}
     root: Facts = {}
     for name, precision, offload in zip(names, precisions, offloads, strict=True):
@@ -189,9 +189,9 @@ def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Resul
 def same_given(
     values: Mapping[str, Any], monitor: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
 ) -> str:
-    """Return `differences` of the tensors in `values` (dtype, shape, values) and of `also`; empty if equal. A collective.
+    """Compare `values` (name in messages -> tensor) and `also` over ranks; return the text of `differences`. A collective.
 
-    `values`: by name in messages; of objects that are no tensors the types are compared. `what`: the function they are given to.
+    Tensors are compared by dtype, shape and checksum, other objects by type. `what`: the function that got the values.
     """
     if not monitor.listens:
         return ""

@@ -1,4 +1,4 @@
-"""`Sharding`: one value that says how a model is sharded."""
+"""`Sharding`: one value that describes how a model is sharded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sharding:
             also classes, `min_params(n)`, `only_blocks()` or a callable (name, module) -> bool. None or "auto": the repeated
             blocks, and embeddings and heads about as large as a block.
         checkpoint_activations: units with more than one layer whose activations are recomputed in the backward: "none",
-            "full" (all), "selective" (all, but matrix products and attention are kept) or "every:K" (every K-th).
+            "full" (all), "selective" (all, except attention and every other matrix product) or "every:K" (every K-th).
         secondary: number of ranks, for example those of a node, that keep one copy of each unit between them from its forward
             to its backward, in the gathered dtype; the backward gathers from it. None: no copy.
         meshes: class of modules, or pattern of names -> mesh of these parameters, for example experts: a slice of a mesh of
@@ -87,8 +87,7 @@ class Sharding:
         return checkpointing_named(self.checkpoint_activations)
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `group`: prefix of the key, as
-        `shard.`."""
+        """Raise `UsageError` if `secondary` does not fit the strategy or `num_ranks`. `group`: prefix of the key: "shard."."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -105,7 +104,7 @@ class Sharding:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Sharding:
-        """Return a `Sharding` from name of a field -> value, or its text. Raises `UsageError` for an unknown name."""
+        """Return the `Sharding` with the fields in `config`: name -> value or its text. Raises `UsageError` for other names."""
         known = [f.name for f in fields(cls)]
         for key in config:
             if key not in known:

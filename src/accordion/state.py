@@ -34,9 +34,9 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 
 
 def settle(engine: Engine, what: str) -> None:
-    """Finish all work in progress and have all ranks agree on `what` they do next, outside of a pass: "saves a checkpoint".
+    """Finish all work in progress, and check that all ranks do `what` next, such as "saves a checkpoint".
 
-    Collective. Raises `DivergenceError` on every rank if others do something else, instead of a hang in different collectives.
+    Collective, outside of a pass. Raises `DivergenceError` on every rank if ranks differ: different collectives would hang.
     """
     engine.recover()
     engine.synchronize()
@@ -50,7 +50,7 @@ def settle(engine: Engine, what: str) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that accumulates gradients without communication: backwards inside add up full gradients on each rank.
 
-    The first backward of a forward that ran outside reduces the sums, also those of units that it does not visit.
+    The next backward whose forward ran outside reduces the sums, also those of units that it does not visit.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")
@@ -128,7 +128,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the `values` that `only` chooses. Raises `UsageError` if a choice other than `()` leaves none."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if none match, except for `()`."""
     if only is None:
         return dict(values)
     if only == ():
@@ -279,9 +279,9 @@ def is_sharded_alike(value: object, sharded: DTensor) -> bool:
     )
 
 
-def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:
+def refuse_others(state: Mapping[str, Any], monitor: DivergenceMonitor) -> None:
     """Raise `DivergenceError` on every rank if ranks load different full tensors, which would mix rows of different models."""
-    unlike = same_given({f"{key!r}": value for key, value in state.items()}, watch, "load_state_dict")
+    unlike = same_given({f"{key!r}": value for key, value in state.items()}, monitor, "load_state_dict")
     if unlike:
         raise DivergenceError(
             f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "

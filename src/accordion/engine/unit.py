@@ -133,7 +133,7 @@ class Unit:
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         # The memory of each full parameter, to find `weight.data = ...`; None for fake tensors, which have no addresses.
-        is_told = not self.module_params.has_around and all(_torch.told_device(v) is None for v in self.views)
+        is_told = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_told else None
 
     @property

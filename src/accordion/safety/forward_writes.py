@@ -33,7 +33,7 @@ class ForwardWrites(Observer):
         self._full_buffers: dict[int, list[FullBuffer]] = {}
         for unit in engine.units:
             buffers = [group.full_buffer for group in unit.groups]
-            real = [b for b in buffers if isinstance(b, FullBuffer) and _torch.told_device(b.flat) is None]
+            real = [b for b in buffers if isinstance(b, FullBuffer) and _torch.fake_device(b.flat) is None]
             self._full_buffers[unit.index] = real
         self._steps_left = {index: STEPS for index, buffers in self._full_buffers.items() if buffers}
         self._checked: set[int] = set()  # units checked since the last step

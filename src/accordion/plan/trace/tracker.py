@@ -121,7 +121,7 @@ class Tracker(StorageWatch):
     # -- operators and storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
+        if func is _torch.ASKS_DEVICE and (device := _torch.fake_device(args[0])) is not None:
             return device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
