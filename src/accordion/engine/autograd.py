@@ -1,4 +1,4 @@
-"""FSDP as two autograd nodes per unit: AwaitReduce (shards -> token) and Gather (token -> full parameters).
+"""FSDP as two autograd nodes per unit: AwaitReduce (shards -> edge) and Gather (edge -> full parameters).
 
 AwaitReduce is made for the parameters and kept; Gather is made for each call. When a backward reaches Gather, every other node
 of the call has run: the lease ends and the reduce begins. AwaitReduce runs after the next unit's backward, because its sequence
@@ -27,15 +27,15 @@ MOST_PUT_OFF = 2  # the most calls whose reduce between nodes may continue durin
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Shards to a token; its backward waits for the reduces that Gather's backward began.
+    """Shards to an edge tensor; its backward waits for the reduces that Gather's backward began.
 
-    `anchor`: the engine's leaf tensor, whose gradient is never asked for.
+    `leaf`: the engine's dummy leaf tensor, whose gradient is never asked for.
     """
 
     @staticmethod
-    def forward(ctx: Any, node: weakref.ref[ReduceNode], anchor: Tensor, *shards: Tensor) -> Tensor:
+    def forward(ctx: Any, node: weakref.ref[ReduceNode], leaf: Tensor, *shards: Tensor) -> Tensor:
         ctx.reduce_node, ctx.nothing = node, (None,) * (2 + len(shards))
-        return anchor.detach()
+        return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -123,10 +123,10 @@ def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
 
 @_torch.run_at_once
 class Gather(torch.autograd.Function):
-    """A token to the full trainable parameters, which are gathered already; its backward begins to reduce their gradients."""
+    """An edge tensor to the trained full parameters, which are gathered already; its backward begins to reduce gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, edge: Tensor) -> tuple[Tensor, ...]:
         ctx.call, call.gather = call, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return (call.engine.zero.detach(), *[view.detach() for view in call.trained.views])

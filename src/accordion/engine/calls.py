@@ -49,7 +49,7 @@ class Call:
         self.number = 0  # sequence number of the AwaitReduce in autograd's order
         self.writes = unit.writes()
         self.root = IN_BACKWARD if _torch.is_in_backward() else engine.root_call
-        self.kept: KeptLease | None = None
+        self.kept_lease: KeptLease | None = None
         self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
         self.version: int | None = None  # version of the parameters in the forward
         self.gather: weakref.ref[Any] | None = None  # the Gather node
@@ -87,7 +87,7 @@ class Call:
                 "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
             )
         if self.reduce_node is not None:
-            _torch.set_number(self.reduce_node.token, self.number)
+            _torch.set_number(self.reduce_node.edge, self.number)
         self.waiting[task] = 0
         node = self.gather and self.gather()
         if node is None or unit.views_inputs or not _torch.will_execute(node):
@@ -108,7 +108,7 @@ class Call:
 
     def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
         unit = self.unit
-        version = unit.version() if self.engine.take(self.kept) else self.engine.acquire(unit)
+        version = unit.version() if self.engine.take(self.kept_lease) else self.engine.acquire(unit)
         # The backward must see the parameters of the forward; without sharding, autograd's version counters check this.
         if self.version not in (None, version):
             unit.release()

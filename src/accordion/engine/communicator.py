@@ -158,7 +158,7 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return the job's extra process group of `ranks`, made once. A collective over all ranks of `communicator`."""
+    """Return the group of `ranks` that all models share, made at the first call by all ranks of `communicator` together."""
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:

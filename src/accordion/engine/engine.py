@@ -43,15 +43,15 @@ class Engine:
         self._full_bytes: list[int] = []  # by unit
         self.hooks: list[Any] = []  # the `Hooks` of each unit
         self.order = UnitOrder()
-        self.zero = torch.zeros((), device=context.device)  # value and gradient of every token
-        self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # replaces tokens under no_sync
+        self.zero = torch.zeros((), device=context.device)  # value and gradient of every edge tensor
+        self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # replaces edge tensors under no_sync
         self.sync = True
         self.unfilled: set[int] = set()  # ids of the sharded parameters that were on the meta device
         self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
         self.depth = 0  # number of calls under way, outside of backwards
         self.root_call = 0  # number of the outermost call
-        self.kept: list[KeptLease] = []
+        self.kept_leases: list[KeptLease] = []
         self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
         self._nodes_of = _torch.NO_BACKWARD  # the backward task in which that call runs
         # Backwards.
@@ -84,7 +84,7 @@ class Engine:
             call.drop()
         for unit in self.units:
             unit.dismantle()
-        self.units, self.kept, self.pre_backward_nodes, self.hooks = [], [], [], []
+        self.units, self.kept_leases, self.pre_backward_nodes, self.hooks = [], [], [], []
         self.observers.clear()
         self._tasks.clear()
         self.reduces_under_way, self.failed_reduces = [], []
@@ -114,12 +114,12 @@ class Engine:
             self.root_call += 1
         for notify in self.observers.forward_begins:
             notify(torch.is_grad_enabled(), self.sync)
-        if self.kept:
-            stale = not all(lease.unit.is_full for lease in self.kept)
+        if self.kept_leases:
+            stale = not all(lease.unit.is_full for lease in self.kept_leases)
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if a call made now is below the outermost call and not in a backward that runs inside of that."""
+        """Return True if a new call would be inside the outermost call, but not in a backward that runs inside of that."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:
@@ -166,21 +166,21 @@ class Engine:
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
         """Turn a forward lease of `unit` into one that waits for the backward of a call in root call `root`."""
-        self.kept.append(KeptLease(unit, root))
-        return self.kept[-1]
+        self.kept_leases.append(KeptLease(unit, root))
+        return self.kept_leases[-1]
 
     def take(self, lease: KeptLease | None) -> bool:
-        """Return True if the kept lease has not ended; from now on it is the caller's."""
-        if lease is None or lease not in self.kept:
+        """Return True if the kept lease has not ended; then the caller owns it from now on."""
+        if lease is None or lease not in self.kept_leases:
             return False
-        self.kept.remove(lease)
+        self.kept_leases.remove(lease)
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
         """End the leases that wait for a backward and for which `matches` returns True."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
-        for lease in [lease for lease in self.kept if matches(lease)]:
-            self.kept.remove(lease)
+        for lease in [lease for lease in self.kept_leases if matches(lease)]:
+            self.kept_leases.remove(lease)
             lease.unit.release()
 
     def reset(self) -> None:
@@ -190,7 +190,7 @@ class Engine:
         for notify in self.observers.interrupted:
             notify()
         self.recover()
-        self.kept.clear()
+        self.kept_leases.clear()
         self.depth = 0
         for unit in self.units:
             unit.leases = 0
@@ -310,7 +310,7 @@ class Engine:
         """Return True if the engine may write `grad` itself in this backward: autograd has no need to see the gradients."""
         task = _torch.current_graph_task()
         if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
-            self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
+            self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
         may = self._accumulates[1]
         if may:
             self.writes_here()

@@ -91,11 +91,11 @@ class FullBuffer:
         self.views: list[Tensor] = []  # the full tensors in their shapes, with which the model computes
         # Destinations of gathers: padded rows as 1-D if dim 0 is cut; otherwise copies from the packed message go here.
         self.rows: list[Tensor] = []
-        self.own: list[Tensor] = []  # dim 0: this rank's part of the padded rows, 1-D; whole: all of it
+        self.own_parts: list[Tensor] = []  # dim 0: this rank's part of the padded rows, 1-D; whole: all of it
         for c, at in zip(cuts, offsets, strict=True):
             self.views.append(flat[at : at + c.numel].view(c.shape))
             rows = raw[at : at + (c.padded_numel if c.dim == 0 else c.numel)]
-            self.own.append(rows[rank * c.shard_numel : (rank + 1) * c.shard_numel] if c.dim == 0 else rows)
+            self.own_parts.append(rows[rank * c.shard_numel : (rank + 1) * c.shard_numel] if c.dim == 0 else rows)
             if c.dim:
                 rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if cut_dim_first else rows.view(c.shape)
             self.rows.append(rows)
@@ -138,10 +138,10 @@ class AxisGather:
         self.off_device = shard_buffer.off_device
         # With one rank on the axis everything is copied, as hybrid strategies with an inner shard need.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
-        self._to, self._source = [full_buffer.own[i] for i in copied], [shard_buffer.padded[i] for i in copied]
+        self._to, self._source = [full_buffer.own_parts[i] for i in copied], [shard_buffer.padded[i] for i in copied]
         self._fulls = [full_buffer.rows[i] for i in msg.direct]
-        self._shards = [(full_buffer.own if cast else shard_buffer.padded)[i] for i in msg.direct]
-        self._own = [] if cast else [full_buffer.own[i] for i in msg.direct]
+        self._shards = [(full_buffer.own_parts if cast else shard_buffer.padded)[i] for i in msg.direct]
+        self._own = [] if cast else [full_buffer.own_parts[i] for i in msg.direct]
         self._arrive, self._travel = [carried(t) for t in self._fulls], [carried(t) for t in self._shards]
         self._storage: torch.UntypedStorage | None = None
         packs = num > 1 and msg.row_numel > 0

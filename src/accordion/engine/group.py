@@ -148,7 +148,7 @@ class Group(ABC):
         return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
-        """Mark full parameters stale after a reduced gradient: torch's fused optimizers do not count as writes (2.13)."""
+        """Mark full parameters stale, after a backward: steps of torch's fused optimizers do not raise the version (2.13)."""
         self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
         if self._inner_shard is not None:
@@ -163,7 +163,7 @@ class Group(ABC):
         """Free the memory that the gather needed temporarily, after its transfer has landed."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """Return the plans that reduce gradients of dtype `sent` for the parameters `chosen`, one per axis of their cuts."""
+        """Return the plans that reduce gradients of parameters `chosen` (indices), in dtype `sent`: one per axis that cuts."""
         key = tuple(chosen), sent
         plans = self._plans.get(key)
         if plans is None:

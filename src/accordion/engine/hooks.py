@@ -86,11 +86,11 @@ class Hooks:
         self._calls.clear()
         self._reserved = None
 
-    def _token(self, call: Call) -> Tensor:
-        """Return the token for a call's Gather; its AwaitReduce gets the number reserved before the previous unit's forward."""
+    def _edge(self, call: Call) -> Tensor:
+        """Return the edge tensor for a call's Gather. Its AwaitReduce gets the number reserved in the previous unit's call."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
-            return engine.anchor
+            return engine.leaf
         reserved, self._reserved = self._reserved, None
         if reserved is not None and reserved[0] == engine.root_call:
             call.number = reserved[1]
@@ -99,10 +99,10 @@ class Hooks:
         stream = engine.context.reduce_stream.compute()
         node: ReduceNode | None = trained.reduce_node
         if node is None or node.stream != stream:  # one node per compute stream
-            node = trained.reduce_node = ReduceNode(engine.anchor, stream, {})
-            node.token = _torch.apply(AwaitReduce, weakref.ref(node), engine.anchor, *trained.params)
+            node = trained.reduce_node = ReduceNode(engine.leaf, stream, {})
+            node.edge = _torch.apply(AwaitReduce, weakref.ref(node), engine.leaf, *trained.params)
         call.reduce_node = node
-        return node.token
+        return node.edge
 
     def reserve(self, root_call: int) -> None:
         """Reserve a number in autograd's order for the AwaitReduce of this unit's next call in `root_call`."""
@@ -191,11 +191,11 @@ class Hooks:
             if not differentiable:
                 return call, unit.module_params.around(unit.views)
             call.version = version
-            token = self._token(call)
+            edge = self._edge(call)
             following = engine.expected(unit) if outside else None
             if following is not None and following.trained.indices:
                 engine.hooks[following.index].reserve(engine.root_call)
-            call.reached, *outs = _torch.apply(Gather, call, token)
+            call.reached, *outs = _torch.apply(Gather, call, edge)
             fulls = list(unit.views)
             for i, full in zip(call.trained.indices, outs, strict=True):
                 fulls[i] = full
@@ -206,9 +206,10 @@ class Hooks:
             raise
 
     def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Cast an input and record its autograd node, or that of a view if the unit watches inputs: it counts this call alone.
+        """Cast an input and record its autograd node.
 
-        With `may_view` False (in a list or a mapping) the tensor itself is recorded: the module may append to the caller's own.
+        If the unit watches inputs, the node of a view is recorded: its gradient is that of this call alone. `may_view` False,
+        for tensors in a list or mapping, prevents the view, because the module may append to the caller's object.
         """
         if id(tensor) in cast:
             return cast[id(tensor)]
@@ -305,7 +306,7 @@ class Hooks:
             keep = engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(unit)
         call.reached = None
         if keep:
-            call.kept = engine.keep(unit, call.root)
+            call.kept_lease = engine.keep(unit, call.root)
         else:
             unit.release()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 class UndecidedGradients:
     """Parameters for which this rank had no gradient: the zeros in `grad`, and the counts of ranks that had one.
 
-    They are read once, at the end of the backward, because each read makes the host wait for the device.
+    The counts are read once, at the end of the backward, because each read makes the host wait for the device.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class UndecidedGradients:
         self._entries.clear()
 
     def settle(self) -> None:
-        """Set `grad` to None for each parameter of which no rank has a gradient. The host waits if there are entries."""
+        """Set `grad` to None for each noted parameter of which no rank has a gradient. The host waits, if any was noted."""
         if not self._entries:
             return
         entries, self._entries = self._entries, {}

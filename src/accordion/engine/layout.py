@@ -91,11 +91,11 @@ def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A frozen layout of one group's tensors in shard buffers and in messages. Offsets and numels are in elements.
+    """The layout of one group's tensors in shard buffers and in messages. Offsets and numels are in elements.
 
-    `direct` tensors are communicated in place, `packed` ones in one buffer, `whole` ones are not cut: indices into `cuts`. A
-    shard buffer has the direct shards, the packed ones from `pack_start` on, `num_flags` flags, and the whole tensors; each is
-    padded to its chunk. The packed shards and the flags are one row of the packed message.
+    `direct`: indices (into `cuts`) of tensors that are sent from where they are stored; `packed`: of those that are sent in one
+    message; `whole`: of those that are not cut. A shard buffer has the direct shards; from `pack_start` on a row of the packed
+    message, which is the packed shards and `num_flags` flags; and the whole tensors. Shards are padded to their chunk.
     """
 
     cuts: tuple[Cut, ...]

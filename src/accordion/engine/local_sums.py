@@ -92,7 +92,7 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`; None if its gradient was cleared since: None, or written and zero everywhere."""
+        """Return the sum of parameter `i`; None without one, or if `grad` was cleared since: set to None, or to zeros."""
         entry = self._sums.get(i)
         if entry is None:
             return None

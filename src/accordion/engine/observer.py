@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accordion.engine.unit import Unit
 
-Found = TypeVar("Found")
+Kind = TypeVar("Kind")
 
 
 class Purpose(Enum):
@@ -143,7 +143,7 @@ class Observers:
         self._attached.remove(observer)
         self._sort()
 
-    def find(self, kind: type[Found]) -> Found | None:
+    def find(self, kind: type[Kind]) -> Kind | None:
         """Return the first observer of class `kind`, or None."""
         return next((observer for observer in self._attached if isinstance(observer, kind)), None)
 

@@ -89,7 +89,7 @@ class PendingReduce:
         self._outer = side_stream.start(self._outer_steps(), buffers, self._group.reduces)
 
     def arrive(self) -> None:
-        """Wait for the reduce over the first axis and free its buffers; the rest holds memory of a shard's size."""
+        """Wait for the reduce over the first axis and free its buffers; those that remain have the size of a shard."""
         if self._transfer is not None:
             self._transfer.land()
             if self.goes_on and self._outer is None:
@@ -122,7 +122,7 @@ class PendingReduce:
             if flag_sums is not None and flags is not None:
                 flag_sums.copy_(flags)
 
-    def finish_at_rest(
+    def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Return the rows of `finish` in the gradients' tier, and the copy to it under way. `adding`: see `ShardBuffer.put`."""
@@ -132,7 +132,7 @@ class PendingReduce:
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return (sums, k) for each parameter without a gradient here, of which sums[k] ranks have one; None for the others."""
+        """Return (sums, k) for each parameter that lacks a gradient on this rank; sums[k] ranks have one. Others: None."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
@@ -141,7 +141,7 @@ class PendingReduce:
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         """Return this rank's rows of each sum, in the dtype of the sharded gradient.
 
-        `decide`: None for gradients that no rank has, after a wait for the device if this rank lacks one; otherwise zeros.
+        `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
         """
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:

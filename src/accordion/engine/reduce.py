@@ -59,9 +59,8 @@ class ReducePlan:
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
         """Return slices of direct gradients to exchange together, the offset of each in the receive buffer, and its numel.
 
-        Pieces are received one after the other into the same memory; packed gradients go with the last. gloo takes one piece:
-        its
-        host would begin the second when it waits for the first.
+        Pieces are received one after the other into the same memory; packed gradients go with the last. gloo takes one piece,
+        because its host would begin the second only when it waits for the first.
         """
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
@@ -76,9 +75,9 @@ class ReducePlan:
         return [*pieces, slice(begun, None)], offsets, max(offset, least) if pieces else offset
 
     def _casts(self) -> list[list[tuple[int, int, int]]]:
-        """Return lists of (index, start, stop), columns of direct gradients (num_ranks, n) to cast and scatter together.
+        """Return the pieces in which direct gradients (num_ranks, n) are cast and scattered: lists of (index, start, stop).
 
-        All use one buffer: the larger of `CAST_BYTES` and an eighth of the gradients.
+        Each is a range of columns. Pieces use one buffer in turn: `CAST_BYTES`, or an eighth of the gradients if that is more.
         """
         numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
         most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
@@ -88,8 +87,8 @@ class ReducePlan:
 class AxisReduce:
     """One reduce of a group over an axis. The constructor allocates all buffers, `load` fills them, `steps` communicates.
 
-    Then `results` has this rank's rows of each sum in the plan's `dtype`, `flag_sums` (num_flags,) the sums of the flags;
-    `buffers` are the memory of both.
+    After `steps`, `results` has this rank's rows of each gradient's sum in the plan's `dtype`, and `flag_sums` (num_flags,) the
+    sums of the flags of `Group.flags`. `buffers` are the memory of results and sums.
     """
 
     def __init__(self, plan: ReducePlan, device: torch.device) -> None:
@@ -123,7 +122,7 @@ class AxisReduce:
             self._received = [torch.empty(plan.cast_numel, dtype=plan.dtype, device=device)]
 
     def poison(self) -> None:
-        """Fill buffers with NaN before `load`: without a wait they may still have an earlier gradient with its tag."""
+        """Fill buffers with NaN before `load`: an earlier gradient in them, and its tag, would hide a missing wait."""
         for buffer in (self.out, *self._received):
             buffer.fill_(float("nan"))
 

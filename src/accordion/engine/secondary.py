@@ -20,9 +20,8 @@ from accordion.engine.streams import Steps, Transfer
 class LeavingBuffer(FullBuffer):
     """A full buffer that can keep this rank's slice of it after a forward frees the buffer.
 
-    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: True to keep slices. `shows`:
-    the
-    version of the shards in the full parameters, `NO_VERSION` if unknown. `part`: the slice or None; `left`: its version.
+    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: True to keep slices.
+    `shows`: version of the full parameters, `NO_VERSION` if unknown. `part`: the slice or None; `left`: its version.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class LeavingBuffer(FullBuffer):
     ) -> None:
         super().__init__(cuts, offsets, flat, rank, poison=poison)
         self.raw = flat.data
-        self._own = part
+        self._slice = part
         self.leaves = True
         self.part: Tensor | None = None
         self.shows = self.left = NO_VERSION
@@ -39,7 +38,7 @@ class LeavingBuffer(FullBuffer):
         """Free the full parameters; if a backward may follow, first copy this rank's slice into `part` unless it is current."""
         comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
         if comes_back and self.shows not in (NO_VERSION, self.left):
-            self.part, self.left = self.raw[self._own].clone(), self.shows
+            self.part, self.left = self.raw[self._slice].clone(), self.shows
         super().close()
 
     def drop(self) -> None:
@@ -73,7 +72,7 @@ class SecondaryGroup(CutGroup):
         return self._leaving.num_bytes // self.over.num_ranks
 
     def leaves(self, keeps: bool) -> None:
-        """Keep slices after the next forwards if `keeps` is True; otherwise gather from all ranks again."""
+        """Set if the next forwards leave slices; without slices, backwards gather from all ranks."""
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

@@ -41,7 +41,7 @@ class Waiter(Protocol):
         """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: see `wait`."""
 
     def tell(self, text: str) -> None:
-        """Report to ranks that wait for this rank that it will not come; `text` follows its number in their message."""
+        """Report to ranks that wait for this one that it has failed; their message has its number, and then `text`."""
 
 
 class SideStream:
@@ -116,7 +116,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Start `copies` on this side stream and return their transfer; see `start` for the arguments."""
+        """Run the callback `copies` on this side stream and return its transfer; `start` describes the other arguments."""
 
         def steps() -> Steps:
             copies()
@@ -210,7 +210,7 @@ class Transfer:
         self._tensors.clear()
 
     def lead(self, stream: Any) -> None:
-        """Let one more compute stream wait for the end of this transfer, after `land`."""
+        """Make another compute stream wait for the end of this transfer; called after `land`."""
         if self._end is not None and stream is not None:
             stream.wait_event(self._end)
 

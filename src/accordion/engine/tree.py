@@ -69,7 +69,7 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors in attributes of objects that `map_tensors` leaves alone, up to `opaque_depth` objects deep."""
+    """Yield tensors that are attributes of objects which `map_tensors` leaves alone, up to `opaque_depth` deep (0: none)."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from tensors_in(item, opaque_depth)

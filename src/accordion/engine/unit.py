@@ -29,11 +29,11 @@ _ADDRESS = Tensor.data_ptr
 class ReduceNode:
     """The AwaitReduce node of some parameters, shared by all their calls, because creating a node takes 40 us.
 
-    `token`: the node's output, from which Gather makes full parameters. `stream`: the compute stream on which the node runs.
+    `edge`: the node's output, from which Gather makes full parameters. `stream`: the compute stream on which the node runs.
     `reducing`: by backward task, the calls whose gradients are being reduced, each with its reduces.
     """
 
-    token: Tensor
+    edge: Tensor
     stream: Any
     reducing: dict[int, list[tuple[Any, list[PendingReduce]]]]
 
@@ -121,8 +121,8 @@ class Unit:
         for group in groups:
             group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
-                alike = dtype is param.sharded.dtype
-                param.grad_like = param.sharded if alike else _torch.like_in(param.sharded, dtype)
+                same_dtype = dtype is param.sharded.dtype
+                param.grad_like = param.sharded if same_dtype else _torch.like_in(param.sharded, dtype)
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
         self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed in place
         self._on_device = context.device.type != "cpu"
@@ -133,8 +133,8 @@ class Unit:
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         # The memory of each full parameter, to find `weight.data = ...`; None for fake tensors, which have no addresses.
-        is_told = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
-        self._memory = [v.data for v in self.views] if is_told else None
+        is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
+        self._memory = [v.data for v in self.views] if is_real else None
 
     @property
     def needs_full_in_backward(self) -> bool:
@@ -155,7 +155,7 @@ class Unit:
         return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
-        """Mark full parameters that are older than the shards to be gathered again at their next use."""
+        """Mark the full parameters as resharded if the shards are newer, so that the next use gathers them again."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = RESHARDED
@@ -248,7 +248,7 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free full parameters without leases. With `waits` False keep those for whose gather the host would have to wait."""
+        """Free the full parameters, unless a lease or a policy keeps them, or `waits` is False and a gather is under way."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:
@@ -343,7 +343,7 @@ class Unit:
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
         for (_, at, _), part in zip(trained.by_group, parts, strict=True):
-            rows, transfer = part.finish_at_rest(adding[at], decide)
+            rows, transfer = part.finish_in_tier(adding[at], decide)
             local += rows
             if transfer is not None:
                 copies.append(transfer)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of units: recompute all of a unit's activations, or all except matrix products and attention."""
+"""Activation checkpointing of units: recompute all, or all except attention and every other matrix product."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ATTENTION = tuple(
     )
     if hasattr(_aten, name)
 )
-KEPT = {*PRODUCTS, *ATTENTION}
+CANDIDATES = {*PRODUCTS, *ATTENTION}
 
 
 class _Choice:
-    """Callback for each product of one forward in order: return True to keep attention and every other matrix product."""
+    """Callback for the operators of a forward in order: True, to keep, for every other product and attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -45,16 +45,16 @@ class _Choice:
         return op in PRODUCTS and self._num_products % 2 == 1
 
 
-Kept = list[_torch.DispatchMode | None]
-"""One entry per product or attention: torch's mode that returns the kept result, or None to compute it again."""
+Results = list[_torch.DispatchMode | None]
+"""One entry per product or attention: torch's mode that returns its result, or None to compute it again."""
 
 
 class _Mode(_torch.DispatchMode):
     """A dispatch mode around a recomputed region; the modes of its forward and of its recomputation share `results`."""
 
-    def __init__(self, results: Kept) -> None:
+    def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = results
+        self._results = results
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -63,13 +63,13 @@ class _Mode(_torch.DispatchMode):
 
 
 class _Keep(_Mode):
-    """The mode of a region's forward: keep results in `results`, and forget those that are written into later.
+    """The mode of a region's forward: add an entry to `results` per product or attention, None if it is written into later.
 
-    Each kept result has its own pair of torch's modes. One pair for all would count every operator, but the units inside gather
-    a different number of tensors each time; and it would miss writes through views with own version counters (native GRU).
+    Each kept result has its own pair of torch's modes for selective checkpointing. One pair for all would count all operators,
+    and gathers of units inside differ in number; it would also miss writes through views with own version counters (native GRU).
     """
 
-    def __init__(self, results: Kept) -> None:
+    def __init__(self, results: Results) -> None:
         super().__init__(results)
         self._choose = _Choice()
         self._entry_at: dict[int, int] = {}  # address of a kept result -> its entry
@@ -79,21 +79,21 @@ class _Keep(_Mode):
         if self._entry_at and _torch.mutates(func):
             for address in _addresses((args, kwargs)):
                 if address in self._entry_at:
-                    self._kept[self._entry_at.pop(address)] = None
-        if func not in KEPT:
+                    self._results[self._entry_at.pop(address)] = None
+        if func not in CANDIDATES:
             return func(*args, **kwargs)
         if not self._choose(func, args, kwargs):
-            self._kept.append(None)
+            self._results.append(None)
             return func(*args, **kwargs)
         keep, give = create_selective_checkpoint_contexts([func])
         out = _torch.pass_hooks_by(keep).__torch_dispatch__(func, types, args, kwargs)
-        self._entry_at.update(dict.fromkeys(_addresses(out), len(self._kept)))
-        self._kept.append(give)
+        self._entry_at.update(dict.fromkeys(_addresses(out), len(self._results)))
+        self._results.append(give)
         return out
 
 
 class _Give(_Mode):
-    """The mode of a region's recomputation: return each kept result once; a second backward (retain_graph) computes it."""
+    """The mode of a region's recomputation: return each kept result once. A second backward (retain_graph) computes all."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -101,10 +101,10 @@ class _Give(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         index, give = self._next, None
-        if func in KEPT:
+        if func in CANDIDATES:
             self._next += 1
-            if index < len(self._kept):
-                give, self._kept[index] = self._kept[index], None
+            if index < len(self._results):
+                give, self._results[index] = self._results[index], None
         if give is None:
             return func(*args, **(kwargs or {}))
         return give.__torch_dispatch__(func, types, args, kwargs or {})
@@ -124,30 +124,30 @@ def _selective_contexts() -> Any:
             return CheckpointPolicy.MUST_SAVE if choose(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
-    results: Kept = []
+    results: Results = []
     return _Keep(results), _Give(results)
 
 
 def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` without transformers' caches of keys and values, which a recomputation would fill a second time."""
+    """Return `kwargs` with transformers' caches of keys and values off, because a recomputation would fill them twice."""
     off: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
     return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
 
 
-class Waits(Protocol):
-    """Protocol for an input that is stored elsewhere until its recomputation. `leave`: called when the forward has ended."""
+class StoredInput(Protocol):
+    """Protocol for a stored input, which `tensor` returns for the recomputation. `leave`: called when the forward has ended."""
 
     def tensor(self) -> Tensor: ...
     def leave(self) -> None: ...
 
 
-OffloadInput = Callable[[Tensor], Waits]
+OffloadInput = Callable[[Tensor], StoredInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Recompute `module` in the backward; only its `forward` is wrapped, inside the unit's hooks, so that it is gathered once.
+    """Wrap the forward of `module` so that the backward recomputes it, without the unit's hooks, so that it is gathered once.
 
-    `offload`: stores the first input with a gradient, by convention the previous unit's output, and brings it back.
+    `offload`: stores the first input with a gradient, by convention the previous unit's output, until the recomputation.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)

@@ -65,7 +65,7 @@ def shard(
             are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
             as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
             With any of them every forward is checked for writes into full parameters through `.data`, which would be lost;
-            otherwise the first two steps of each unit are.
+            without, those of the first two steps of each unit.
         fields: the fields of `Sharding`.
 
     Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models

@@ -184,6 +184,6 @@ def with_secondary(
 
 
 def keep_parts(group: Group, keeps: bool) -> None:
-    """Set if `group` makes secondary shards from now on or gathers from all ranks; no effect on other groups."""
+    """Make a `SecondaryGroup` keep secondary shards from now on, or gather from all ranks; ignore groups of other classes."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)

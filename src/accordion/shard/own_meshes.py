@@ -19,7 +19,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """Return `meshes`, the argument of `shard`, or {} for None. Raises `UsageError` if it is wrong for every model."""
+    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` if its types, the strategy or `sync` do not allow it."""
     if meshes is None:
         return {}
     if not isinstance(meshes, Mapping):
@@ -84,24 +84,24 @@ def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
 
 
 def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh, strategy: Strategy) -> None:
-    which = f"meshes[{_shown(key)}]"
+    entry = f"meshes[{_shown(key)}]"
     one_axis = strategy.optim is Place.REPLICATE
     if asked.ndim not in (1, 2) or (asked.ndim == 2 and one_axis):
         wanted = "one" if one_axis else "one axis that shards, or two, the second of which shards"
         raise UsageError(
-            f"{which} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}."
+            f"{entry} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}."
         )
     if asked.device_type != mesh.device_type:
         raise UsageError(
-            f"{which} has {asked.device_type!r} devices, and the model's mesh has {mesh.device_type!r} devices; pass a slice of "
+            f"{entry} has {asked.device_type!r} devices, and the model's mesh has {mesh.device_type!r} devices; pass a slice of "
             "the model's mesh."
         )
     if asked.get_coordinate() is None:
-        raise UsageError(f"{which} is {asked}, which lacks this rank; on each rank pass a mesh that includes it.")
+        raise UsageError(f"{entry} is {asked}, which lacks this rank; on each rank pass a mesh that includes it.")
     beyond = sorted(set(_torch.ranks_of(asked)) - set(_torch.ranks_of(mesh)))
     if beyond:
         raise UsageError(
-            f"{which} has the ranks {beyond}, which are not in the model's mesh; pass a slice of the model's mesh."
+            f"{entry} has the ranks {beyond}, which are not in the model's mesh; pass a slice of the model's mesh."
         )
 
 

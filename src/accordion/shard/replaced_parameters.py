@@ -18,7 +18,7 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Put a DTensor of the rows `local` in every place of parameter `o`, empty the old parameter, and return the new one."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of the rows `local`; empty the old one, return the new."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -50,7 +50,7 @@ def replace_by_subclass(
 
 
 class Moved(nn.Parameter):
-    """A parameter that `shard` replaced. An old optimizer that holds it raises an error at its first step or zero_grad."""
+    """Class of parameters that `shard` has replaced: an optimizer that still has one raises at its first step or zero_grad."""
 
     moved_to: nn.Parameter
 

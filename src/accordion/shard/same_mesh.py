@@ -27,7 +27,7 @@ PREFIX = "accordion/meshes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPost:
-    """The last mesh that a rank passed. `time`: how often it has passed this one. `waits`: True while it waits."""
+    """The last mesh that a rank passed to `shard`. `time`: how often it passed this mesh. `waits`: True while it waits."""
 
     mesh: str
     ranks: list[int]
@@ -36,10 +36,10 @@ class MeshPost:
 
 
 def same_mesh(mesh: DeviceMesh) -> None:
-    """Wait until all ranks of `mesh` have passed it as often as this one.
+    """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has.
 
     Raises `DivergenceError` on every rank if ranks passed different meshes and wait for each other, because process groups of
-    other ranks would wait for ever. A rank that does not come is named after the job's timeout.
+    other ranks would wait for ever. After the job's timeout the error names the ranks that are missing.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return

@@ -173,7 +173,7 @@ class Extended:
         self.seen = nn.Parameter(full, requires_grad=False)
 
     def shown(self, view: Tensor) -> Tensor:
-        """Return the tensor that modules see, connected to `view`, which represents the parameter in the graph."""
+        """Return the tensor that modules see, as a function of `view`, which represents the parameter in autograd's graph."""
         return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -187,7 +187,7 @@ def _sent(tensor: Tensor, c: Cut) -> Tensor:
 
 
 class _Shown(torch.autograd.Function):
-    """Replaces a view in the graph by the subclass's tensor, and passes the gradient on to the view."""
+    """Autograd function that returns the subclass's tensor in place of a view, and gives its gradient to the view."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor, extended: Extended) -> Tensor:

@@ -134,7 +134,7 @@ def beside(
 
 
 def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: CommunicatorMaker) -> list[Axis]:
-    """Return the axis that shards and the axis that replicates, after all ranks have passed the same mesh. A collective."""
+    """Return [shard axis, replicate axis]; the one that `mesh` lacks has one rank. A collective, which compares meshes first."""
     same_mesh(mesh)
     communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
     alone = Communicator(None, device)
