@@ -141,7 +141,7 @@ DEVICE, HOST, DISK = "device", "host", "disk:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where training state is stored between uses, and where the optimizer steps.
+    """The places in which training state is stored between uses, and in which the optimizer steps.
 
     A place is "device" (where the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
     folder, gone with the process). Anything on disk, `step="device"` and `step_in_backward` need `wrap_optimizer`.

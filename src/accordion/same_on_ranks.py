@@ -288,7 +288,7 @@ def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
 
 
 def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
-    """Return True for each tensor that is not on the meta device on the first rank; the list is equal on all ranks.
+    """Return a flag for each tensor, equal on all ranks: True if it is not on the meta device on the first rank.
 
     Raises `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective.
     """

@@ -1,8 +1,8 @@
 """One call of a unit: the lease of its forward, and the lease of each backward that comes through it.
 
 A call begins in a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
-of these takes the lease. The lease ends when Gather runs, or when the gradients of the call's inputs are there for calls that
-`_watch_inputs` serves.
+of these takes the lease. The lease ends when Gather runs, or for calls that `_watch_inputs` serves, when the inputs have their
+gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def transform_error() -> UsageError:
 class Call:
     """One call of a unit, with its state in each backward task: a graph may be walked twice.
 
-    `waiting`: by backward task, the number of inputs that lack the gradient with which the lease ends; 0 if Gather ends it.
+    `waiting`: by backward task, the number of inputs for whose gradients the lease still waits; 0 if Gather ends it.
     Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
     """
 

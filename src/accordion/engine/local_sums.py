@@ -17,7 +17,7 @@ from accordion.engine.params import Param
 class _Sum:
     """The sum of one parameter's full gradients since they were last cleared.
 
-    `grad`, `version`: the parameter's `grad` at that time, to see when it is cleared. `is_ours`: zeros were put there for None.
+    `grad`, `version`: the parameter's `grad` at that time, to see when it is cleared. `is_ours`: it is zeros in place of None.
     """
 
     total: Tensor

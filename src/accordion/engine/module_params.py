@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """The parameters that modules of a unit see; a stack with one entry of full parameters per call under way."""
+    """Sets the parameters that modules of a unit see: the shards, or the full parameters of the newest call under way."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params

@@ -28,10 +28,10 @@ class ParamView(Protocol):
     def is_first(self) -> bool: ...
 
     def __call__(self, full: Tensor) -> Tensor:
-        """Return what modules see in place of `full` (for example a DTensor), connected to `full` in the autograd graph."""
+        """Return the tensor that modules see in place of `full`, such as a DTensor, connected to `full` in autograd's graph."""
 
     def seen(self, full: Tensor) -> Tensor:
-        """Return what modules see in place of `full`, not connected to the autograd graph."""
+        """Return the tensor that modules see in place of `full`, not connected to autograd's graph."""
 
     def whole(self, full: Tensor) -> Tensor:
         """Return the larger tensor, of which `full` is this rank's part. A collective."""

@@ -16,7 +16,7 @@ from accordion.engine.shards import local_view
 from accordion.engine.streams import Steps
 
 PIECE_BYTES = 32 * 1024 * KIB  # least bytes of an exchange: about 100 us, several times the cost of a launch
-# Least bytes, and least share, cast at once: 5 ms at 50 GB/s, where a ring of 512 ranks takes half of that to begin.
+# Cast at least so many bytes at once, and an eighth of the gradients: 5 ms at 50 GB/s, twice the start of a ring of 512 ranks.
 CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 

@@ -17,7 +17,7 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> a tensor (numel,) of zeros."""
 
 NO_VERSION = -1
-"""Stands for a version (0 or more) of shards: the buffer holds no values of the shards, or possibly old ones."""
+"""Version of a buffer that has no values of the shards, or possibly old ones; versions of shards are 0 or more."""
 
 
 class ShardBuffer:

@@ -1,4 +1,4 @@
-"""Parameters on a mesh of some of the model's ranks, such as experts that differ between the other ranks."""
+"""Parameters with a mesh of their own, of some of the model's ranks: experts, for example, if other ranks have other experts."""
 
 from __future__ import annotations
 
