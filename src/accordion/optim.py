@@ -306,7 +306,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
     Its interface, `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more slowly. The
-    update of an element must depend on that element alone, as in most of torch.optim; for others promise it with `elementwise`.
+    update of an element must depend on that element alone, as in most of torch.optim; `elementwise` promises it for others.
     LBFGS steps on whole vectors on every rank, with the mean loss of all ranks, and is wrapped at its first step at the latest.
     If `optimizer` wraps another one (accelerate's), the inner one is changed. In `torch.compile` the step runs uncompiled. The
     result can be copied, but not pickled. Raises `UsageError` for other optimizers, and for one that was made before `shard`.

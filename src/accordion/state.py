@@ -66,7 +66,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Context manager in which modules have full parameters, as before `shard`, for evaluation, EMA, generation, export.
 
     The parameters have the dtype of the shards, and the model runs as the unsharded one does. With `write`, each rank keeps its
-    rows of the parameters at the end; every rank must write the same values. Memory: the whole model once. Collective.
+    rows of the parameters at the end; every rank must write the same values. Takes memory for the whole model. Collective.
     """
     engine = sharded_engine(model, "full_params")
     if engine.suspended:

@@ -37,7 +37,7 @@ def min_params(num_params: int) -> MinParams:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A rule: a unit for each repeated block, and the root's unit for all other parameters."""
+    """A rule: each repeated block is a unit, and all other parameters are in the root's unit."""
 
     def __str__(self) -> str:
         return "blocks"

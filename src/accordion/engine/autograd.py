@@ -187,7 +187,7 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the tangents as outputs of another such node: they have a graph, and a backward may come through them."""
+        """Return the tangents as outputs of another `OutputNode`, because a backward may pass through their graph too."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):

@@ -190,7 +190,7 @@ class AxisGather:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy from the shard buffer the rows that are not sent as they are stored there: whole, cast or packed ones."""
+        """Copy rows out of the shard buffer that cannot be sent from there: those of whole, cast or packed tensors."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 

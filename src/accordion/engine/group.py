@@ -176,7 +176,7 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return (rows, count + 1) flags: 1 per gradient that this rank has, 0 for those of `absent`, then the unit's tag."""
+        """Return equal rows (rows, count + 1): 1 per gradient of this rank, 0 for those in `absent`, and last the unit's tag."""
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]

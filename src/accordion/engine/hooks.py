@@ -295,7 +295,7 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """End the forward's lease, or keep it for the backward if the policy says so or the backward needs the unit first."""
+        """End the forward's lease, or keep it for the backward if the policy keeps it or the backward begins with this unit."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False

@@ -103,7 +103,7 @@ class PendingReduce:
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:
-        """Give up the gradients without a wait of the host."""
+        """Drop the gradients; the host does not wait."""
         for transfer in (self._transfer, self._outer):
             if transfer is not None:
                 transfer.abandon()

@@ -60,7 +60,7 @@ class UnitPolicy:
 
     `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also to the next forward, until
     they are stale. `reduces`: False sums gradients locally, as under no_sync. `ahead`: indices of units to prefetch instead of
-    the recorded order. `on_convert`: called before `module.to(...)` and the like, for shards that may follow.
+    the recorded order. `on_convert`: called before `module.to(...)` and the like, to let these convert shards.
     """
 
     keep: bool | None = None

@@ -39,7 +39,7 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """A unit to build. The first of `modules` names it; calls of all are calls of the unit.
+    """Arguments to build a unit. The first of `modules` names it; calls of each of them are calls of the unit.
 
     `planned`: its groups. `extended`: its parameters that are tensor subclasses, sharded over `mesh` (`context`, if not the
     model's), with the caller's `extension_policy`. `casts_outputs`: cast results to `precision.output`.

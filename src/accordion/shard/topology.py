@@ -91,7 +91,7 @@ def wire(
 ) -> ShardingContext:
     """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    Raises `DivergenceError` on every rank if ranks passed meshes that do not fit each other.
+    Raises `DivergenceError` on every rank if ranks passed different meshes and wait for each other.
     """
     device = device_of(mesh)
     axes = _axes(mesh, strategy, device, make)
