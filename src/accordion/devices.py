@@ -73,7 +73,7 @@ def num_cores() -> int:
 
 
 class HostCopy:
-    """Copies of small tensors to the host, made while the device goes on: ``is_ready`` polls, and ``read`` waits for them."""
+    """Copies of small tensors to the host, during which the device computes: `is_ready` polls, and `read` waits for them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         """Begin to copy `tensors`, all on one device, after all work of its current stream so far."""

@@ -291,7 +291,7 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_stored_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if an optimizer around another has stored the inner one's `step`, which is about to change."""
+    """Raise `UsageError` if an optimizer that wraps another has stored the inner one's `step`, which is about to change."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):
@@ -339,7 +339,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
 
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
-    """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor around another one."""
+    """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor wraps another one."""
     name, is_whole = type(optimizer).__name__, isinstance(optimizer, torch.optim.LBFGS)
     if isinstance(optimizer, WHOLE):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""One call of a unit: the lease of its forward, and the lease of each backward that comes through it.
+"""One call of a unit: the lease of its forward, and the lease of each backward that reaches it.
 
 A call begins in a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
 of these takes the lease. The lease ends when Gather runs, or for calls that `_watch_inputs` serves, when the inputs have their

@@ -117,7 +117,7 @@ class FullBuffer:
             self.close()
 
     def close(self) -> None:
-        """Free the storage; with `poison` fill it with NaN instead, to reveal reads that come too late."""
+        """Free the storage; with `poison` fill it with NaN instead, to reveal later reads."""
         if self._poison:
             self.flat.data.fill_(float("nan"))
         else:

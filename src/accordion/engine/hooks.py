@@ -167,7 +167,7 @@ class Hooks:
         return taken
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
-        """Return True if a backward may come through this call of a unit that trains nothing."""
+        """Return True if a backward may pass through this call of a unit that trains nothing."""
         # All ranks must then gather for it, also those that do not use the unit's output.
         units = self.engine.units
         if any(units[i].trained.indices for i in self.unit.reads):

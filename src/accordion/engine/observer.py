@@ -28,7 +28,7 @@ GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Pytho
 class CallInForward(Protocol):
     """Protocol for one call of a unit during its forward.
 
-    `root`: number of the outermost call around it, negative in a backward. `is_dummy`: made for the collectives of other ranks.
+    `root`: number of the outermost call, negative in a backward. `is_dummy`: made for the collectives of other ranks.
     `may_come_back`: True if a backward may reach it.
     """
 

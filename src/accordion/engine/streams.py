@@ -15,13 +15,13 @@ from accordion import _torch
 from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
-"""A communication as a generator: it yields each set of works that must be done before it can go on."""
+"""A communication as a generator: it yields each set of works that must end before it is resumed."""
 
 PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 
 class Waiter(Protocol):
-    """Protocol for waits for other ranks and for what follows if they do not come; implemented in `safety/divergence.py`.
+    """Protocol for waits for other ranks, and for errors if they do not arrive; implemented in `safety/divergence.py`.
 
     `broken`: the reason why collectives are not safe any more, None while they are.
     """

@@ -158,7 +158,7 @@ def _name(mesh: str) -> str:
 
 
 def _stuck(waiting: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return the ranks that wait in or for a cycle. All ranks of a mesh must come, so waiting for one of them suffices."""
+    """Return the ranks that wait in or for a cycle. A rank needs all ranks of its mesh, so waiting for one suffices."""
     candidates = set(waiting)
     while True:  # remove ranks that wait for none of the others; the ones left wait in cycles
         left = {rank for rank in candidates if any(other in candidates for other in waiting[rank])}
