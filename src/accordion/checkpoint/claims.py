@@ -1,7 +1,7 @@
 """Names of a checkpoint and of its hidden neighbours: check whether a save may use a path, lock it, remove leftovers.
 
 Next to `NAME`: `.NAME.lock` is locked by the job that saves or removes `NAME`. `.NAME.WORD.tmp` is being written, or removed.
-`.NAME.old` is the checkpoint that is being replaced: it has its name again if its successor never gets it.
+`.NAME.old` is the checkpoint that is being replaced: it gets its name back if its successor is never completed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hidden(path: Path, ending: str) -> Path:
 
 
 def replaced(text: str) -> str | None:
-    """Return the checkpoint's name if `text` is the hidden name that it has while it is being replaced, else None."""
+    """Return the name of a checkpoint if `text` is its hidden name, which it has while it is being replaced; else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 

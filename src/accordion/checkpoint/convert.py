@@ -255,7 +255,7 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the model's state dict, with tied tensors as one tensor under each of their names."""
+    """Return the model's state dict, in `dtype` if one is passed; tied tensors are one tensor under each of their names."""
     read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
     tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

@@ -159,7 +159,7 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer. If it refuses, or with `only_try`, it gets its own groups and states back.
+    """Load `state` into the optimizer. If it refuses, or with `only_try`, restore its own groups and states.
 
     `only_try`: for a first call, before the tensors in `state` are filled.
     """
@@ -202,7 +202,7 @@ def _plan(
     team: Team,
     strict: bool,
 ) -> _Plan:
-    """Compare the checkpoint with `wanted`, and return the plan of what this rank reads."""
+    """Compare the checkpoint with `wanted`, and return the plan of this rank's reads."""
     manifest, folder = files.manifest, files.folder
     unlike = differences(manifest, wanted, states)
     if unlike and strict:

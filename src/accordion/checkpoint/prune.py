@@ -128,7 +128,7 @@ def _fault(folder: Folder) -> str | None:
 
 
 def fault_of(folder: Folder) -> str | None:
-    """Return None for a complete checkpoint: its manifest is sound, and all of its files are there with their sizes.
+    """Return None for a complete checkpoint: its manifest is undamaged, and all of its files have their sizes.
 
     Otherwise returns its fault, or "" if `folder` does not exist or is no checkpoint. Raises `OSError` if it cannot be read.
     """
