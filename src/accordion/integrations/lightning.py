@@ -151,9 +151,9 @@ class ShardedStrategy:
 class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrategy):  # type: ignore[misc]
     """Strategy for Lightning's `Trainer` that shards the LightningModule instead of wrapping it in DDP.
 
-    The module is sharded as a whole, and its step methods gather parameters as a forward does. With manual optimisation each
-    submodule is sharded separately, so optimizers may step between their calls. Modules that `configure_model` has sharded are
-    not changed. Modules on the meta device are loaded from the folder of their weights, or initialised.
+    The module is sharded as a whole. Its `training_step` and other steps gather parameters as `forward` does. With manual
+    optimisation each submodule is sharded separately, so optimizers may step between their calls. Modules that `configure_model`
+    has sharded are not changed. Modules on the meta device are loaded from the folder of their weights, or initialised.
     `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. With a hybrid strategy each node has one replica.
     `state_dict_type`: "full" gathers tensors one by one to the first rank and writes one file, as Lightning does; "sharded"
     writes a folder, as `accordion.save` does. Both load with either setting, on any number of ranks.
@@ -475,7 +475,7 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`. Raises `UsageError` if there are any, and trained parameters outside."""
+    """Return the outermost sharded modules in `model`. Raises `UsageError` if only some trained parameters are in them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         hooks = attached_to(module)
@@ -493,7 +493,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules with parameters, to shard separately. Raises `UsageError` for a parameter in none or two of them."""
+    """Return the submodules to shard separately. Raises `UsageError` unless each parameter is in exactly one of them."""
     direct = [name for name, _ in model.named_parameters(recurse=False)]
     if direct:
         raise UsageError(
