@@ -26,7 +26,7 @@ OF_SAVES = re.compile(rf"{RANK_FILE.pattern}|\.nfs[0-9a-f]+")
 BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
 HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}\.tmp|old)")
 LONGEST_NAME = 240  # bytes: file systems take 255, of which a hidden folder's name uses 15 for itself
-LOCK_TIMEOUT_S = 10.0  # a killed job's lock may live on in a process that it forked, a loader's worker, for 5 s
+LOCK_TIMEOUT_S = 10.0  # a process that a killed job forked, such as a loader's worker, may keep its lock for 5 s
 POLL_S = 0.05
 SHOWN = 5  # names that a message lists
 

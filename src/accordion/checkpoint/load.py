@@ -61,11 +61,11 @@ def load(
         optimizer: missing states are created. A parameter group takes the options of the group that its parameters were in.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
         strict: if False, fill tensors of the same name and shape, leave the rest as it is, and name the rest in one warning.
-        only: the tensors of the model to load, with the value that `save` was given; `()` loads none.
+        only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
     if the optimizer is of another kind or refuses its state. Every byte that is used is compared with its checksum first, and
-    the optimizer is given its state once before its tensors are read. After that the objects in `state` are loaded, one by
+    the optimizer gets its state once before its tensors are read. After that the objects in `state` are loaded, one by
     one; if one refuses, those before it keep what they got.
     """
     engine = engine_of(model)

@@ -22,7 +22,7 @@ from accordion.errors import CheckpointError
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
-TURNS = 5  # how often a checkpoint is read again because it was replaced meanwhile
+TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
 LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names

@@ -50,7 +50,7 @@ MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those
 META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-NAMES = "accordion_names"  # in a sharded checkpoint: name that a hook has given a tensor -> its name in the model
+NAMES = "accordion_names"  # key in a sharded checkpoint: dict from a tensor's name after hooks -> its name in the model
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys with states of models and optimizers
 
@@ -309,7 +309,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         if self._folder is not None:
             if state.keys() == model_state.keys() and all(state[name] is model_state[name] for name in model_state):
                 return  # loaded already
-            # Copies, because a hook may have given a tensor of the model the name of another one.
+            # Copies, because a hook may have stored a tensor of the model under the name of another one.
             checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
         super().load_model_state_dict(checkpoint, strict)
 

@@ -55,7 +55,7 @@ class CatchUp(NamedTuple):
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return what all ranks do next, given the report of each; None if they have diverged for good.
+    """Return the next step of all ranks, from the `reports` of all; None if they have diverged for good.
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model.
     """
@@ -229,7 +229,7 @@ class OrderAgreement(Observer):
             self._outcome(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
-        """Join a meeting that another rank opened while this one waits in a collective; return the reports by rank."""
+        """Join a meeting that another rank opened, while this rank waits in a collective; return the reports by rank."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         outcome = self._outcome(reports) if reports else None
         if isinstance(outcome, CatchUp):

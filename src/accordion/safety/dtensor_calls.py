@@ -174,7 +174,7 @@ def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not any(map(_is_ours, args)):
         return _torch.unanswered(operator, args, kwargs)
     raise UsageError(
-        "a sharded tensor was given a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
+        "a sharded tensor got a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
         "tangents of the inputs only, or the unsharded model."
     )
 

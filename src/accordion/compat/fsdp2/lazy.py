@@ -306,7 +306,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if unreduced gradients are kept."""
+        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(

@@ -151,7 +151,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False on a 2-D mesh, backwards accumulate full gradients without any communication. No effect on a 1-D mesh."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or accumulate full ones without communication (False)."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
