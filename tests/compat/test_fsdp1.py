@@ -239,14 +239,14 @@ def test_wrappers_in_wrappers(world):
 def test_the_first_use_is_on_all_ranks_or_says_so(mesh: DeviceMesh) -> None:
     """One rank reads parameters of a model that was wrapped by hand, while the others do something else."""
     model, rank = FSDP(seeded(), device_mesh=mesh), dist.get_rank()
-    nesting.PATIENCE_S, nesting.LIMIT_S, before = 0.05, 0.3, (nesting.PATIENCE_S, nesting.LIMIT_S)
+    nesting.WARN_AFTER_S, nesting.LIMIT_S, before = 0.05, 0.3, (nesting.WARN_AFTER_S, nesting.LIMIT_S)
     try:
         if rank == 0:
             with logged() as said, pytest.raises(UsageError, match="waited 0 s for rank 1: the first use of a model"):
                 list(model.parameters())
             assert said[0].startswith("waiting for rank 1: the first use")
     finally:
-        nesting.PATIENCE_S, nesting.LIMIT_S = before
+        nesting.WARN_AFTER_S, nesting.LIMIT_S = before
     dist.barrier(mesh.get_group())
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert all(isinstance(p, DTensor) for p in FSDP(seeded(), device_mesh=mesh).parameters())

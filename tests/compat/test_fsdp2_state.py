@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
-from accordion.compat.fsdp2.asked import say_once
+from accordion.compat.fsdp2.asked import log_once
 from accordion.errors import DivergenceError
 from tests.compat.test_fsdp2 import (
     SIDES,
@@ -168,7 +168,7 @@ def test_setters(mesh) -> None:
 
 @on_world(4)
 def test_setters_without_effect_log_once(mesh) -> None:
-    say_once.cache_clear()
+    log_once.cache_clear()
     with logged() as messages:
         model = sharded(ours, mesh)
         for module in (model, *model.blocks):

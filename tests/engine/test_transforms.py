@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     ),
     "batched gradients": ("one batched backward", lambda m: batched(m, "parameters")),
     "hvp": ("double backward", lambda m: functional.hvp(squares(m), numbers(1), numbers(2))),
-    "tangents of parameters": ("sharded tensor was given a tangent", of_params),
+    "tangents of parameters": ("sharded tensor got a tangent", of_params),
     "plain parameters": ("functional_call", with_plain_params),
 }
 

@@ -107,7 +107,7 @@ class Saver:
         return saving
 
     def end(self) -> None:
-        """Wait for the save in progress when the program ends, and log its error: nothing else reports it then."""
+        """Wait for the save in progress when the program ends, and log its error, which nothing else would report."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -116,7 +116,7 @@ class Saver:
             log.error("%s", error)
 
     def _raise_failure(self, *_: object) -> None:
-        """Step hook: raise the error of a save that has ended. Ranks may raise after different steps."""
+        """Optimizer step hook: if the save has ended with an error, raise it; ranks may raise after different steps."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
 
@@ -147,7 +147,7 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """`Team.agree` for a background thread, which must not use the engine's process groups: sends through a `Hub`."""
+    """Callable that does in a background thread what `Team.agree` does: sends over a `Hub`, not over process groups."""
 
     def __init__(self, team: Team, name: str) -> None:
         """`name`: unique name of the save, the same on all ranks."""
@@ -158,7 +158,7 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Find or open a hub over all ranks of the team, which detects ranks that end. Collective."""
+        """Choose or create the `Hub` that connects all ranks of the team and detects ranks that exit. Collective."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
@@ -170,7 +170,7 @@ class ThreadAgreement:
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Call `save`, and tell the other ranks if this rank gives up."""
+        """Call `save`. If this rank stopped waiting for the others meanwhile (`_lost`), report that to them."""
         try:
             save()
         finally:
@@ -182,7 +182,7 @@ class ThreadAgreement:
         return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
-        """Return the `text` of each rank, in the order of the team."""
+        """Send `text` over the hub; return the texts of all ranks in the order of the team. Collective."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -200,7 +200,7 @@ class ThreadAgreement:
         return [texts[rank] for rank in ranks]
 
     def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback that raises if a rank is gone or gave up, or this program has been ending for `GRACE_S`."""
+        """Return a callback for `poll` that raises if a rank has exited or gave up, or this program ended `GRACE_S` ago."""
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:

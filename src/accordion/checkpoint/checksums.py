@@ -12,7 +12,7 @@ from accordion.errors import CheckpointError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 # A chunk has one checksum for each so many bytes, so that reading a part of it checks little more than that part.
 PIECE_BYTES = 4 * 2**20
-SUMMED_BYTES = 2**18  # summed at once: they fit into the processor's cache until they are used, a whole piece does not
+SUMMED_BYTES = 2**18  # summed at once: unlike a whole piece, they stay in the processor's cache until they are used
 LONGEST_PIECE = 2**28
 DIGITS: Mapping[str, int] = {"xxh3_64": 16, "crc32": 8}  # hexadecimal, lower case
 

@@ -1,7 +1,7 @@
 """Names of a checkpoint and of its hidden neighbours: check whether a save may use a path, lock it, remove leftovers.
 
 Next to `NAME`: `.NAME.lock` is locked by the job that saves or removes `NAME`. `.NAME.WORD.tmp` is being written, or removed.
-`.NAME.old` is the checkpoint that is being replaced: it has its name again if its successor never gets it.
+`.NAME.old` is the checkpoint that is being replaced: it gets its name back if its successor is never completed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_SAVES = re.compile(rf"{RANK_FILE.pattern}|\.nfs[0-9a-f]+")
 BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
 HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}\.tmp|old)")
 LONGEST_NAME = 240  # bytes: file systems take 255, of which a hidden folder's name uses 15 for itself
-LOCK_TIMEOUT_S = 10.0  # a killed job's lock may live on in a process that it forked, a loader's worker, for 5 s
+LOCK_TIMEOUT_S = 10.0  # a process that a killed job forked, such as a loader's worker, may keep its lock for 5 s
 POLL_S = 0.05
 SHOWN = 5  # names that a message lists
 
@@ -37,7 +37,7 @@ def hidden(path: Path, ending: str) -> Path:
 
 
 def replaced(text: str) -> str | None:
-    """Return the checkpoint's name if `text` is the hidden name that it has while it is being replaced, else None."""
+    """Return the name of a checkpoint if `text` is its hidden name, which it has while it is being replaced; else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 

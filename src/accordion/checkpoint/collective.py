@@ -34,7 +34,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """True on the first rank, which writes what only one rank writes."""
+        """True on the first rank, which writes the manifest and all else that is written once."""
         return self.index == 0
 
     @property
@@ -77,7 +77,7 @@ class Team:
         return agreed(action, self.shared, self.index)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """Return the `text` of each rank, in their order, of at most `most` bytes each. Collective."""
+        """Return the `text` of each rank, in the order of `ranks`, cut to `most` bytes each. Collective."""
         data = text.encode(errors="backslashreplace")[:most]
         longest = max(self.gathered(len(data)))
         if not longest:
@@ -86,7 +86,7 @@ class Team:
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
 
     def gathered(self, number: int) -> list[int]:
-        """Return the int64 `number` of each rank, in their order. Collective."""
+        """Return the int64 `number` of each rank, in the order of `ranks`. Collective."""
         return [int(row[0]) for row in self._rows(torch.tensor([[number]], device="cpu")).tolist()]
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -132,12 +132,12 @@ def message_of(error: Exception) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with escapes for what UTF-8 cannot encode, as in some paths and names."""
+    """Return `text` with escapes for characters that UTF-8 cannot encode, which some paths and names have."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def joined(texts: list[str], index: int, whole: str) -> str:
-    """Return one message of `texts`, one of each rank: the text if all are equal, else each with the ranks that sent it.
+    """Join `texts`, one of each rank, to one message: the text if all are equal, else each text with the ranks that sent it.
 
     `whole`: the text of this rank, the one at `index`, which may be cut off in `texts`.
     """

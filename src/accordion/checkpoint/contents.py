@@ -66,7 +66,7 @@ def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer |
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
-    """Return what a save writes or a load fills. Raises `CheckpointError` for values that a checkpoint cannot hold.
+    """Return the data that a save writes or a load fills. Raises `CheckpointError` for values that a checkpoint cannot hold.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case.
     """

@@ -245,7 +245,7 @@ def write_config(
     dtype: torch.dtype | None,
     generation: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Write `config` to config.json, with `dtype` if given, and `generation` to generation_config.json; return their names."""
+    """Write `config`, with `dtype` unless that is None, and `generation` to their JSON files; return the files' names."""
     others = {key: value for key, value in config.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps({**others, **more}, indent=2), encoding="utf-8")
@@ -255,7 +255,7 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the model's state dict, with tied tensors as one tensor under each of their names."""
+    """Return the model's state dict, in `dtype` if one is passed; tied tensors are one tensor under each of their names."""
     read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
     tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

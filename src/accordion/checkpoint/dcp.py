@@ -122,7 +122,7 @@ def _checked_shape(key: str, value: TensorStorageMetadata, storage_data: Mapping
 
 
 def _dcp_value(folder: Path, metadata: Metadata, key: str, shape: Shape | None = None) -> Any:
-    """Return the value stored under `key`; a tensor if `shape`, its dtype and shape, is given."""
+    """Return the value stored under `key`; for a tensor, pass its dtype and shape as `shape`."""
     with tensors_alone(f"{key[:100]} in {folder}"):
         into = None if shape is None else torch.empty(shape[1], dtype=shape[0], device="cpu")
         reader, planner = FileSystemReader(folder), _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -60,7 +60,7 @@ class Foreign:
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
-    """Raise `CheckpointError` if two keys in `names` (key of the source -> our name) have one name, or it is not Unicode."""
+    """Raise `CheckpointError` if two keys in `names` (key of the source -> our name) share a name, or one is not Unicode."""
     first: dict[str, Any] = {}
     for key, name in names.items():
         if name in first:

@@ -88,7 +88,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of `manifest.json`: a checkpoint without the tensors' data."""
+    """The contents of `manifest.json`: the description of a checkpoint, without the elements of its tensors."""
 
     checksum: str  # kind of the checksums
     piece_bytes: int  # a chunk has one checksum for each so many bytes
@@ -232,7 +232,7 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, extra: Json, saved_by: Json) -> None:
-    """Raise `CheckpointError` unless the values next to the tensors have the structure that their readers rely on."""
+    """Raise `CheckpointError` unless these values of a manifest have the structure that their readers rely on."""
     level, depth = [optimizer, extra, saved_by], 0
     while level := [
         item
@@ -314,7 +314,7 @@ def _entry(name: str, words: Json) -> TensorEntry:
 def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return True if `boxes`, none of them empty, make up a tensor of `shape` without overlaps.
 
-    Ranks write a grid with as many cells as boxes. A grid of many more cells is refused, so that the work is bounded.
+    The boxes' edges form a grid, with one cell for each box if ranks wrote them. A much larger grid is refused to bound the work.
     """
     ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
     inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)

@@ -61,11 +61,11 @@ def load(
         optimizer: missing states are created. A parameter group takes the options of the group that its parameters were in.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
         strict: if False, fill tensors of the same name and shape, leave the rest as it is, and name the rest in one warning.
-        only: the tensors of the model to load, with the value that `save` was given; `()` loads none.
+        only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
     if the optimizer is of another kind or refuses its state. Every byte that is used is compared with its checksum first, and
-    the optimizer is given its state once before its tensors are read. After that the objects in `state` are loaded, one by
+    the optimizer gets its state once before its tensors are read. After that the objects in `state` are loaded, one by
     one; if one refuses, those before it keep what they got.
     """
     engine = engine_of(model)
@@ -159,7 +159,7 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer. If it refuses, or with `only_try`, it gets its own groups and states back.
+    """Load `state` into the optimizer. If it refuses, or with `only_try`, restore its own groups and states.
 
     `only_try`: for a first call, before the tensors in `state` are filled.
     """
@@ -202,7 +202,7 @@ def _plan(
     team: Team,
     strict: bool,
 ) -> _Plan:
-    """Compare the checkpoint with `wanted`, and return the plan of what this rank reads."""
+    """Compare the checkpoint with `wanted`, and return the plan of this rank's reads."""
     manifest, folder = files.manifest, files.folder
     unlike = differences(manifest, wanted, states)
     if unlike and strict:

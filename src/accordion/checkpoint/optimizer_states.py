@@ -155,9 +155,9 @@ def _named(places: Sequence[Place]) -> str:
 
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
-    """Return the states that depend on the rows of this rank, although ranks may not differ in them, as on a single rank.
+    """Return the states that belong to this rank's rows even if they are equal on all ranks, as they are on a single rank.
 
-    These are plain tensors, other than numbers, that a step on local tensors made for sharded parameters.
+    These are plain tensors, except 0-d ones, that a `LocalStep` has created for sharded parameters.
     """
     wrapped: object = optimizer
     if not isinstance(wrapped, LocalStep):
@@ -174,7 +174,7 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
 def _split(
     contents: Contents, places: list[Place], of_rows: list[Place], team: Team
 ) -> tuple[Contents, dict[str, Tensor]]:
-    """Move `places` from what is saved once to the tensors of this rank, with its rows for `of_rows`; return both."""
+    """Return (`contents` without the states at `places`, tensors of these states and of this rank's rows for `of_rows`)."""
     prefix = rank_prefix(team.index)
     states = dict(_states(contents.optimizer))
     values = {place: states[place] for place in places if place in states}
@@ -223,7 +223,7 @@ class RankStates:
     """The optimizer states in a checkpoint that were saved for this rank.
 
     Attributes:
-        sharded: names of tensors that are shards like their parameter; `empty`: (dtype, shape) of those without elements.
+        sharded: names of tensors that are sharded like their parameter; `empty`: (dtype, shape) of those without elements.
         misfits: parameters whose states are left out, because on some rank they belong to other rows.
         why: the reason for leaving them out; None if all states fit.
     """

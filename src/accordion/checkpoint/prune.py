@@ -87,7 +87,7 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
 
 
 def before(folder: Folder) -> str | None:
-    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None if none can be found."""
+    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None without one."""
     with suppress(CheckpointError, UsageError, OSError):
         older = _by_age(_split(folder)[0])
         names = list(map(str, older))
@@ -128,7 +128,7 @@ def _fault(folder: Folder) -> str | None:
 
 
 def fault_of(folder: Folder) -> str | None:
-    """Return None for a complete checkpoint: its manifest is sound, and all of its files are there with their sizes.
+    """Return None for a complete checkpoint: its manifest is undamaged, and all of its files have their sizes.
 
     Otherwise returns its fault, or "" if `folder` does not exist or is no checkpoint. Raises `OSError` if it cannot be read.
     """
@@ -204,7 +204,7 @@ def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
     """Return (folder, its mark) of each complete checkpoint that is no link and holds no files of other programs."""
     good = []
     for one in candidates:
-        with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count as one that is kept
+        with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count
             folder = readable(one)
             mark = folder.mark()
             is_excluded = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))

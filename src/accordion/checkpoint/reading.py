@@ -22,7 +22,7 @@ from accordion.errors import CheckpointError
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
-TURNS = 5  # how often a checkpoint is read again because it was replaced meanwhile
+TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
 LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names
@@ -87,7 +87,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes when another checkpoint is at `find()`, or the same one has another path for the moment."""
+    """Return a value to compare: it changes if `find()` returns another path, or another checkpoint takes that path."""
     try:
         folder = find()
         mark = folder.mark()
@@ -180,7 +180,7 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return an open file. Raises `CheckpointError` if it cannot be read, or its header does not match its checksum."""
+        """Return `file`, opened at the first call. Raises `CheckpointError` if it is unreadable or its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -212,7 +212,7 @@ class Files:
         return into
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """Return the faults in the bytes that `reads` need, each with file and tensor; fills fresh tensors and no others."""
+        """Return the faults in the bytes that `reads` need, each with file and tensor; fill the memory that `at_once` returns."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:

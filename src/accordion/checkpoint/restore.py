@@ -26,7 +26,7 @@ def differences(manifest: Manifest, contents: Contents, states: RankStates | Non
     used = set(sources.values())
     missing = [name for name, source in sources.items() if source not in manifest.tensors]
     surplus = [name for name in manifest.tensors if name.startswith("model/") and name not in used] if wanted else []
-    # A surplus tensor may be one that the model, other than the checkpoint, ties to another.
+    # A surplus tensor may be one that the model ties to another tensor, and the checkpoint does not.
     ties = {name: f"{name} (the model ties it to {source})" for name, source in contents.aliases.items()}
     shapes, kinds = [], []
     for name, source in sources.items():
@@ -49,7 +49,7 @@ def differences(manifest: Manifest, contents: Contents, states: RankStates | Non
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
-    """Return a list of one line for all `names`, empty if there are none."""
+    """Return ["NUMBER WHAT: NAME, NAME, ..."], or [] if there are no `names`."""
     names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
@@ -86,7 +86,7 @@ def _optimizer_differences(saved: Json, current: Json) -> list[str]:
 
 
 def _is_related(saved: Json, current: Json) -> bool:
-    """Return True if the two optimizer classes are the same, or one inherits from the other, or the saved one is not known."""
+    """Return True if one of the two optimizer classes equals or inherits from the other, or the saved one is not recorded."""
     theirs, ours = saved.get("kind") or [], current["kind"]
     return not theirs or theirs[0] in ours or ours[0] in theirs
 
@@ -140,7 +140,7 @@ def restored(
 
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None) -> Tensor:
     """Return the tensor of the optimizer to fill: `present` if it fits, else a new one placed like its parameter."""
-    # A count of steps is a plain tensor in torch, also if its parameter is 0-d, like the count itself.
+    # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
     placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)

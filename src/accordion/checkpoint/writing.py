@@ -160,7 +160,7 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return `form` with the files and chunks in `folder`. Raises `CheckpointError` if these are not all of its tensors."""
+    """Return `form` with the files and chunks in `folder`. Raises `CheckpointError` if they do not make up its tensors."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over Accordion's engine: change one import, and no second runtime comes along."""
+"""Other libraries' interfaces over Accordion's engine: change one import, and need no second runtime."""

@@ -19,7 +19,7 @@ from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.sharding import ShardArguments, step_on_shards
-from accordion.integrations.states import Beside, Pair, engines_of, paired, parts, why_incomplete
+from accordion.integrations.states import Pair, SavedFull, engines_of, paired, parts, why_incomplete
 from accordion.optim import clip_norm_of
 from accordion.sharding import Sharding
 from accordion.state import full_state_dict, no_sync
@@ -214,7 +214,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
         """Context manager that hides `pairs` from accelerate's own save or load, but shows all models to `hooks`.
 
-        Yields a list. The hooks' run adds to it the models of `pairs` that hooks have removed, on all ranks as on the first.
+        Yields a list, to which models of `pairs` are added on all ranks when a hook on the first rank removes them.
         """
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
@@ -242,7 +242,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._models = [m for m in models if m not in sharded]
         self._optimizers = [o for o in optimizers if all(o is not one for one in own_optimizers)]
         if sharded:
-            self._custom_objects = [Beside(one, sharded, self.is_local_main_process) for one in objects]
+            self._custom_objects = [SavedFull(one, sharded, self.is_local_main_process) for one in objects]
             if hooks:
                 hooks.clear()
                 hooks[-1] = run_hooks

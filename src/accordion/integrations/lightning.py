@@ -50,7 +50,7 @@ MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those
 META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-NAMES = "accordion_names"  # in a sharded checkpoint: name that a hook has given a tensor -> its name in the model
+NAMES = "accordion_names"  # key in a sharded checkpoint: dict from a tensor's name after hooks -> its name in the model
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys with states of models and optimizers
 
@@ -151,9 +151,9 @@ class ShardedStrategy:
 class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrategy):  # type: ignore[misc]
     """Strategy for Lightning's `Trainer` that shards the LightningModule instead of wrapping it in DDP.
 
-    The module is sharded as a whole, and its step methods gather parameters as a forward does. With manual optimisation each
-    submodule is sharded separately, so optimizers may step between their calls. Modules that `configure_model` has sharded are
-    not changed. Modules on the meta device are loaded from the folder of their weights, or initialised.
+    The module is sharded as a whole. Its `training_step` and other steps gather parameters as `forward` does. With manual
+    optimisation each submodule is sharded separately, so optimizers may step between their calls. Modules that `configure_model`
+    has sharded are not changed. Modules on the meta device are loaded from the folder of their weights, or initialised.
     `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. With a hybrid strategy each node has one replica.
     `state_dict_type`: "full" gathers tensors one by one to the first rank and writes one file, as Lightning does; "sharded"
     writes a folder, as `accordion.save` does. Both load with either setting, on any number of ranks.
@@ -309,7 +309,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         if self._folder is not None:
             if state.keys() == model_state.keys() and all(state[name] is model_state[name] for name in model_state):
                 return  # loaded already
-            # Copies, because a hook may have given a tensor of the model the name of another one.
+            # Copies, because a hook may have stored a tensor of the model under the name of another one.
             checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
         super().load_model_state_dict(checkpoint, strict)
 
@@ -475,7 +475,7 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`. Raises `UsageError` if there are any, and trained parameters outside."""
+    """Return the outermost sharded modules in `model`. Raises `UsageError` if only some trained parameters are in them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         hooks = attached_to(module)
@@ -493,7 +493,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules with parameters, to shard separately. Raises `UsageError` for a parameter in none or two of them."""
+    """Return the submodules to shard separately. Raises `UsageError` unless each parameter is in exactly one of them."""
     direct = [name for name, _ in model.named_parameters(recurse=False)]
     if direct:
         raise UsageError(

@@ -28,7 +28,7 @@ PLACED = "_accordion_placements"  # attribute of a full tensor: its placements w
 
 
 def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]:
-    """Return each model with the optimizers of its parameters. Raises `UsageError` if one optimizer has several models."""
+    """Return (model, its optimizers) for each of `models`. Raises `UsageError` if an optimizer has parameters of several."""
     owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
     pairs: list[Pair] = [(model, []) for model in models]
     for optimizer in optimizers:
@@ -45,7 +45,7 @@ def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]
 
 
 def parts(pairs: list[Pair]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, model, optimizer) of each checkpoint in a saved state: one for each model, and for each further optimizer."""
+    """Yield (name, model, optimizer or None) for each checkpoint: one for each optimizer, at least one for each model."""
     for i, (model, optimizers) in enumerate(pairs):
         for j, optimizer in enumerate(optimizers or [None]):
             yield f"sharded_{i}" + (f"_optimizer_{j}" if j else ""), model, optimizer
@@ -67,7 +67,7 @@ def why_incomplete(folder: Path) -> str:
 
 
 def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
-    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective: equal trees on all ranks.
+    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective; all ranks pass equal trees.
 
     Args:
         keep: False returns None in place of the tensors, on ranks that do not need them.
@@ -91,7 +91,7 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each tensor that `whole` has marked sharded again, like a parameter of its shape in `models`."""
+    """Return `value`, in which tensors that `whole` has marked are sharded again, like a parameter of their shape in `models`."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -104,8 +104,8 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
     return map_tensors(sharded, value)  # type: ignore[no-any-return]
 
 
-class Beside:
-    """Wrapper of a stateful object for a library's save and load: converts its sharded tensors to full ones and back."""
+class SavedFull:
+    """Wrapper of an object with a state dict, whose sharded tensors a library saves as full ones, and loads sharded again."""
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
         self._inner, self._models, self._keep = inner, models, keep
@@ -118,7 +118,7 @@ class Beside:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict, of sharded tensors. Raises `UsageError` if a state is a plain tensor of one rank."""
+    """Return the optimizer's state dict. Raises `UsageError` if a state of a sharded parameter is a plain tensor, not 0-d."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:

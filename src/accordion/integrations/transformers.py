@@ -103,7 +103,7 @@ class ShardedTrainer:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         path, state = os.path.join(output_dir, SHARDED), {"scheduler": self.lr_scheduler}
-        save(path, self.model, self.optimizer, state=state, only=_kept_of(self.model))
+        save(path, self.model, self.optimizer, state=state, only=_saved_only(self.model))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
@@ -128,7 +128,7 @@ class ShardedTrainer:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and Path(checkpoint, SHARDED).is_dir():
             path, state = os.path.join(checkpoint, SHARDED), {"scheduler": self.lr_scheduler}
-            load(path, self.model, self.optimizer, state=state, only=_kept_of(self.model))
+            load(path, self.model, self.optimizer, state=state, only=_saved_only(self.model))
 
     def _load_best_model(self) -> None:
         self._load_weights(self.state.best_model_checkpoint)
@@ -136,7 +136,7 @@ class ShardedTrainer:
     def _load_weights(self, folder: str) -> None:
         """Load the model from a checkpoint folder: from our checkpoint if there is one, else from the Trainer's files."""
         if Path(folder, SHARDED).is_dir():
-            load(os.path.join(folder, SHARDED), self.model, only=_kept_of(self.model))
+            load(os.path.join(folder, SHARDED), self.model, only=_saved_only(self.model))
         else:
             load_exported(self.model, folder)
 
@@ -148,7 +148,7 @@ class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
     """Return a model on the meta device that remembers its weights: a Trainer, or any of these integrations, loads them.
 
-    No rank ever has the whole model in memory. PEFT may add adapters before. Raises `CheckpointError` for a wrong folder.
+    No rank ever has the whole model in memory. PEFT may add adapters before that. Raises `CheckpointError` for a wrong folder.
     `kind`: `AutoModelForCausalLM`, or a model class. `folder`: see `accordion.load_pretrained`; also "owner/name" on the hub.
     `kwargs`: values of the config, and `dtype`, by default the dtype of the files.
     """
@@ -172,8 +172,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
     return model
 
 
-def _kept_of(model: nn.Module) -> Only:
-    """Return `only=` for a checkpoint: the trained parameters of a PEFT model, whose base has its own folder, else None."""
+def _saved_only(model: nn.Module) -> Only:
+    """Return `only=` of `save`: "trained" for a PEFT model, whose base is loaded from a folder of its own; else None."""
     return "trained" if is_peft(model) else None
 
 

@@ -55,7 +55,7 @@ class CatchUp(NamedTuple):
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return what all ranks do next, given the report of each; None if they have diverged for good.
+    """Return the next step of all ranks, from the `reports` of all; None if they have diverged for good.
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model.
     """
@@ -81,7 +81,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Observer by which ranks agree on the next unit of a forward, and that makes dummy calls of units this rank skips.
+    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
 
     `always`: ranks agree on each step, even if it is expected; `debug="order"` sets it from the start.
     """
@@ -96,7 +96,7 @@ class OrderAgreement(Observer):
         self._is_new = False  # no forward of this kind was seen yet
         self._num_to_follow = 0  # steps of the last forward that others have done already
         self._is_late = False  # others have ended this forward
-        self._in_backward = False  # one has begun and not ended
+        self._in_backward = False  # a backward has begun and not ended
         self._root = 0  # number of the forward
         self.open_dummies: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
         monitor.listen(self.join_meeting)
@@ -128,7 +128,7 @@ class OrderAgreement(Observer):
         self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Before the call ends, agree with ranks that may be about to enter units inside it; return `out`."""
+        """Before the forward of `call` ends, make dummy calls of units inside it that other ranks still enter; return `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         if error is None and not self._silent and call.unit.index in self._outer_units:
@@ -172,12 +172,12 @@ class OrderAgreement(Observer):
 
     @property
     def trusts_history(self) -> bool:
-        """Return True if a step that `_expected` predicts needs no agreement."""
+        """True if this rank takes a step that `_expected` predicts without asking the other ranks."""
         return not (self.always or self._is_new or self._num_to_follow)
 
     @cached_property
     def _outer_units(self) -> set[int]:
-        """The indices of the units that have other units inside."""
+        """Indices of the units that have other units inside."""
         outer = set()
         for i, hooks in enumerate(self._hooks):
             for module in (ref() for ref in hooks.modules):
@@ -188,7 +188,7 @@ class OrderAgreement(Observer):
         return outer
 
     def agree(self, step: UnitCall, what: str) -> None:
-        """Make dummy calls of what other ranks do first; return when all do `step`, which messages call `what`."""
+        """Make dummy calls of the steps that other ranks take first; return when all take `step`. `what`: `step` in words."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:
@@ -229,7 +229,7 @@ class OrderAgreement(Observer):
             self._outcome(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
-        """Join a meeting that another rank opened while this one waits in a collective; return the reports by rank."""
+        """Join a meeting that another rank opened, while this rank waits in a collective; return the reports by rank."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         outcome = self._outcome(reports) if reports else None
         if isinstance(outcome, CatchUp):

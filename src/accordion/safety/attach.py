@@ -30,7 +30,7 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
         engine.observers.attach(StepWatch(engine, monitor, hooks[0].modules[0]))
         if have_own_data(engine):
             engine.observers.attach(FirstInputs(engine, monitor))
-    # `OrderAgreement` waits for other ranks, so it comes before all observers that look at a unit. `WeightReads` comes before
+    # `OrderAgreement` waits for other ranks, so it is before all observers that examine a unit. `WeightReads` is before
     # it, so that the calls that reads began end first.
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)

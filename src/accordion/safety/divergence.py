@@ -1,4 +1,4 @@
-"""Detect ranks that execute different steps: ranks meet if one leaves the recorded order, and report long waits."""
+"""Detect ranks that execute different steps: they exchange reports if one leaves the recorded order, or waits for long."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ Join = Callable[[str], dict[int, dict[str, Any]]]
 class DivergenceMonitor(Observer):
     """Observer that reports this rank's position over the hub, and raises `DivergenceError` if ranks diverge.
 
-    In the common case nothing is sent. If a rank leaves the order of the last pass it opens a meeting. The other ranks, which
-    wait in their next collective, see that and join; `OrderAgreement` decides what to do. In other waits, each rank posts its
-    position after `REPORT_AFTER_S`; if all ranks wait and none can continue, each raises an error with all positions.
+    In the common case nothing is sent. A rank that leaves the order of the last pass opens a meeting, a barrier with reports. The
+    others, which wait in their next collective, see that and join; `OrderAgreement` decides what to do. In other waits, each rank
+    posts its position after `REPORT_AFTER_S`; if all ranks wait and none can continue, each raises an error with all positions.
     On NCCL the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`.
     """
 
@@ -367,14 +367,14 @@ class DivergenceMonitor(Observer):
         """Return True if ranks compare the tags of messages: always on a CPU; on a device only soon after a meeting."""
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
-    def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
-        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n) equals `mine` (n,); on a device, assert there."""
+    def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n) is `expected` (n,); on a device, assert there."""
         if not self.listens:
             return
         if rows.device.type != "cpu":
             text = f"ranks are in different units: this rank {what}, and another rank does something else; {ADVICE}"
-            _torch.assert_on_device((rows == mine).all(), text)
-        elif not torch.equal(rows, mine.expand_as(rows)):
+            _torch.assert_on_device((rows == expected).all(), text)
+        elif not torch.equal(rows, expected.expand_as(rows)):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:

@@ -37,7 +37,7 @@ WRITES = (
     *(aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default),
 )
 WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
-# The attribute that leads from the storage of a shard to its parameter; `p.data` and views of it have the same storage.
+# Attribute of a shard's storage that refers to the parameter; `p.data` and views of it have the same storage.
 OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
@@ -85,9 +85,9 @@ def _param_of(tensor: Any) -> Param | None:
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor as one device would, and keep this rank's rows: on a CPU, torch draws equal rows on all ranks.
+    """Draw random numbers for the whole tensor, which needs memory for it, and use this rank's rows of them.
 
-    Needs memory for the whole tensor meanwhile. On accelerators torch draws different numbers on each rank, so it is called.
+    On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there.
     """
     tensor = args[0]
     param = _param_of(tensor)
@@ -139,7 +139,7 @@ def _begin_write(tensor: Tensor, param: Param) -> None:
 
 
 def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do `weight[rows] = 0` with an index or mask tensor; raise `UsageError` if torch cannot."""
+    """Write into a tensor by index or mask, as in `weight[rows] = 0`; raise `UsageError` if torch cannot."""
     param = _param_of(args[0])
     if param is not None:
         _begin_write(args[0], param)
@@ -174,7 +174,7 @@ def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not any(map(_is_ours, args)):
         return _torch.unanswered(operator, args, kwargs)
     raise UsageError(
-        "a sharded tensor was given a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
+        "a sharded tensor got a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
         "tangents of the inputs only, or the unsharded model."
     )
 

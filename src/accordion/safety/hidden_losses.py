@@ -1,8 +1,8 @@
 """Unshard a unit in a backward that reaches it from a loss outside the model's outputs: in an attribute, argument or global.
 
-A loss that a forward leaves in an attribute of a module (such as a router's), or in a list that it was given, is found when the
-call ends, and gets a hook that begins the call's backward. A loss in a global or in another object cannot be found: there the
-backward of the call begins when autograd reads a full parameter that it has saved.
+A loss that a forward leaves in an attribute of a module (such as a router's), or in a list among its inputs, is detected when the
+call ends, and gets a hook that begins the call's backward. A loss in a global or in another object cannot be detected: then
+the backward of the call begins when autograd reads a full parameter that it has saved.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class SavedParam(NamedTuple):
 class HiddenLosses(Observer):
     """Observer that begins the backward of a call at losses left in its modules, or when a saved full parameter is read.
 
-    A hook on saved tensors costs two Python calls each. So a unit has one only until the first backward has reached it by a
-    pre-backward node or an output, and afterwards only if one did not. It calls hooks of others (activation checkpointing,
-    offload) or leaves their tensors to them.
+    A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
+    only if a backward of it has begun at such a read. It passes all other tensors to the hooks of activation checkpointing or
+    offload, if there are any.
     """
 
     def __init__(self) -> None:
-        self._begins_at_reads: dict[int, bool] = {}  # by unit, once a backward has come
+        self._begins_at_reads: dict[int, bool] = {}  # by unit, after its first backward
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
         # By unit: the results of `_watched` for its modules.
@@ -137,10 +137,10 @@ def read(saved: Any) -> Tensor:
 
 
 def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
-    """Return (module, position of its first attribute that is not torch's, number of its attributes).
+    """Return (module, index in its `__dict__` of the first attribute that torch does not set, number of its attributes).
 
-    The number is -1 unless the class is torch's own, whose forward sets no attributes: an equal number means that no loss was
-    left. Attributes come after torch's unless some were set before `super().__init__()`.
+    The number is -1 unless torch defines the class. Forwards of torch set no attributes, so while the number stays equal there
+    is no loss in them. The index is 0 if attributes were set before `super().__init__()`.
     """
     start = len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
     num = len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1

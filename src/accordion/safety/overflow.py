@@ -18,7 +18,7 @@ from accordion.engine.observer import Observer
 
 
 class OverflowSpread(Observer):
-    """Observer that spreads overflows at the end of each backward that reduced, for units that compute in fp16."""
+    """Observer that calls `spread` on the gradients of units that compute in fp16, after each backward that reduced."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -12,7 +12,7 @@ KEPT_BYTES = 2**30
 
 
 def take_process() -> None:
-    """Apply the settings that `shard` does not touch in a user's own process."""
+    """Without an accelerator, call `keep_freed_memory`. In a process that a user started, no setting is changed."""
     if not torch.accelerator.is_available():
         keep_freed_memory()
 

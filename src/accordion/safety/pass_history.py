@@ -39,7 +39,7 @@ class PassHistory:
         return known
 
     def matches(self, phase: Phase, event: Hashable) -> bool:
-        """Return True and record `event` if it was expected; otherwise return False."""
+        """Return True and record `event` if it is the one expected next; otherwise return False and record nothing."""
         if phase not in self._open:
             return False
         kind, events, at = self._open[phase]
@@ -67,11 +67,11 @@ class PassHistory:
         return last[at[0]] if at[0] < len(last) else None
 
     def num_done(self, phase: Phase) -> int | None:
-        """Return the number of events of the pass in progress; None without one."""
+        """Return the number of events so far of the `phase` in progress; None if there is none."""
         return len(self._open[phase][1]) if phase in self._open else None
 
     def num_left(self, phase: Phase) -> int:
-        """Return the number of events that are still expected in the pass in progress."""
+        """Return the number of events that are still expected in the `phase` in progress."""
         kind, _, at = self._open[phase]
         return len(self._passes.get(kind, ())) - at[0]
 

@@ -42,7 +42,7 @@ OWN_FORWARD = "_accordion_own_forward"
 
 
 class NotForDDP:
-    """Stands for the list of parameters that DistributedDataParallel ignores: iterating raises `UsageError`."""
+    """Stand-in for the list of parameters that DistributedDataParallel ignores; iterating over it raises `UsageError`."""
 
     def __iter__(self) -> NoReturn:
         raise UsageError(

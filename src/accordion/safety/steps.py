@@ -37,9 +37,9 @@ Record = dict[str, str]
 
 
 class StepWatch(Observer):
-    """Observer that records optimizer steps before each backward, and sends their digest.
+    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare.
 
-    Steps of offloaded parameters write to local tensors on other threads, so only writes to the DTensors are counted there.
+    Writes to offloaded parameters count only if made through the DTensors: other threads step the local tensors.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:

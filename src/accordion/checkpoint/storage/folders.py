@@ -51,7 +51,7 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def readable(folder: Folder) -> Folder:
-    """Return `folder`, or the hidden folder with the older checkpoint if a save is replacing it, or was killed while it did."""
+    """Return `folder`. If a save is replacing it, or was killed meanwhile, return the hidden folder of the older checkpoint."""
     if isinstance(folder, Local):
         for _ in range(NUM_TRIES):
             if os.path.lexists(folder.path):
@@ -62,9 +62,9 @@ def readable(folder: Folder) -> Folder:
 
 
 class Local:
-    """A folder of a file system that holds the files of one checkpoint, or several checkpoints.
+    """A folder of a file system that contains the files of one checkpoint, or several checkpoints.
 
-    The folder that `begin` returned holds the lock of its checkpoint's name.
+    The `Local` that `begin` returns owns the lock on the checkpoint's name until `commit` or `discard`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class Local:
         return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one that are not hidden, and of checkpoints that are being replaced."""
+        """Return the names of the visible folders in this one. A checkpoint that is being replaced counts as visible."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
             for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
@@ -126,7 +126,7 @@ class Local:
         """Lock this name, remove leftovers of killed saves, and return an empty hidden folder for a new checkpoint.
 
         Raises `CheckpointError` if the name is taken by something else or another job is saving under it, `UsageError` if no
-        checkpoint can have it.
+        checkpoint can have this name.
 
         Args:
             save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
@@ -204,7 +204,7 @@ class Local:
                 self._lock.release()
 
     def remove(self, mark: object) -> None:
-        """Remove this checkpoint, unless a job is saving under its name or `mark()` has changed. Raises `OSError`."""
+        """Remove this checkpoint, unless a job is saving under its name or `mark()` is not `mark`. Raises `OSError`."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:
@@ -224,7 +224,7 @@ class Remote:
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
-        self._save = ""  # given to `begin`
+        self._save = ""  # the argument of `begin`
 
     @classmethod
     def at(cls, url: str) -> Remote:

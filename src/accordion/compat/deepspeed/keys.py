@@ -28,7 +28,7 @@ class Key:
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
         asked: the key of `accordion train` that replaces an `"auto"`; otherwise the caller must pass a value.
-        auto: what an `"auto"` without a value becomes: the default of transformers' TrainingArguments.
+        auto: the value of an `"auto"` if the caller passes none: the default of transformers' TrainingArguments.
         follows: the other keys that decide an `"auto"`, in words.
     """
 

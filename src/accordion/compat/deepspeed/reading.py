@@ -58,7 +58,7 @@ class Settings:
     Args:
         clip: largest gradient norm; 0: no clipping.
         group_ranks: number of ranks that share one sharded copy of the model, for a hybrid strategy; else None.
-        said: values of the used keys, by dotted key, with `"auto"` resolved.
+        said: the values in the file for keys that are used, by dotted key, with `"auto"` resolved.
         autos, ignored: dotted keys that were `"auto"`, and dotted keys that are not needed here.
     """
 

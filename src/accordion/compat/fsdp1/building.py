@@ -79,7 +79,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trained parameters. As `master` it changes no parameter, because the wider one is used."""
+    """Return the narrowest dtype of trained parameters, a `master` that changes none: the wider of both dtypes is used."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32

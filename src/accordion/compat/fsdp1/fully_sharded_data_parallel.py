@@ -178,7 +178,7 @@ class FullyShardedDataParallel(StateDicts):
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` if `module` cannot be wrapped: used wrappers inside it, or parameters that nothing would gather."""
+    """Raise `UsageError` if `module` cannot be wrapped: a wrapper inside has been used, or nothing would gather a parameter."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(

@@ -21,7 +21,7 @@ from accordion.safety.liveness.arrivals import Arrivals
 from accordion.safety.liveness.polling import once_after, poll
 
 log = logging.getLogger("accordion")
-PATIENCE_S = 10.0  # seconds of waiting for other ranks, after which a warning is logged
+WARN_AFTER_S = 10.0  # seconds of waiting for other ranks, after which a warning is logged
 LIMIT_S = 300.0  # seconds of waiting for other ranks, after which `UsageError` is raised
 ADVICE = (
     "the first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) builds the engine, "
@@ -139,7 +139,7 @@ def _wait_for_all(arguments: Arguments) -> None:
         absent = arrivals.missing()
         return f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
 
-    warn = once_after(PATIENCE_S, lambda: log.warning("waiting for %s: %s.", missing(), ADVICE))
+    warn = once_after(WARN_AFTER_S, lambda: log.warning("waiting for %s: %s.", missing(), ADVICE))
     if not poll(arrivals.all_came, LIMIT_S, warn):
         absent = missing()
         if arrivals.withdraw(rank):

@@ -74,7 +74,7 @@ def own_dtensor(full: Tensor, param: Param) -> Any:
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return `value` as a DTensor that is sharded like its parameter, if it has its shape; other tensors are returned full."""
+    """Return a state of `param` as a DTensor that is sharded like `param` if it has its shape, else as a full tensor."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def state_by_id(
 
 
 def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank if ranks load different states, because each takes its rows of its own copy."""
+    """Raise `DivergenceError` on every rank if ranks load different states: each keeps rows of its own copy. Collective."""
     settle(engine, "loads a full state dict of an optimizer")
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}

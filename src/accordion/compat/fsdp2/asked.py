@@ -46,7 +46,7 @@ class Spmd:
 
     def axes(self, names: Sequence[str]) -> list[int]:
         all_names = self.mesh.mesh_dim_names
-        assert all_names is not None, "checked when it was made"
+        assert all_names is not None, "`_spmd_of` has checked this"
         return [all_names.index(name) for name in names]
 
 
@@ -59,7 +59,7 @@ class Asked:
         sharding: strategy, precision, offload, and as `secondary` the ranks to reshard over after the forward.
         keep: see `UnitPolicy.keep`.
         spmd: the mesh of all axes, if `dp_mesh_dims` was passed; `mesh` has some of its axes then.
-        policy: the caller's `MixedPrecisionPolicy`, which tensor subclasses are passed.
+        policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
     """
 
     mesh: DeviceMesh
@@ -71,7 +71,7 @@ class Asked:
 
     @property
     def precision(self) -> Precision:
-        assert self.sharding.precision is not None, "asked_of gives one"
+        assert self.sharding.precision is not None, "asked_of sets one"
         return self.sharding.precision
 
 
@@ -99,7 +99,7 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     if isinstance(offload, CPUOffloadPolicy):
         tiers = Offload(params=HOST, optimizer=HOST)
         if not offload.pin_memory:
-            say_once(
+            log_once(
                 "CPUOffloadPolicy(pin_memory=False) has no effect: with an accelerator, host memory is always pinned."
             )
     sharding = Sharding(strategy=strategy, precision=precision, offload=tiers, secondary=near)
@@ -107,7 +107,7 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
 
 
 @cache
-def say_once(text: str) -> None:
+def log_once(text: str) -> None:
     log.info("compat.fsdp2: %s", text)
 
 

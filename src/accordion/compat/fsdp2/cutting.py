@@ -144,7 +144,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
     around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
     if len(sharding) < 2:
         return Layout(spmd.mesh, tuple(placements), c, rank, mesh, around)
-    # Several axes that shard count as one, the axis of the flattened mesh; the axis that replicates comes before it.
+    # Several axes that shard count as one, the axis of the flattened mesh; the axis that replicates is before it.
     meshes: list[DeviceMesh] = []
     spread: list[Placement] = []
     for i, axis in enumerate(spmd.mesh.mesh_dim_names or ()):

@@ -68,7 +68,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """The lease that an explicit `unshard` holds on full parameters until `reshard`, or the end of a forward or backward."""
+    """The lease on full parameters that an explicit `unshard` takes, until `reshard` or the end of a forward or backward."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
@@ -119,7 +119,7 @@ class Lease:
         self.shown = None
         for handle in self._hooks:
             handle.remove()
-        # Their memory is freed. A graph that has saved one must fail by its version counter, and not read freed memory.
+        # Their memory is freed below. A graph that saved one must fail by its version counter, and not read freed memory.
         for leaf in shown:
             torch.autograd.graph.increment_version(leaf)
         part.unit.module_params.hide(shown)
@@ -185,7 +185,7 @@ class Part:
         self.arm()
 
     def withdraw(self) -> None:
-        """Undo the registration with the modules, after the call was refused."""
+        """Remove this part and its hooks from the modules, after the call of `fully_shard` was refused."""
         self.disarm()
         for module in self.alive():
             del module.__dict__[PART]
@@ -259,7 +259,7 @@ class Part:
             self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is this_tree]
 
     def settle(self) -> None:
-        """Show shards, as the last optimizer step has left them: with offload it may be under way."""
+        """End an explicit unshard, and wait for an optimizer step that still runs, as it may with offload."""
         self.lease.end()
         if self.unit is not None:
             self.engine().synchronize()
@@ -271,7 +271,7 @@ class Part:
         return hooks
 
     def reshard(self) -> None:
-        """Let full parameters go that no call under way needs; a backward gathers them again."""
+        """Free full parameters that no call in progress needs; a backward gathers them again."""
         self.lease.end()
         if self.unit is not None and self.tree is not None:
             unit = self.unit
@@ -281,8 +281,8 @@ class Part:
 
 
 class Tree:
-    """The engine of an outermost part and all parts inside it. If shards change their dtype, device or memory, `dissolve`
-    removes the engine, each parameter keeps its shard, and the next use builds another tree."""
+    """The engine of an outermost part and all parts inside it. `dissolve` removes it if shards change dtype, device or memory:
+    parameters stay sharded, and the next use builds another tree."""
 
     def __init__(self, top: Part) -> None:
         if _torch.transforms_active():
@@ -306,7 +306,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if unreduced gradients are kept."""
+        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(

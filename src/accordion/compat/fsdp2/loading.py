@@ -40,7 +40,7 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
     Raises `DivergenceError` on every rank, before anything changes, if ranks load different full tensors.
     """
-    # Called for the outermost module first, so the hooks of inner modules find shards and have nothing to agree on.
+    # This hook runs for the outermost module first, so the hooks of inner modules get shards and compare nothing.
     part = fsdp_part(module)
     for each in parts_below([module]):
         each.settle()

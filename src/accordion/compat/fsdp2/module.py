@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import say_once
+from accordion.compat.fsdp2.asked import log_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
 from accordion.engine.order import BACKWARD, FORWARD, Phase
 from accordion.errors import AssertedUsageError, UsageError
@@ -127,7 +127,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted without effect: full parameters are always gathered for the backward."""
         if not unshard_in_backward:
-            say_once("set_unshard_in_backward(False) has no effect: parameters are always gathered for the backward.")
+            log_once("set_unshard_in_backward(False) has no effect: parameters are always gathered for the backward.")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch `modules` during this module's forward, instead of the module that followed it last time."""
@@ -151,7 +151,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With False on a 2-D mesh, backwards accumulate full gradients without any communication. No effect on a 1-D mesh."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or accumulate full ones without communication (False)."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -212,7 +212,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
                 "set_all_reduce_hook(stream=) is not supported on a 2-D mesh, which all-reduces gradients itself; leave it out."
             )
         if stream is not None:
-            say_once("set_all_reduce_hook(stream=...) has no effect: the hook runs on the stream of the reduce.")
+            log_once("set_all_reduce_hook(stream=...) has no effect: the hook runs on the stream of the reduce.")
         part.settings.after_reduce = hook
         part.push()
 
@@ -251,13 +251,13 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted without effect: there are no staging buffers to allocate from a process group."""
         if enable:
-            say_once("set_allocate_memory_from_process_group_for_comm has no effect: there are no staging buffers.")
+            log_once("set_allocate_memory_from_process_group_for_comm has no effect: there are no staging buffers.")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Accepted without effect: there are no staging buffers to allocate in symmetric memory."""
         if backend != "NCCL":
             raise UsageError(f"the symmetric memory backend is {backend!r}; only 'NCCL' is supported.")
-        say_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
+        log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the next forward of this module wait for `event`, recorded after an optimizer step on another stream."""
@@ -303,7 +303,7 @@ def _settle_sync(part: Part) -> None:
         part.settings.all_reduce or not part.asked.sharding.strategy.hybrid
     )
     if part.settings.sync and not part.unit_policy.reduces:
-        say_once(
+        log_once(
             "set_requires_all_reduce(False): each rank accumulates full gradients until the all-reduce, without a "
             "reduce-scatter before. The sums are the same, but take the memory of full gradients."
         )

@@ -65,7 +65,7 @@ class Position:
 
 
 class Hub:
-    """This rank's end of the hub over `links.ranks`: sends reports and stores those of other ranks.
+    """This rank's side of the hub of `links.ranks`: sends reports and stores those of other ranks.
 
     `ended`: how the programs of other ranks have ended, by rank. `lost`: how ranks ended whose connection is closed.
     """
@@ -113,7 +113,7 @@ class Hub:
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
-        """Wait until a message arrives, at most `seconds`."""
+        """Wait until a message arrives, or `seconds` have passed."""
         with self._changed:
             self._changed.wait(seconds)
 
@@ -210,7 +210,7 @@ class Hub:
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
         """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
 
-        Secondary errors count only without another cause. With `model`, failed steps of other models do not count.
+        Follow-on errors count only without another cause. With `model`, failed steps of other models do not count.
         """
 
         def causes_of_model() -> list[tuple[int, str, str]]:
@@ -233,7 +233,7 @@ class Hub:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Return a text with the position or the end of each of `ranks`. `silent_too`: also name those that do not answer."""
+        """Return text on each of `ranks`: its position, or how it ended. `silent_too`: also name those that do not answer."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:

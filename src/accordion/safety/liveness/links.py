@@ -182,7 +182,7 @@ class HubLinks:
                 peer.shutdown(socket.SHUT_WR)
 
     def _aim_crash(self) -> None:
-        """Point `faulthandler`'s descriptor to a connected rank, or to the null device."""
+        """Have `faulthandler` write a crash of this process to a connected rank; without one, to the null device."""
         if self._crash_fd is None:
             return
         peer = None if self.closed else next(iter(self._peers.values()), None)

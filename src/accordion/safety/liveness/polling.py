@@ -22,7 +22,7 @@ def poll(
 
     Args:
         while_waiting: called between polls with the seconds since the first poll; it may raise to end the wait.
-        pause: sleeps for the given seconds; it may return earlier if something has changed.
+        pause: sleeps for its argument in seconds; it may return earlier if something has changed.
         first_s, longest_s: the first and the longest pause; each pause is twice as long as the one before.
     """
     begun, pause_s = time.monotonic(), first_s

@@ -39,7 +39,7 @@ BACKEND_ERRORS = re.compile(
 
 
 def spellings(file: str, up: int = 0) -> tuple[str, ...]:
-    """Return the folder `up` levels above that of `file`, as its path is written and with links resolved."""
+    """Return two paths of the folder `up` levels above that of `file`: as written, and with links resolved."""
     return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
 
 
@@ -95,7 +95,7 @@ def while_handling(error: BaseException | None) -> str:
 
 
 def _handled_by(error: BaseException) -> BaseException | None:
-    """Return the newest error in whose handlers `error` was raised and that is not a follow-on error; None without one."""
+    """Return the newest error, follow-on errors aside, that was being handled when `error` was raised; None without one."""
     seen, context = {id(error)}, error.__context__
     while context is not None and is_echo(context) and id(context) not in seen:
         seen.add(id(context))
