@@ -370,7 +370,7 @@ def test_prefetch_follows_the_lists_that_were_set(mesh) -> None:
     assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
     assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
     begun = []
-    model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_launched for u in units[2:]]))
+    model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_unsharded for u in units[2:]]))
     one_loss(model, 1).backward()
     assert begun == [[True, True]]
     for step in range(2):
@@ -382,7 +382,7 @@ def full_memory(model: nn.Module) -> list[bool]:
     """Return, for the root and each block, if its full parameters have memory."""
     parts = [model, *model.blocks]
     if isinstance(model, ours.FSDPModule):
-        return [unit.is_launched for unit in units_of(model)]
+        return [unit.is_unsharded for unit in units_of(model)]
     params = [part._get_fsdp_state()._fsdp_param_group.fsdp_params for part in parts]
     return [any(out.untyped_storage().size() for p in own for out in p.all_gather_outputs) for own in params]
 

@@ -56,7 +56,7 @@ def test_finalize_backward_reduces_accumulated_gradients(mesh: Any) -> None:
         assert_close(grads_of(m), grads_of(plain), 1e-6)
         m.finalize_backward()  # nothing has been added up since
         m.set_manual_backward_finalization(False)
-    assert not any(unit.is_launched for unit in units_of(pair[-1]))
+    assert not any(unit.is_unsharded for unit in units_of(pair[-1]))
     with pytest.raises(RuntimeError, match="root"):
         pair[-1].blocks[0].finalize_backward()
     with pytest.raises(RuntimeError, match="root"):
@@ -90,7 +90,7 @@ def ends(mesh: Any, way: str) -> None:
             m.set_requires_gradient_sync(True)
             m.finalize_backward()
             m.set_manual_backward_finalization(False)
-            assert not any(unit.is_launched for unit in (units_of(m) if m is pair[-1] else ()))
+            assert not any(unit.is_unsharded for unit in (units_of(m) if m is pair[-1] else ()))
         assert_close(grads_of(pair[-1]), mean_grads(mesh, plain), tolerance)
         if NEW:
             # Of what waits to be finalized torch's adds up in bf16, this in float32.

@@ -35,7 +35,7 @@ def test_refusals_name_the_reason(mesh) -> None:
     refuses("takes a module or a list of modules, not int", 3)
     refuses("an empty list", [])
     refuses("takes a module or a list of modules, not str", [model, "head"])
-    refuses("ModuleList, which nobody calls", model.blocks)
+    refuses("ModuleList: it is never called", model.blocks)
     refuses("mesh is a str", model, mesh="cpu")
     refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (4, 1, 1)))
     cuda = DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False)

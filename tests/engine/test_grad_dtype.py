@@ -120,7 +120,7 @@ def test_it_may_be_set_until_the_first_use(world: Any) -> None:
 
 
 def offloaded(mesh: Any) -> None:
-    with pytest.raises(acc.UsageError, match=r"has grad_dtype torch.float32, and an offloaded gradient rests"):
+    with pytest.raises(acc.UsageError, match=r"has grad_dtype torch.float32, and an offloaded gradient is stored"):
         acc.shard(asking(), mesh, precision=acc.Precision(master=None), offload=acc.Offload(params="host"))
 
 

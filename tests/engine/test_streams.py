@@ -168,7 +168,7 @@ def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
     plain, found = Unit._land, []
 
     def land(unit: Unit) -> None:
-        waits, early = unit.is_launched and not unit.is_full, all(bool(view.isfinite().all()) for view in unit.views)
+        waits, early = unit.is_unsharded and not unit.is_full, all(bool(view.isfinite().all()) for view in unit.views)
         plain(unit)
         if waits:
             found.append((early, all(bool(view.isfinite().all()) for view in unit.views)))

@@ -396,7 +396,7 @@ WRONG = {
     "llama out --dtype int4": "invalid choice",
     "llama out --like": "is given no value",
     "llama s3://bucket/out": "is a URL",
-    "llama file/out": "cannot be made",
+    "llama file/out": "cannot be created",
     "nowhere out": "does not exist",
     "other out --format safetensors --like nowhere": "",
     "other out --format onnx": "--like a folder",

@@ -53,7 +53,7 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--micro-batch 100000 --seq 100000", "no GPU holds more"),
         ("--lengths 4096", "mean,longest"),
         ("--accumulate 9999999999", "up to 1,000,000,000"),
-        ("--units Nonsense", "auto, blocks, min_params"),
+        ("--units Nonsense", "auto, blocks or min_params"),
         ("--gpuss 8", "did you mean '--gpus'"),
         ("--micro_bach 8", "did you mean '--micro-batch'"),
         ("--jsn", "did you mean '--json'"),

@@ -78,7 +78,7 @@ def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folde
     said = spread.as_dict()
     assert said["config"]["expert_parallel"] == 4
     assert "experts over 4" in str(spread.chosen.choice)
-    assert "as many tokens as any other" in " ".join(said["assumed"]["remarks"])
+    assert "equally many tokens" in " ".join(said["assumed"]["remarks"])
 
 
 def test_an_all_to_all_leaves_the_node_on_the_network_link_of_each_card() -> None:

@@ -142,7 +142,7 @@ def meshed(mesh: Any) -> list[str]:
         time.sleep(1.5 if rank == 3 and given is flat else 0.0)  # the others have found out by then
         began = time.monotonic()
         with (
-            mock.patch.object(meshes, "LOOK_S", 0.3),
+            mock.patch.object(meshes, "POLL_S", 0.3),
             pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught,
         ):
             acc.shard(models.plain(), mesh=given, strategy=strategy)
@@ -199,7 +199,7 @@ def test_shard_waits_for_ranks_that_are_late_from_another_mesh(mesh: Any) -> Non
     if rank == 3:
         time.sleep(1.5)
     for given in (mesh["replicate"], flat) if rank in (1, 3) else (flat,):
-        with mock.patch.object(meshes, "LOOK_S", 0.3):
+        with mock.patch.object(meshes, "POLL_S", 0.3):
             model = acc.shard(models.plain(), mesh=given)
         one_loss(model).backward()
 

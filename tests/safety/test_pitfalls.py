@@ -89,7 +89,7 @@ def surprised(mesh) -> list[set[str]]:
     plain, late = Engine.acquire, set()
 
     def acquire(engine: Engine, unit: Unit) -> int:
-        if unit.name and not unit.is_launched:
+        if unit.name and not unit.is_unsharded:
             late.add(unit.name)
         return plain(engine, unit)
 

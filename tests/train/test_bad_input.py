@@ -278,7 +278,7 @@ CASES = {
     "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
     "checkpoint of another tokenizer": (checkpoint("llama-tiny"), "another tokenizer"),
     "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
-    "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "holds checkpoints"),
+    "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "has checkpoints"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
     "no best checkpoint": (words("--checkpoint.resume", "best"), "checkpoint.resume is 'best', and there is no '"),
     "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),

@@ -72,7 +72,7 @@ def test_a_process_that_starts_its_own_ranks(environ: dict[str, str]) -> None:
 
 
 def test_a_broken_environment_is_named() -> None:
-    with pytest.raises(UsageError, match=r"not understood.*'x'"):
+    with pytest.raises(UsageError, match=r"invalid.*'x'"):
         place_of({**TORCHRUN, "RANK": "x"})
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_started_is_named(
 
 
 def test_more_ranks_than_cores_and_than_the_default_are_warned_of() -> None:
-    assert "64 ranks share 2 cores" in str(launch.few_cores("cpu", 64, 2))
+    assert "64 ranks share the 2 cores" in str(launch.few_cores("cpu", 64, 2))
     assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
 
 
