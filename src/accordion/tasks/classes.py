@@ -113,11 +113,9 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`.
-
-    `key`: part of the task, such as "model". Raises `UsageError` if a parameter without a default has a type that cannot be
-    written on a command line.
-    """
+    """Return a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. `key`:
+    part of the task, such as "model". Raises `UsageError` if a parameter without a default has a type that cannot be written on a
+    command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
     options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
@@ -140,10 +138,7 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the class path and options in `values`, and the defaults of other options, as one value.
-
-    Raises `UsageError` if an option without a default is missing.
-    """
+    """Return the class path and options in `values`, and default options. Raises `UsageError` if an option has no value."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

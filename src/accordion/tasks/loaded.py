@@ -31,10 +31,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task, with checked signatures; None for a function that the task does not have.
-
-    `name`: for messages and folders.
-    """
+    """The functions of a task, with checked signatures; None for those that it does not have. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -50,10 +47,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Return the task made of `parts`: "task", or "model", "data", "loss" and so on -> class path and options.
-
-    Raises `UsageError` if a part is missing or cannot be called, and `TaskError` if the user's code fails.
-    """
+    """Return the task made of `parts`: "task", or "model", "data", "loss" and so on -> class path and options. Raises
+    `UsageError` if a part is missing or cannot be called, and `TaskError` if the user's code fails."""
     functions: dict[str, Any] = {}
     for key, part in parts.items():
         target = target_of(f"{key}.class_path" if key != "task" else "task", part.class_path)
@@ -77,10 +72,7 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return the function of `parts["optimizer"]` that makes an optimizer of parameters; None if there is no such part.
-
-    Raises `UsageError` if its class path is wrong.
-    """
+    """Return the function of `parts["optimizer"]` that makes an optimizer; None without that part. Raises `UsageError`."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -91,10 +83,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Call `make` with the trained parameters of `model`, and return the optimizer that it returns.
-
-    Raises `UsageError` if it returns something else.
-    """
+    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` for other results."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -197,10 +186,7 @@ def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return the first training batch: of a loader, or else collated from the first `micro_batch` samples.
-
-    Raises `UsageError` if the task has no training data.
-    """
+    """Return the first training batch: a loader's, or `micro_batch` samples collated. Raises `UsageError` without data."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
