@@ -51,14 +51,8 @@ def planned(
     """Return `config` with the fastest strategy, checkpointing and offload that fit into memory, and the plan's prediction.
 
     If micro-batches do not fit, smaller ones are accumulated to the same global batch. Returns (`config`, None) if
-    `train.plan` is "none". Needs a process without a process group.
-
-    Args:
-        named: keys that the user set, whose values are not changed.
-        task: the task, if the run does not train on text.
-
-    Raises:
-        UsageError: nothing fits, or the planner does not know the accelerator.
+    `train.plan` is "none". Needs a process without a process group. `named`: keys that the user set, whose values do not
+    change. `task`: the task, if the run does not train on text. Raises `UsageError` if nothing fits or the GPU is unknown.
     """
     if config.train.plan == "none":
         return config, None
@@ -139,10 +133,8 @@ def sharding_of(shard: ShardConfig, device: str) -> Sharding:
 
 
 def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Space | None:
-    """Return `space` with all smaller micro-batches that keep the global batch.
-
-    Returns None if there are none, or if keys in `named` set the micro-batches.
-    """
+    """Return `space` with all smaller micro-batches that keep the global batch. Returns None if there are none, or if keys in
+    `named` set the micro-batches."""
     size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
     smaller = [n for n in range(1, size // 2 + 1) if size % n == 0]
     if not smaller or named & {"train.micro_batch", "train.accumulate"}:
@@ -185,10 +177,8 @@ def _subject(config: Config, micro_batch: int) -> Subject:
 
 
 def card_of(device: str, num_ranks: int) -> Gpu:
-    """Return the planner's description of this machine's GPU; for CPU ranks, one with guessed rates.
-
-    Memory is that of the GPU, or the share of a CPU rank in the machine's memory.
-    """
+    """Return the planner's description of this machine's GPU; for CPU ranks, one with guessed rates. Memory is that of the GPU,
+    or the share of a CPU rank in the machine's memory."""
     if device == "cpu":
         return Gpu(
             name="cpu",

@@ -34,10 +34,8 @@ class Batches(Protocol):
 
 
 class OrderedBatches:
-    """Micro-batches of a dataset with `__len__` and `__getitem__`.
-
-    All ranks have one shuffled order of the samples, and each reads the positions of its `share`.
-    """
+    """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have one shuffled order of the samples, and each
+    reads the positions of its `share`."""
 
     def __init__(
         self,
@@ -257,10 +255,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank.
-
-    Every rank must call the model, so a rank that has no samples left gets samples of others, of which none counts.
-    """
+    """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank. Every rank must call
+    the model, so a rank that has no samples left gets samples of others, of which none counts."""
     kind = kind_of(data, "validation")
     if kind == "loader":
         return _in_step(data, begun(data, 0), device)

@@ -152,10 +152,8 @@ def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceM
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer: `own`, else that of the DeepSpeed configuration `theirs`, else AdamW.
-
-    AdamW has no weight decay for vectors.
-    """
+    """Return the optimizer: `own`, else that of the DeepSpeed configuration `theirs`, else AdamW. AdamW has no weight decay for
+    vectors."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own

@@ -37,14 +37,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
     """Return the checkpoint to resume from by the key `checkpoint.resume`; None for a fresh start.
 
     If an earlier start of the same command resumed from that checkpoint and saved newer ones, the newest of them is returned,
-    so that a job that is queued again does not repeat its steps.
-
-    Args:
-        folder: the checkpoints of the run.
-        say: function that reports checkpoints that are newer but unusable, and why.
-
-    Raises:
-        UsageError: `checkpoint.resume` names no checkpoint, or the checkpoints in `folder` cannot be used.
+    so that a job that is queued again does not repeat its steps. `folder`: has the run's checkpoints. `say`: reports newer
+    checkpoints that are unusable. Raises `UsageError` if `checkpoint.resume` names no checkpoint that can be used.
     """
     resume = config.checkpoint.resume
     if resume in ("auto", "none"):
@@ -89,10 +83,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
-    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`.
-
-    Returns None if there is no such checkpoint.
-    """
+    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`. Returns
+    None if there is no such checkpoint."""
     latest, step, current, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
     for path in (folder / BEST, newest_in(folder)):
         try:
@@ -134,10 +126,8 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest.
-
-    Returns the new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved.
-    """
+    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest. Returns the
+    new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved."""
     beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
     if not beyond:
         return None
@@ -224,10 +214,8 @@ def can_link(folder: Path) -> bool:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint of `step` to `best` with hard links, if its run recorded it as the best.
-
-    Does nothing if that was done before, or if there is no such checkpoint. Raises `CheckpointError` if linking fails.
-    """
+    """Copy the checkpoint of `step` to `best` with hard links, if its run recorded it as the best. Does nothing if that was done
+    before, or if there is no such checkpoint. Raises `CheckpointError` if linking fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -252,11 +240,8 @@ def keep_as_best(folder: Path, step: int) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if a run cannot continue from the checkpoint `path`.
-
-    The checkpoint may be after `steps`, have another tokenizer, or be of a task in place of text or the reverse.
-    `tokenizer_digest`: None if the run trains a task.
-    """
+    """Raise `UsageError` if a run cannot continue from the checkpoint `path`. The checkpoint may be after `steps`, have another
+    tokenizer, or be of a task in place of text or the reverse. `tokenizer_digest`: None if the run trains a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -279,10 +264,8 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` with the differences if the checkpoint `path` is of another model.
-
-    `shapes`: name -> shape of each entry of the model's state dict.
-    """
+    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each entry
+    of the model's state dict."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

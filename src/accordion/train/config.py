@@ -227,10 +227,8 @@ class Config(JobConfig, TextConfig):
 
 
 def max_skips_of(word: str) -> int:
-    """Return the number of steps in a row that `word`, the value of `train.on_nonfinite`, allows to skip; 0 for `stop`.
-
-    Raises `UsageError` for an unknown value.
-    """
+    """Return the number of steps in a row that `word`, the value of `train.on_nonfinite`, allows to skip; 0 for `stop`. Raises
+    `UsageError` for an unknown value."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -307,10 +305,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the default learning rate for pretrained weights if it trains them.
-
-    `named`: keys that the user set; a learning rate among them is not changed.
-    """
+    """Return `config` with the default learning rate for pretrained weights if it trains them. `named`: keys that the user set; a
+    learning rate among them is not changed."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -320,11 +316,8 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks.
-
-    `named`: keys that the user set. Raises `UsageError` if the global batch is not divisible, or if another of these keys
-    sets the batch too.
-    """
+    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks. `named`: keys that the
+    user set. Raises `UsageError` if the global batch is not divisible, or if another of these keys sets the batch too."""
     options = config.train
     if not options.global_batch:
         return config

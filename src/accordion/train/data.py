@@ -85,9 +85,7 @@ def num_sequences(num_tokens: int, seq_len: int) -> int:
 
 def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch: int, where: str) -> None:
     """Raise `UsageError` if the data is too short: training needs a global batch of sequences, validation two tokens.
-
-    `num_train`, `num_validation`: tokens. `where`: name of the data.
-    """
+    `num_train`, `num_validation`: tokens. `where`: name of the data."""
     count = num_sequences(num_train, seq_len)
     if count == 0 or num_validation < 2:
         raise UsageError(
@@ -178,10 +176,8 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
 
 
 def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
-    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, equally many on every rank.
-
-    Rows are padded with `IGNORED` after a shorter last window, and completely on ranks with fewer windows.
-    """
+    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, equally many on every rank. Rows
+    are padded with `IGNORED` after a shorter last window, and completely on ranks with fewer windows."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")

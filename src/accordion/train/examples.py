@@ -140,10 +140,8 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the part of `until` before the answer that begins a conversation.
-
-        transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
-        """
+        """Return the part of `until` before the answer that begins a conversation. transformers renders no prompt without
+        messages, so the end of another prompt shows where the answer begins."""
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
         begins = prompt.removeprefix(self._render(question, tools, where))
@@ -200,10 +198,8 @@ def _tools_of(row: DataRow) -> Tools:
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return the messages of `row` without nulls, and for each of the assistant True if it counts in the loss.
-
-    Raises `UsageError` if `row` has no valid messages.
-    """
+    """Return the messages of `row` without nulls, and for each of the assistant True if it counts in the loss. Raises
+    `UsageError` if `row` has no valid messages."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
@@ -253,9 +249,7 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     """Return the run's tokenizer, a fast one of transformers. Raises `UsageError` if none fits, or for a chat without template.
-
-    If neither `data.tokenizer` nor the model's folder has one, it is trained on `source`.
-    """
+    If neither `data.tokenizer` nor the model's folder has one, it is trained on `source`."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

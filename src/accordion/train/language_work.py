@@ -55,14 +55,8 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Base class of language model training.
-
-    Args:
-        generation: content of generation_config.json.
-        spec: content of tokenizer.json.
-        unit: name of the units in which data is counted, for messages.
-        of_what: end of "perplexity" in messages, such as " of an answer's token".
-    """
+    """Base class of language model training. `generation`, `spec`: content of generation_config.json and tokenizer.json.
+    `unit`, `of_what`: for messages, the name of the units of data, and text after "perplexity"."""
 
     config: Config
     files: TokenFiles | ExampleFiles
@@ -119,10 +113,8 @@ class LanguageWork:
     def _show_sample(
         self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen, **words: bool
     ) -> None:
-        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank.
-
-        `device`: device of the computation; parameters may be elsewhere. `words`: options of the tokenizer's `decode`.
-        """
+        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank. `device`: device of
+        the computation; parameters may be elsewhere. `words`: options of the tokenizer's `decode`."""
         generator = torch.Generator().manual_seed(seed)
         small = describe(model).total_params * 4 <= SMALL_BYTES
         was_training = model.training
@@ -280,10 +272,8 @@ def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the cross entropy, 0-d float32, over labels that are not `IGNORED`.
-
-    `logits`: (b, tokens, vocab). `labels`: (b, tokens).
-    """
+    """Return the sum of the cross entropy, 0-d float32, over labels that are not `IGNORED`. `logits`: (b, tokens, vocab).
+    `labels`: (b, tokens)."""
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -327,10 +317,8 @@ def in_one_row(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_apart(model: nn.Module) -> None:
-    """Raise `UsageError` on every rank if documents in a row attend to each other.
-
-    Compares the logits of a document before and after another one. Collective.
-    """
+    """Raise `UsageError` on every rank if documents in a row attend to each other. Compares the logits of a document before and
+    after another one. Collective."""
     # No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
@@ -378,9 +366,7 @@ def trained_model(config: Config) -> nn.Module:
 
 def with_base(config: Config, run_dir: Path) -> Config:
     """Save the frozen weights below adapters, if they are randomly initialised, in the run folder, which `config` then names.
-
-    Checkpoints of adapters do not have them. The whole model is in host memory meanwhile. Returns the new `config`.
-    """
+    Checkpoints of adapters do not have them. The whole model is in host memory meanwhile. Returns the new `config`."""
     if config.adapter.kind == "none" or config.model.init == "pretrained":
         return config
     folder = run_dir / BASE

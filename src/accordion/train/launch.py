@@ -89,10 +89,8 @@ class RankPlace:
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank in the variables of torchrun or srun; None in a process that neither started.
-
-    Raises `UsageError` if a variable is invalid.
-    """
+    """Return the rank in the variables of torchrun or srun; None in a process that neither started. Raises `UsageError` if a
+    variable is invalid."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -229,17 +227,13 @@ def _begun(started_file: str, entry: Entry, *args: Any) -> None:
 
 
 class NothingStartedError(BaseException):
-    """Raised if a signal arrives before the ranks can handle it.
-
-    A `BaseException`, like `KeyboardInterrupt`, so that a task's code does not catch it during the preparation.
-    """
+    """Raised if a signal arrives before the ranks can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's
+    code does not catch it during the preparation."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts.
-
-    Before a rank has started, the signals raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored.
-    """
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts. Before a rank has started, the
+    signals raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
 
     def __init__(self) -> None:
         self.came = False
@@ -260,10 +254,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     @contextmanager
     def to_ranks(self, started_file: str) -> Iterator[None]:
-        """Context manager during which all new child processes are ranks. Each creates `started_file` when it starts.
-
-        Signals after the body do nothing.
-        """
+        """Context manager during which all new child processes are ranks. Each creates `started_file` when it starts. Signals
+        after the body do nothing."""
         self._others = {child.pid for child in multiprocessing.active_children()}
         self._starts, self._begun = True, Path(started_file).exists
         try:
@@ -283,10 +275,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks.
-
-    Raises `NothingStartedError` if these signals ended the ranks.
-    """
+    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks. Raises
+    `NothingStartedError` if these signals ended the ranks."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -303,10 +293,8 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Run `entry(place, store, *args)` as one rank, and end the process if it fails.
-
-    The rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code.
-    """
+    """Run `entry(place, store, *args)` as one rank, and end the process if it fails. The rank that fails first prints its error.
+    Ranks that fail because of it print nothing and have its exit code."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -337,11 +325,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """Connect to the job's store, and return it with a prefix for the keys of this start. Collective.
-
-    If that takes long, the first rank of each host prints how many ranks have started, and how to train without the others.
-    Raises `UsageError` if the store's address is invalid, and `AccordionError` if it cannot be reached.
-    """
+    """Connect to the job's store, and return it with a prefix for the keys of this start. Collective. If that takes long, the
+    first rank of each host prints how many ranks have started, and how to train without the others. Raises `UsageError` if the
+    store's address is invalid, and `AccordionError` if it cannot be reached."""
     started: set[str] = set()
 
     def report() -> None:
@@ -472,27 +458,21 @@ def _report(error: Exception, rank: int, store: Store) -> int:
 
 
 def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
-    """Call `do` on rank 0 while the others wait. Returns its result on rank 0 and None on the others.
-
-    A `UsageError` of `do` is raised on every rank.
-    """
+    """Call `do` on rank 0 while the others wait. Returns its result on rank 0 and None on the others. A `UsageError` of `do` is
+    raised on every rank."""
     return _first_does(place.rank == 0, store, "accordion/first", do)
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """Call `do` on the first rank of each host, then on the others, and return its result, which must not be None.
-
-    A `UsageError` of the first rank is raised on all ranks of its host.
-    """
+    """Call `do` on the first rank of each host, then on the others, and return its result, which must not be None. A `UsageError`
+    of the first rank is raised on all ranks of its host."""
     result = _first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
 def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
-    """Call `do` if `is_first` and return its result; otherwise wait for the first rank and return None.
-
-    A `UsageError` of `do` is raised on the other ranks too. `key`: key in `store` for its text.
-    """
+    """Call `do` if `is_first` and return its result; otherwise wait for the first rank and return None. A `UsageError` of `do` is
+    raised on the other ranks too. `key`: key in `store` for its text."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():

@@ -36,10 +36,8 @@ class Outcome:
 
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
-    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early.
-
-    A run that fails keeps its folders and its process group until the process ends.
-    """
+    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. A run that fails keeps its
+    folders and its process group until the process ends."""
     outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
     return PREEMPTED if outcome.state == "preempted" else 0
 
@@ -47,10 +45,8 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 def trained(
     place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
-    """Train on one rank and return the outcome. `cleanups`: closed at the end; if this raises, the caller has to close it.
-
-    Its callbacks release the folders and the process group.
-    """
+    """Train on one rank and return the outcome. `cleanups`: closed at the end; if this raises, the caller has to close it. Its
+    callbacks release the folders and the process group."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -103,10 +99,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if it is due after `step`.
-
-    Returns the outcome if training ends, equal on all ranks; otherwise None.
-    """
+    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends, equal on all ranks;
+    otherwise None."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -188,10 +182,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Validate if that was not done after the last step, report the run's files, and show a sample.
-
-    If a signal or the time limit ended the run, it only reports. Raises `CheckpointError` if the last save failed.
-    """
+    """Validate if that was not done after the last step, report the run's files, and show a sample. If a signal or the time limit
+    ended the run, it only reports. Raises `CheckpointError` if the last save failed."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

@@ -23,11 +23,8 @@ METRICS = "metrics.jsonl"  # in the run folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step of all ranks.
-
-    `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss or gradients were not finite, so the
-    optimizer did not step.
-    """
+    """Metrics of one step of all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss or
+    gradients were not finite, so the optimizer did not step."""
 
     step: int
     loss: float

@@ -87,12 +87,10 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that replaces transformers' check for several documents in a row by the answer `several`.
-
-    If there are several, a document starts at each jump of the position ids. Without this, each forward reads the position ids
-    and the host waits for the device. No argument of a forward avoids that alone: a mask is read too or disables flash
-    attention, and a cache keeps all keys.
-    """
+    """Context manager that replaces transformers' check for several documents in a row by the answer `several`. If there are
+    several, a document starts at each jump of the position ids. Without this, each forward reads the position ids and the host
+    waits for the device. No argument of a forward avoids that alone: a mask is read too or disables flash attention, and a cache
+    keeps all keys."""
     from transformers import masking_utils
 
     def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> number of each token's document, (b, seq_len)

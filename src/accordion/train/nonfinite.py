@@ -36,10 +36,8 @@ class Skips:
         self.total += 1
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf.
-
-        Raises `NonFiniteError` if there are more such steps in a row than allowed.
-        """
+        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises `NonFiniteError`
+        if there are more such steps in a row than allowed."""
         self._in_row += 1
         self.total += 1
         if not self._most:
@@ -54,12 +52,8 @@ class Skips:
 def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
     """Repeat a step, and return text on the place where NaN or inf first appears; None if all values are finite this time.
 
-    Collective; equal on all ranks.
-
-    Args:
-        again: function that repeats forwards and backwards with the random numbers of the step. It is called with a function
-            to apply to each loss before its backward.
-        figures: text of the values that were not finite.
+    Collective; equal on all ranks. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and
+    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite.
     """
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"

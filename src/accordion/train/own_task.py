@@ -109,10 +109,8 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step.
-
-        If `size` is unknown, this is an estimate: the samples of this rank times the number of ranks.
-        """
+        """Return the number of samples of all ranks in a step. If `size` is unknown, this is an estimate: the samples of this
+        rank times the number of ranks."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -134,10 +132,8 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None without data. Collective.
-
-        A mean that the task returns for a batch is weighted by the number of samples in the batch.
-        """
+        """Return the mean loss and metrics over the validation samples of all ranks; None without data. Collective. A mean that
+        the task returns for a batch is weighted by the number of samples in the batch."""
         if self.validation is None:
             return None
         drawn, was_training = RandomState().state_dict(), model.training
@@ -237,10 +233,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Read a training batch, and compute its loss if the model is small and on the CPU.
-
-    Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter.
-    """
+    """Read a training batch, and compute its loss if the model is small and on the CPU. Raises `TaskError` if the user's code
+    fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

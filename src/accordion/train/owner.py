@@ -53,10 +53,8 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if a live owner of another job has one of `folders` (setting -> folder). Changes nothing.
-
-    Waits `EXIT_S` for the owner to exit.
-    """
+    """Raise `UsageError` if a live owner of another job has one of `folders` (setting -> folder). Changes nothing. Waits `EXIT_S`
+    for the owner to exit."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (holder := holder_of(folder)) is not None and (job is None or holder.job != job):
@@ -66,10 +64,8 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> FolderOwner | None:
-    """Return the live owner of `folder`; None if there is none.
-
-    An owner counts as dead if its lease has expired by this host's clock, or if it was a process of this host that ended.
-    """
+    """Return the live owner of `folder`; None if there is none. An owner counts as dead if its lease has expired by this host's
+    clock, or if it was a process of this host that ended."""
     refreshed = _refreshed(folder)
     if refreshed is None or abs(time.time() - refreshed) > EXPIRY_S:
         return None

@@ -24,23 +24,14 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The examples that have an answer after they are truncated to `seq_len` labels.
+    """The examples that have an answer after they are truncated to `seq_len` labels."""
 
-    Args:
-        indices: their positions in the data, (examples,).
-        lengths: number of labels of each after truncation, (examples,).
-        num_cut: number of these examples that are truncated.
-        num_left_out: number of other examples, without an answer after truncation.
-        num_lost: answer tokens that are cut off.
-        num_answers: answer tokens of all examples before truncation.
-    """
-
-    indices: np.ndarray
-    lengths: np.ndarray
-    num_cut: int
-    num_left_out: int
-    num_lost: int
-    num_answers: int
+    indices: np.ndarray  # (examples,) their positions in the data
+    lengths: np.ndarray  # (examples,) labels of each after truncation
+    num_cut: int  # of these examples, those that are truncated
+    num_left_out: int  # other examples, which have no answer after truncation
+    num_lost: int  # answer tokens that are cut off
+    num_answers: int  # answer tokens of all examples before truncation
 
     def words(self, seq_len: int) -> str | None:
         """Return a note for the user on examples and answer tokens that are cut off at `seq_len`; None if there are none."""
@@ -75,11 +66,9 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items of `lengths` into rows of at most `size` tokens, and return the indices of the items in each row.
-
-    The longest items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al.,
-    1974), which needs at most 11/9 of the fewest possible rows, plus one.
-    """
+    """Pack items of `lengths` into rows of at most `size` tokens, and return the indices of the items in each row. The longest
+    items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al., 1974), which
+    needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
@@ -162,11 +151,8 @@ class Collate:
 
 
 class LengthOrder(GlobalOrder):
-    """Order of rows that are sorted by length: each step reads consecutive rows, and the order of steps is shuffled.
-
-    The rows of a step then have similar lengths on all ranks. With the same global batch, the steps do not depend on the
-    number of ranks.
-    """
+    """Order of rows that are sorted by length: each step reads consecutive rows, and the order of steps is shuffled. The rows of
+    a step then have similar lengths on all ranks. With the same global batch, the steps do not depend on the number of ranks."""
 
     def index_of(self, position: int, epoch: int) -> int:
         size = self.share.global_batch
@@ -184,10 +170,8 @@ class LengthOrder(GlobalOrder):
 
 
 def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Sequence[int]) -> Iterator[Batch]:
-    """Yield this rank's batches of the rows in `order`, equally many on every rank.
-
-    A rank that has no rows left yields a batch whose labels are all `IGNORED`.
-    """
+    """Yield this rank's batches of the rows in `order`, equally many on every rank. A rank that has no rows left yields a batch
+    whose labels are all `IGNORED`."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         share_rows = [rows[i] for i in order[start + share.rank : start + each : share.world]]

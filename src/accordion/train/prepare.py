@@ -51,15 +51,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start.
-
-    Args:
-        config: the configuration; if the run resumes, with the global batch of the checkpoint.
-        resume: the checkpoint to resume from.
-        replicas: copies of the model under a hybrid strategy.
-        expected: prediction of the plan.
-        began_s: `time.time` of this machine when the command started.
-    """
+    """The checked inputs of a run, from which its ranks start. `config`: has the global batch of `resume`, the checkpoint to
+    resume from. `expected`: prediction of the plan. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -88,7 +81,8 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs.
+    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs. Raises
+    `UsageError`, or `TaskError` if the user's code fails.
 
     Args:
         place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
@@ -97,10 +91,6 @@ def prepare(
         named: keys that the user set.
         began_s: `time.time` of this machine when the command started.
         task: the task to train, if `config` names none by class path.
-
-    Raises:
-        UsageError: an input is wrong.
-        TaskError: the user's code fails.
     """
     try:
         replicas, world = 1, place.world

@@ -73,10 +73,8 @@ class LearningRates:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`.
-
-    A user's own optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto".
-    """
+    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`. A user's own
+    optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto"."""
     if scheduler is not None or (is_own and options.schedule == "auto"):
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:

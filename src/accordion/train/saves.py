@@ -20,11 +20,8 @@ OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 class RunSaves:
-    """Saves checkpoints of a run, in the background if possible, and resumes from one.
-
-    `lost`: error of the latest save of a step; None if it succeeded. `links`: the best checkpoint is a hard link to that of
-    its step.
-    """
+    """Saves checkpoints of a run, in the background if possible, and resumes from one. `lost`: error of the latest save of a
+    step; None if it succeeded. `links`: the best checkpoint is a hard link to that of its step."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint
@@ -37,10 +34,8 @@ class RunSaves:
         self.lost: CheckpointError | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step.
-
-        A failure ends the run or is reported, by the key `checkpoint.on_error`.
-        """
+        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step. A
+        failure ends the run or is reported, by the key `checkpoint.on_error`."""
         run, extra, state = self._run, self._progress(step), self._state()
         path = self.folder / name if name else checkpoints.path_of(self.folder, step)
         try:
@@ -148,10 +143,8 @@ class RunSaves:
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
     def _compare(self, before: Mapping[str, Any], done: int) -> None:
-        """Report the settings that differ from `before`, those of the checkpoint, and resume the learning rates.
-
-        `done`: number of steps done.
-        """
+        """Report the settings that differ from `before`, those of the checkpoint, and resume the learning rates. `done`: number
+        of steps done."""
         current = self._settings()
         changed = checkpoints.differing(before, current)
         if changed:

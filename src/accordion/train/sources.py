@@ -208,10 +208,8 @@ def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`.
-
-    If it has a training split and one for validation, other splits are left out.
-    """
+    """Yield the rows of a folder saved by `datasets`. If it has a training split and one for validation, other splits are left
+    out."""
     import datasets
 
     try:
@@ -255,10 +253,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of it.
-
-    `key`: name of the document. `ends`: this is its last part. `split`: None if the data names no split.
-    """
+    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the data
+    names no split."""
 
     key: str
     text: str
@@ -268,14 +264,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read.
-
-    Args:
-        files: (name inside the source, path) of each file.
-        stamp: hash that changes when a file is added, removed or written.
-        unread: file of the folder that is left out -> reason.
-        lenient: replace bytes that are not UTF-8.
-    """
+    """Data to read. `files`: (name inside the source, path) of each. `unread`: file of the folder that is left out -> reason.
+    `stamp`: hash that changes when a file is added, removed or written. `lenient`: replace bytes that are not UTF-8."""
 
     name: str
     label: str
@@ -341,10 +331,8 @@ def split_of(piece: Piece) -> Split:
 
 
 def find(config: DataConfig) -> Source:
-    """Return the source that `data.path` names; without a path, the source files of Python's standard library.
-
-    Raises `UsageError` if there is no data that can be read.
-    """
+    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Raises
+    `UsageError` if there is no data that can be read."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -458,10 +446,8 @@ def _source(
 
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """Return all files below `folder`, following links, in the same order on every machine.
-
-    Leaves out hidden files, folders named in `without`, and a folder that was already walked under another name.
-    """
+    """Return all files below `folder`, following links, in the same order on every machine. Leaves out hidden files, folders
+    named in `without`, and a folder that was already walked under another name."""
     files, walked = [], set[Path]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in walked:

@@ -92,10 +92,8 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, if that was not done yet. Returns True if they are finite.
-
-        Raises `NonFiniteError` if they are not and the run has to end.
-        """
+        """Read and record the metrics of the last step, if that was not done yet. Returns True if they are finite. Raises
+        `NonFiniteError` if they are not and the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -142,10 +140,8 @@ class Steps:
         self._run.optimizer.zero_grad()
 
     def _leave_out(self, taken: Taken, metrics: StepMetrics) -> None:
-        """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped.
-
-        Raises `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps.
-        """
+        """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. Raises
+        `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
         figures = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
@@ -173,10 +169,8 @@ class Steps:
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
-    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait.
-
-    Sets the attribute `found_inf`, by which `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer.
-    """
+    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait. Sets the
+    attribute `found_inf`, by which `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer."""
     optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
     try:
         optimizer.step()

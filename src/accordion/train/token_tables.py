@@ -172,10 +172,8 @@ class ExampleFiles:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> ExampleFiles:
-    """Return the examples of `source` from the cache, after creating them if needed. `size`: size of the vocabulary.
-
-    Raises `UsageError` for a row that is no example, and for fewer than two examples.
-    """
+    """Return the examples of `source` from the cache, after creating them if needed. `size`: size of the vocabulary. Raises
+    `UsageError` for a row that is no example, and for fewer than two examples."""
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
     def rows() -> Iterator[dict[str, Any]]:

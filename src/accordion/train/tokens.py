@@ -31,14 +31,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data.
-
-    Args:
-        spec: content of its tokenizer.json.
-        size: its largest id plus one, so the least vocabulary of a model.
-        end_id: id of the end-of-text token.
-        special_as_text: read "<|endoftext|>" and other special tokens in a document as ordinary characters.
-    """
+    """A tokenizer as data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: end-of-text token.
+    `special_as_text`: read "<|endoftext|>" and other special tokens in a document as ordinary characters."""
 
     spec: str
     size: int
@@ -111,11 +105,8 @@ def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts, split only inside runs of one kind of character that are longer than `LONGEST_WORD`.
-
-    The trainer takes a run of letters as one word, and its time is quadratic in the longest word. Ordinary text has no such
-    runs.
-    """
+    """Yield `text` in parts, split only inside runs of one kind of character that are longer than `LONGEST_WORD`. The trainer
+    takes a run of letters as one word, and its time is quadratic in the longest word. Ordinary text has no such runs."""
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
         if ONE_KIND.fullmatch(text, at - half, at + half + 1):
@@ -125,10 +116,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
-    """Return the tokenizer of a model folder; None if it has none. `end_id`: eos_token_id of its config.json.
-
-    Raises `UsageError` if the tokenizer cannot be read or has no end-of-text token.
-    """
+    """Return the tokenizer of a model folder; None if it has none. `end_id`: eos_token_id of its config.json. Raises `UsageError`
+    if the tokenizer cannot be read or has no end-of-text token."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -185,10 +174,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's.
-
-    `where`: name of the tokenizer's origin, for the message.
-    """
+    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's. `where`: name of the
+    tokenizer's origin, for the message."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

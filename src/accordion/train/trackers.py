@@ -23,10 +23,8 @@ class RunTracker(Protocol):
     """Interface of a tracker of metrics. If a method raises, that is reported, and the tracker is not used any more."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Start a run, or continue the run with the id `theirs` after `first_step` steps.
-
-        Returns the id of the run; None if the tracker does not need it to continue.
-        """
+        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if the
+        tracker does not need it to continue."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
