@@ -31,7 +31,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task, with checked signatures; None for those that it does not have. `name`: for messages and folders."""
+    """The functions of a task, with checked signatures; None for those that it lacks. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]
