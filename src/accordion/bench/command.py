@@ -47,7 +47,7 @@ class CompareOptions:
         precision: fp32, or bf16 over fp32 parameters
         nproc: ranks on this machine; 0: one per GPU, or 2 without GPUs
         device: auto (the accelerators of this machine, or CPU if there are none), cpu, or another device type
-        rounds: turns of each contender, interleaved
+        rounds: how often each contender is measured; in a round, all are measured one after the other
     """
 
     against: str = ",".join(PEERS)
@@ -67,7 +67,7 @@ class HostOptions:
 
     Args:
         against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, or a strategy: accordion:shard_grad_op
-        rounds: turns of each contender, interleaved
+        rounds: how often each contender is measured; in a round, all are measured one after the other
     """
 
     against: str = "fsdp2"
@@ -94,7 +94,7 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand named in `words`, or without one the comparison of contenders. Returns the exit code."""
+    """Run `accordion bench` with the arguments `words`; without a subcommand, compare contenders. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
@@ -110,7 +110,7 @@ def run(words: list[str]) -> int:
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
-    """Show the page that `job(chosen_options)` returns, and write its data to `FOLDER`. Returns the exit code."""
+    """Run `job(chosen_options)`, show the page that it returns, and write it into the folder `FOLDER`. Returns 0."""
     check_limits(chosen_options)
     check_folder(FOLDER)
     page = job(chosen_options)
@@ -139,12 +139,12 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
 
 
 def names_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return this engine and the installed contenders of `against`, and by name why others are left out."""
+    """Return (this engine and the contenders of `against` that are installed, contender that is not -> reason)."""
     return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
 
 
 def _compare(o: CompareOptions, task_words: Sequence[str] = ()) -> Page:
-    """Compare contenders on a model, or on a task with the options `task_words`; each rank loads the task itself."""
+    """Compare contenders on a model, or on a task with the options `task_words`. Returns the page."""
     names, left_out = names_of(o.against)
     bf16, flops, make = o.precision == "bf16", None, start
     if o.task is None:

@@ -21,7 +21,7 @@ from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 LOSS_STEPS = 3
 STEPS = 4  # measured steps per turn
-WARM = 1  # first steps of a turn, not measured: the caches hold another contender's data
+WARM = 1  # first steps of a turn, not measured, because the caches have another contender's data
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative tolerance of losses by `Setting.bf16`
 PARTS = ("forward", "backward", "optimizer")
 
@@ -47,10 +47,10 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: by (ours, theirs), the ratio of their step times.
+    """All figures of `accordion bench`.
 
-    `peak_flops`: peak operations per second of all ranks together, from `peak_source`. `left_out`: peers that did not start,
-    and why.
+    `ratios`, `cpu_ratios`: (strategy of this engine, other contender) -> ratio of the wall or CPU times of a step.
+    `peak_flops`: peak FLOP/s of all ranks together, from `peak_source`. `left_out`: contender that did not start -> reason.
     """
 
     machine: dict[str, Any]
@@ -76,8 +76,9 @@ def compare(
 ) -> Comparison:
     """Train under each contender in `names`, compare their losses, then measure `rounds` turns of each.
 
-    `make`: creates the trainer of one rank. `flops`: operations of one rank's step; None: count them. A peer that does not
-    start is left out. Raises `BenchError` if losses differ, before anything is measured, and if a contender fails later.
+    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. `flops`:
+    floating-point operations of one rank's step; None: count them. Raises `BenchError` if a contender fails later, or if
+    losses differ; nothing is measured then.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -119,7 +120,7 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Return the comparison of the first steps' losses. Raises `BenchError` if a contender's losses differ."""
+    """Train `LOSS_STEPS` steps and return the comparison of the losses. Raises `BenchError` if they differ."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)
@@ -140,7 +141,8 @@ def _short(losses: dict[str, list[float]]) -> str:
 
 
 def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float) -> ContenderResult:
-    """Return a contender's figures. `tokens`: of one step of all ranks. `peak_s`: seconds of its operations at the peak."""
+    """Return a contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
+    `tokens`: of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")
@@ -162,7 +164,7 @@ def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: 
 
 
 def step_flops(setting: Setting) -> float:
-    """Return the operations of the matrix products of one rank's forward and backward, counted on the meta device."""
+    """Count the floating-point operations of matrix products in one rank's forward and backward, on the meta device."""
     with torch.device("meta"):
         model = shape_of(setting.model).make().to("meta")
         tokens = torch.zeros(setting.batch, setting.seq, dtype=torch.long)
@@ -172,7 +174,7 @@ def step_flops(setting: Setting) -> float:
 
 
 def _peak(team: WorkerTeam, setting: Setting, world: World) -> tuple[float, str]:
-    """Return the peak FLOP/s of all ranks and its source: the data sheet, or else a matrix product on all ranks at once."""
+    """Return (peak FLOP/s of all ranks together, source): from a data sheet, or else measured with a matrix product."""
     name = name_of(world.device_type)
     known = known_peak_flops(name, setting.bf16)
     if known is not None:

@@ -28,10 +28,8 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training that all contenders do. `batch`: of one rank. `bf16`: compute in bf16 over float32 parameters.
-
-    `task`: class path and options of the user's task, then `batch` counts its samples; empty if `model` is trained.
-    """
+    """The training that all contenders do. `batch`: sequences (samples of a task) per rank and step. `bf16`: compute in bf16 over
+    float32 parameters. `task`: class path and options of the user's task; empty: train `model`."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -86,7 +84,7 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, which programs of the other contenders wrap one by one."""
+    """Return the repeated blocks of a model, which FSDP1 and FSDP2 wrap one by one."""
     return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
@@ -159,7 +157,8 @@ NOT_HERE = {"deepspeed": "deepspeed"}  # contender -> package that it needs
 
 
 def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the contenders, each once, and why others are left out. Raises `UsageError` for unknown names."""
+    """Return (installed contenders of `ours` and `against`, each once; contender that is not installed -> reason). Raises
+    `UsageError` for unknown names."""
     names = list(dict.fromkeys([*ours, *against]))
     for name in names:
         if name not in NAMES:
@@ -173,7 +172,7 @@ def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, st
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Return the training loop of `model` under a contender. The model is on its device and equal on all ranks."""
+    """Return the loop that trains `model` under the contender `name`. `model` is on its device, equal on all ranks."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
@@ -184,10 +183,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Return the loop of DeepSpeed's ZeRO-3 with its defaults, the settings `zero`, and torch's fused AdamW.
-
-    `offloads`: the optimizer steps on the host, which needs a setting to accept another AdamW than DeepSpeed's own.
-    """
+    """Return the loop of DeepSpeed's ZeRO-3 with torch's fused AdamW. `zero`: settings of ZeRO other than the defaults.
+    `offloads`: the optimizer steps on the host, where DeepSpeed accepts torch's AdamW only with a setting of its own."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

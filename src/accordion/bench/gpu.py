@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def checked(device: str) -> tuple[Page, list[str]]:
-    """Run the checks on a device type, and return the page and a description of each failure."""
+    """Run the checks on the device type `device`. Returns (page, description of each failure)."""
     rows, data, failures = list[list[str]](), dict[str, Any](), list[str]()
     for num_ranks in (2, 4):
         if not can_share(device) and num_ranks > torch.accelerator.device_count():
@@ -117,7 +117,7 @@ def can_share(device: str) -> bool:
 
 
 def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return the losses under each strategy (the mean over ranks), and the error of each strategy that failed."""
+    """Train under DDP and each strategy. Returns (name -> loss of each step, the mean over ranks; failed name -> error)."""
     losses, failed = dict[str, list[float]](), dict[str, str]()
     world = world_of(device, num_ranks, "gloo" if can_share(device) else "")
     todo = ["ddp", *(name for name, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4)]
@@ -133,7 +133,7 @@ def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict
 
 
 class SharedDevice:
-    """One of several ranks that train on the same device."""
+    """Trains as one of several ranks that share a device."""
 
     def __init__(self, seat: Seat, sizes: dict[str, int]) -> None:
         self._seat, self._sizes = seat, sizes
@@ -162,20 +162,19 @@ class SharedDevice:
 
 
 class Collectives:
-    """A single rank with its device's backend, to find the stream on which each collective runs."""
+    """Runs each collective on a single rank with its device's backend, and reports the stream on which it ran."""
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
         self._link = Communicator(dist.group.WORLD, seat.device)
 
     def streams(self) -> dict[str, dict[str, Any]]:
-        """Return for each collective its "work" on the device, and "on_side_stream": True if all of it ran there.
-
-        "on_side_stream" is None on CPU, and on devices that cannot sleep or that the profiler does not support.
-        """
+        """Run each collective on the side stream. Returns collective -> {"work": names, "on_side_stream": answer}. The names are
+        those of its kernels and copies on the device. The answer is True if all of them ran on the side stream, and None on CPU
+        and on devices that cannot sleep or that the profiler does not support."""
         side_stream = SideStream(self._device, DivergenceMonitor([], [0]))
         calls = self._calls()
-        for call in calls.values():  # the first call of each creates its communicator
+        for call in calls.values():  # the first call of a collective creates its communicator
             wait(call())
         if self._device.type == "cpu":
             return {name: {"work": [], "on_side_stream": None} for name in calls}
@@ -217,7 +216,7 @@ def wait(pending: Any) -> None:
 
 
 def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, int]]]:
-    """Return, for each range `accordion::<name>` of a profiler trace, its work as (kernel or copy, stream), by name."""
+    """Return name -> [(kernel or copy, stream), ...] for the ranges `accordion::<name>` in the `events` of a profiler."""
     # Work belongs to the range in which the host launched it: launch and work have the same correlation id.
     complete = [e for e in events if e.get("ph") == "X" and "ts" in e]
     prefix = "accordion::"

@@ -47,7 +47,7 @@ class HostLoop:
             p.grad = None
 
     def turn(self, count: int) -> list[float]:
-        """Return the CPU seconds per unit of each of `count` steps (forward and backward), after one that is not measured."""
+        """Run a step, then `count` measured ones (forward and backward). Returns the CPU seconds per unit of each."""
         self._step()
         times = []
         for _ in range(count):
@@ -59,7 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """One contender's CPU seconds per `unit` and step, and what is `extra` to plain (`by_round`: medians)."""
+    """Host time of one contender, in CPU seconds per unit and step: median of a turn, over rounds. `extra`: the time minus that
+    of the unsharded model ("plain"). `by_round`: `extra` in each round."""
 
     unit: Spread
     extra: Spread
@@ -78,7 +79,7 @@ def check(contenders: Sequence[str]) -> None:
 def measure(
     contenders: Sequence[str], num_ranks: int, rounds: int, groups: Sequence[Group], *, blocks: int = 32
 ) -> dict[str, dict[str, HostTime]]:
-    """Return the host time on the first of `num_ranks` simulated ranks, by kind of group and contender."""
+    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks. Returns group -> contender -> time."""
     names = ["plain", *contenders]
     args = (max(64, num_ranks), blocks)
     times: dict[str, dict[str, HostTime]] = {}
@@ -92,7 +93,7 @@ def measure(
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
-    """Return the host time of each contender. `turns`: seconds per unit, by contender ("plain" is one) and round."""
+    """Return contender -> host time. `turns`: contender (including "plain") -> round -> seconds per unit of each step."""
     medians = {name: [quartiles(turn).median for turn in rounds] for name, rounds in turns.items()}
     times = {}
     for name, ours in medians.items():
@@ -102,6 +103,6 @@ def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
 
 
 def ratio_of(times: dict[str, HostTime], ours: str, theirs: str) -> Spread:
-    """Return the ratio, over rounds, of what the contenders `ours` and `theirs` add to plain."""
+    """Return the spread over rounds of (host time that `ours` adds to "plain") / (host time that `theirs` adds)."""
     pairs = zip(times[ours].by_round, times[theirs].by_round, strict=True)
     return extremes([a / b for a, b in pairs])

@@ -32,20 +32,20 @@ class Allocations(StorageWatch):
         self._starts: dict[int, int] = {}  # storage's key -> address of its memory
 
     def mark(self, name: str) -> None:
-        """Record the present moment under a name."""
+        """Give the present moment a name, for `live` and `peak`."""
         assert name not in self._marks, name
         self._marks[name] = len(self._history) - 1
 
     def live(self, mark: str) -> int:
-        """Return the bytes that were live at a mark."""
+        """Return the bytes that were live when `mark(mark)` was called."""
         return self._history[self._marks[mark]]
 
     def peak(self, start: str, end: str) -> int:
-        """Return the most bytes that were live at any time between two marks."""
+        """Return the most bytes that were live at once between the marks `start` and `end`."""
         return max(self._history[self._marks[start] : self._marks[end] + 1])
 
     def count(self, sizes: range) -> int:
-        """Return the number of live storages whose size is in `sizes`."""
+        """Return the number of storages live at present whose size, in bytes, is in `sizes`."""
         return sum(size in sizes for size in self._sizes.values())
 
     @property
@@ -116,7 +116,7 @@ class Wire(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
+            return NotImplemented  # DTensor's dispatch then calls this again with local tensors
         space, _, name = str(func.name()).partition("::")
         if space == "c10d":
             self._count(name.partition(".")[0], args)

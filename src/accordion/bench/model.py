@@ -98,10 +98,8 @@ GPTS = {
 
 
 def shape_of(name: str) -> BenchModel:
-    """Return a GPT, or a preset of `accordion train` or a transformers folder, with new weights.
-
-    Raises `UsageError` for any other name.
-    """
+    """Return the model `name`: one of `GPTS`, a preset of `accordion train`, or a transformers folder; with new weights. Raises
+    `UsageError` for any other name."""
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():
@@ -127,14 +125,14 @@ def _fresh(config: Any) -> nn.Module:
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
-    """Return one rank's tokens and targets (batch, seq) in one step, on the CPU; equal for every contender."""
+    """Return random (tokens, targets), each of shape `shape` (batch, seq), on the CPU; equal for all contenders."""
     generator = torch.Generator().manual_seed(1 + 100_000 * step + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def batches_of(rank: int, shape: tuple[int, int], vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batch of each step, without end."""
+    """Yield `batch_of` each step, without end."""
     for step in count():
         yield batch_of(step, rank, shape, vocab)
 

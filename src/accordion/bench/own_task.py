@@ -26,10 +26,8 @@ BATCH = 8  # default samples per rank and step
 
 
 def measured_task(class_path: str, words: list[str], batch: int, *, bf16: bool) -> tuple[Setting, float]:
-    """Return the setting for a task, and the operations of one rank's step, from one forward and backward in this process.
-
-    Raises `UsageError` if the task cannot be measured, and `TaskError` if the user's code fails, before any rank starts.
-    """
+    """Run one forward and backward of a task in this process. Returns (its setting, floating-point operations of a step). Raises
+    `UsageError` if the task cannot be measured, and `TaskError` if the user's code fails."""
     task, size = read_task(class_path, words, PROG), batch or BATCH
     with of_the_task("model()"):
         model = _real(task)
@@ -77,5 +75,5 @@ def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:
             yield task.collate([data[i % len(data)] for i in range(begin, begin + size)])
         else:
             samples = list(islice(iter(data), begin, begin + size))
-            # If the data ends before, begin again.
+            # If an iterable has too few samples, this rank reads its first ones.
             yield task.collate(samples if len(samples) == size else list(islice(iter(data), size)))

@@ -65,7 +65,8 @@ def _sizes(c: Comparison) -> Table:
 
 
 def _ratios(c: Comparison) -> list[Table]:
-    """Return a table for each kind of ratio, with this engine's strategies as rows; none if there are no peers."""
+    """Return tables of step times and of CPU times: this engine's strategies (rows) / other contenders (columns). Returns an
+    empty list if there are no other contenders."""
     ours, theirs = (list(dict.fromkeys(names)) for names in zip(*c.ratios, strict=True)) if c.ratios else ([], [])
     kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
     return [
@@ -96,7 +97,7 @@ def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -
 
 
 def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench memory`. `memory`: bytes by contender, "rest" between steps and "allocated"."""
+    """Return the page of `accordion bench memory`. `memory`: contender -> result of `Trainer.memory`, in bytes."""
     peers = [name for name in memory if not is_ours(name)]
     rows = [
         [

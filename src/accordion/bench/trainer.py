@@ -26,7 +26,7 @@ Times = dict[str, float]
 
 
 class Clock:
-    """Marks points of one step: host and CPU time, and on an accelerator an event that is read after the turn."""
+    """Records the time at points of one step: on the host, of the CPU, and on an accelerator with an event."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -40,7 +40,7 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return the seconds of forward, backward, optimizer and the whole step; of the step on the host; CPU seconds."""
+        """Return seconds of "forward", "backward", "optimizer" and "step" on the device, and of a step: "host" and "cpu"."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -57,7 +57,7 @@ class Trainer:
     def __init__(
         self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]], *, bf16: bool = False
     ) -> None:
-        """`build` makes the model's loop. `batches`: arguments of each forward. `bf16`: dtype for `matmul_flops`."""
+        """`build` makes the model's loop. `batches`: arguments of each forward. `bf16`: `matmul_flops` computes in bf16."""
         self._device, self._batches, self._bf16 = seat.device, batches, bf16
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
@@ -90,10 +90,10 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then return the times of `count` more.
+        """Run `warm` steps, then `count` measured ones. Returns the times of each measured step.
 
-        As in a real job, the host does not wait for an accelerator between the steps. Host times are those of one more step,
-        which begins with an idle device.
+        As in a real job, the host does not wait for an accelerator between the steps. There, "host" and "cpu" are those of
+        one more step, which begins when the device is idle.
         """
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
@@ -106,7 +106,7 @@ class Trainer:
         return [clock.times() | host for clock in clocks]
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of tensors between steps ("rest"), and the peaks of a step: "allocated" and "reserved".
+        """Run a step. Returns the bytes of tensors between steps ("rest") and the peaks "allocated" and "reserved".
 
         On CPU, "allocated" counts storages that operators made, without temporaries inside operators and the backend, and
         "reserved" is the resident set.
@@ -135,14 +135,14 @@ class Trainer:
         return {"rest": rest, "allocated": meter.peak(start, end), "reserved": resident}
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """Run a step, and return the "bytes" and "launches" that this rank sends, by kind of collective."""
+        """Run a step. Returns the "bytes" that this rank sends and the "launches", each by kind of collective."""
         with Wire() as wire:
             self._step()
         self._free_cache()
         return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
 
     def matmul_flops(self) -> float:
-        """Return this rank's FLOP/s in a matrix product while all ranks run one; the best of ten."""
+        """Multiply matrices on all ranks at once, ten times. Returns this rank's best FLOP/s."""
         dtype = torch.bfloat16 if self._bf16 else torch.float32
         n = MATMUL_ROWS.get(self._device.type, 8192)
         a = torch.randn(n, n, device=self._device, dtype=dtype)

@@ -15,7 +15,7 @@ NF4_BLOCK = 64  # elements that share a scale of 8 bits
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer plus two trained low-rank layers, whose output is added."""
+    """LoRA: a frozen linear layer, to whose output that of two trained low-rank layers is added."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,10 +63,8 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
-    """Freeze `model` in place and add adapters of `rank` to linear layers, whose weights get four bits if `four_bits`.
-
-    `targets`: "all" for all but the head, or last names of layers separated by commas. Raises `UsageError` for unknown names.
-    """
+    """Freeze `model` in place and add adapters of `rank` to linear layers, whose weights get four bits if `four_bits`. `targets`:
+    "all" for all but the head, or last names of layers separated by commas. Raises `UsageError` for unknown names."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     known = sorted({name.rpartition(".")[2] for name in linear})

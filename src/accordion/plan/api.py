@@ -1,4 +1,4 @@
-"""`plan`: what a training step of a model takes on given GPUs, and which configuration to take."""
+"""`plan`: predict memory and time of a training step of a model on given GPUs, and choose a configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(
         cluster: the GPUs, or a description of them: "h100,network_gbps=25" is eight H100.
         sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names; the
             search chooses the others, and the precision is bf16 unless named. None: the search chooses all of them.
-        search: the values to try for what `sharding` does not fix.
+        search: the values to try for fields that `sharding` does not fix.
         say: called with a line of text for each trace.
 
     Call it in a process without a process group. Raises `UsageError`, which names the line if a model needs tensor values.
@@ -68,7 +68,7 @@ def plan(
 
 
 def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return what all configurations share, and the names of the fields that are not searched."""
+    """Return (sharding that all configurations share, names of the fields of it that are not searched)."""
     if isinstance(sharding, Sharding):
         return sharding, [f.name for f in fields(Sharding)]
     words = dict(sharding or {})

@@ -97,7 +97,7 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches to trace. The others equal the second, as the last one does if every one reduces."""
+        """Number of micro-batches to trace: the first, the second for all like it, and the last if it alone reduces."""
         each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
         return min(self.accumulate, 2 if each_reduces else 3)
 
@@ -124,7 +124,8 @@ class Choice:
         engine: str = "accordion",
         device: Literal["cuda", "cpu"] = "cuda",
     ) -> TrainingSetup:
-        """Return the setup of this choice's trace: only micro-batches that differ, and the host in place of a disk."""
+        """Return the setup for a trace of this choice, with fewer micro-batches (`num_traced`), and no disk but the host. `node`:
+        ranks of one machine. `optimizer`: a name in `OPTIMIZERS`."""
         return TrainingSetup(
             engine=engine,
             ranks=self.gpus,
@@ -149,13 +150,13 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice whose trace, made without offloaded states, serves for `choice`."""
+    """Return the choice to trace in place of `choice`, so that similar choices share a trace: without offloaded states."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
-    """Return the choice whose trace, made with offload, serves for `choice`: the device moves the same bytes for a disk."""
+    """Return the choice to trace in place of `choice`, with offload to the host in place of a disk: equal for the device."""
     return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
 
 

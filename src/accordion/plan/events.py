@@ -107,7 +107,7 @@ class Land:
 
 @dataclass(slots=True)
 class Mark:
-    """A device event is recorded on a stream: it ends with the work on the stream so far. It has a number like a transfer."""
+    """A device event is recorded on a stream; it ends with the work on the stream so far. `transfer`: its number."""
 
     transfer: int
     stream: str
@@ -115,7 +115,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Wait:
-    """Later work on a stream waits for the end of a transfer or a mark."""
+    """Later work on `stream` waits for the end of `transfer`, the number of a transfer or of a `Mark`."""
 
     transfer: int
     stream: str

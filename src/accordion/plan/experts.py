@@ -17,7 +17,7 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return by name the modules with `num_experts` and one matrix for each expert in each parameter, as in transformers."""
+    """Return name -> module for modules with `num_experts` and, in each parameter, one matrix for each expert."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 

@@ -159,7 +159,7 @@ class Rates:
     """Low, middle or high assumption of what training reaches.
 
     Args:
-        end: speed of kernels: -1 takes the GPU's `slow`, 1 its `fast`, 0 the middle.
+        end: speed of kernels: -1 for the GPU's `slow`, 1 for its `fast`, 0 for the middle.
         link, network: share reached of the link in a node; and of all links between nodes that an axis of the mesh has.
         host: multiple of the guessed rates of a machine's memory and disk.
         caller_s: seconds of Python and torch on the host per kernel. The device waits for them if its queue is empty.
@@ -303,10 +303,8 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`; `more` sets other fields.
-
-    Raises `UsageError`.
-    """
+    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`; `more` sets other fields. Raises
+    `UsageError`."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
     for word in words:
@@ -323,7 +321,7 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """Return the text from which `cluster_of` makes this cluster, without its number of GPUs."""
+    """Return text for `cluster_of` that describes this cluster, without its number of GPUs."""
     gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
     words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
     words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}

@@ -51,10 +51,8 @@ def vocab_of(model: nn.Module, label: str) -> int:
 
 
 def own_loss(label: str, loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss (0-d) of the user's model. Raises `UsageError` if the model does not return logits.
-
-    `label`: the model's name in errors. `loss`: a key of `LOSSES`. `batch`: tokens and labels, each (micro_batch, seq) int64.
-    """
+    """Return the loss (0-d) of the user's model. Raises `UsageError` if the model does not return logits. `label`: the model's
+    name in errors. `loss`: a key of `LOSSES`. `batch`: tokens and labels, each (micro_batch, seq) int64."""
     tokens, labels = batch
     if loss == "chunked":
         expect_labels(model, labels)

@@ -41,7 +41,7 @@ OTHER_STREAMS = {  # kind of work -> its name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
-    """Seconds of one kind of work or one unit. `waited`: those spent waiting. `hidden`: on another stream, not in the sum."""
+    """Seconds of one kind of work or one unit. `waited`: waits among them. `hidden`: on another stream, not in the sum."""
 
     name: str
     seconds: float

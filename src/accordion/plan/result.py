@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def planned_for(self) -> str:
-        """The sequence length, loss, precision and nodes that the figures hold for."""
+        """Text on the sequence length, loss, precision and nodes that the figures are for."""
         precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
         num_nodes = self.chosen.choice.gpus // node
         parts = [f"sequence length {self.seq:,}", f"loss {self.workload.kernels.loss}"] if self.seq else []
@@ -324,7 +324,8 @@ class NextGain:
 
 
 def next_gains(plan: Plan) -> list[NextGain]:
-    """Return what would be faster by `Cluster.tellable` or more: two configurations that lack least memory, faster links."""
+    """Return changes that make the step faster by `Cluster.tellable` or more. They are the two faster configurations that lack
+    the least memory, and links and a host that nothing waits for."""
     best = plan.found.best
     if best is None or best.steps is None:
         return []

@@ -136,7 +136,7 @@ class Kernels:
 
 
 class Built:
-    """Callable that returns an existing model on the first call, and `make()` later, because callers may shorten the model."""
+    """Callable that returns `model` on the first call, and `make()` later, because callers may shorten the model."""
 
     def __init__(self, model: nn.Module | None, make: Callable[[], nn.Module]) -> None:
         self._model, self._make = model, make
@@ -241,7 +241,7 @@ class EqualBlocks:
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Return the longest run of equal units in one list, if it fills the list; None if there is none of two or more."""
+    """Return the longest run of equal units if it fills an `nn.ModuleList` or `nn.Sequential`; None if none has two or more."""
     chosen = choose_units(model, units)
     tops: list[tuple[int, int]] = []  # units directly below the root: (index, number of units including those inside)
     for i, (name, _) in enumerate(chosen[1:], 1):
@@ -274,7 +274,8 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
 
 
 def unit_rules(model: nn.Module) -> list[str]:
-    """Return other choices of units to try: also split off layers as large as a block, and also the largest parts of a block."""
+    """Return choices of units to try in addition to the default, as `min_params:N`; [] for a model without equal blocks. The
+    first adds layers as large as a block (such as the head), the second the largest part of each block."""
     run = longest_run(model, None)
     if run is None:
         return []

@@ -111,7 +111,7 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Build the model of a workload on the meta device. Raises `UsageError`."""
+    """Build the model of a workload on the meta device, and return it with its training. Raises `UsageError`."""
     if not isinstance(workload.model, str):
         assert workload.loss is not None
         return _of_module(workload.model, workload.loss, workload.batch)

@@ -20,9 +20,9 @@ from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
-"""Part of a training that a class path may name -> number of arguments before its options: the split for data, the model and
-the batch for a loss, the parameters for an optimizer."""
-BY_NAME = {"data": ("rank", "world")}  # arguments that the run passes if a part takes them
+"""Part of a task -> number of arguments that the run passes before the part's options: split (data), model and batch (loss),
+parameters (optimizer)."""
+BY_NAME = {"data": ("rank", "world")}  # part -> arguments that the run passes by name if the function has them
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 """Name -> optimizer, such as `adamw`; others are given by class path."""
@@ -70,7 +70,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Return the module of `file`, which can import modules next to it as a program can."""
+    """Import `file` and return its module. Its folder joins `sys.path`, as that of a script does."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -113,10 +113,9 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a dataclass with a field for each option of the class or function `class_path`, and one for `class_path`.
-
-    Raises `UsageError` for a parameter without a default that text cannot express.
-    """
+    """Return a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. `key`:
+    part of the task, such as "model". Raises `UsageError` if a parameter without a default has a type that cannot be written on a
+    command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
     options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
@@ -139,7 +138,7 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the part described by `values`, name -> value, with defaults. Raises `UsageError` if an option is missing."""
+    """Return the class path and options in `values`, and default options. Raises `UsageError` if an option has no value."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -152,7 +151,7 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `target` that options may set, with evaluated annotations."""
+    """Return name -> parameter of `target` for those that options may set; annotations are evaluated."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -168,7 +167,7 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
 
 
 def _hint(parameter: inspect.Parameter) -> Any:
-    """Return the type of an option; None if text cannot express its values."""
+    """Return the type of the option that sets `parameter`; None if its values cannot be written on a command line."""
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]
@@ -190,7 +189,7 @@ def _hint(parameter: inspect.Parameter) -> Any:
 
 
 def _arg_texts(target: Callable[..., Any]) -> dict[str, str]:
-    """Return parameter -> text under `Args:` in the docstring of `target`."""
+    """Return name of a parameter -> its text under `Args:` in the docstring of `target`."""
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     items = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE)
     return {name: " ".join(help_text.split()) for name, help_text in items}

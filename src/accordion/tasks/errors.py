@@ -19,7 +19,7 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 
 
 class TaskError(AccordionError):
-    """Error for an exception in the user's code. `shown`: its traceback, with the user's files alone."""
+    """Raised for an exception of the user's code. `shown`: the traceback of that exception, without files of libraries."""
 
     def __init__(self, what: str, shown: str) -> None:
         super().__init__(what, shown)
@@ -31,7 +31,7 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that turns an exception of the user's code, in `where`, into a `TaskError`."""
+    """Context manager that raises a `TaskError` from an exception of its body. `where`: name of the code, for the message."""
     try:
         yield
     except AccordionError:
@@ -42,13 +42,13 @@ def of_the_task(where: str) -> Iterator[None]:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return True if `error` was raised while code of the user, which is not installed, was running."""
+    """Return True if the traceback of `error` has a frame of the user's code, that is, of a file that is not installed."""
     files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     return any(not name.startswith((*OURS, *INSTALLED)) for name in files)
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`, limited to code that is not installed; if there is none, without ours and torch's."""
+    """Return the traceback of `error`: the user's frames, or without any, all frames but those of Accordion and torch."""
     others = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
     frames = [f for f in others if not f.filename.startswith(INSTALLED)] or others
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []

@@ -11,7 +11,7 @@ from accordion.tasks.loaded import LoadedTask, loaded
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return `words` as two lists: the options of a task with their values, and all others."""
+    """Split the words of a command line into (options `--task.*` with their values, all other words)."""
     task_words, others = list[str](), list[str]()
     into = others
     for word in words:
@@ -22,7 +22,7 @@ def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """Return the task `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` from the user's code."""
+    """Return the task at `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` if its code fails."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
     flags = values_of(keys, words, prog, "") or {}

@@ -1,4 +1,4 @@
-"""A task that runs can use: made from an object or from class paths, with checks of its functions and of what they return."""
+"""Tasks made from an object or from class paths, with checks of their functions and of the results of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The checked functions of a task. `name`: for messages and folders. None: the run's default is used."""
+    """The functions of a task, with checked signatures; None for those that it lacks. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -47,7 +47,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Return the task that class paths name. Raises `UsageError` if they make none, and `TaskError` if the user's code fails."""
+    """Return the task made of `parts`: "task", or "model", "data", "loss" and so on -> class path and options. Raises
+    `UsageError` if a part is missing or cannot be called, and `TaskError` if the user's code fails."""
     functions: dict[str, Any] = {}
     for key, part in parts.items():
         target = target_of(f"{key}.class_path" if key != "task" else "task", part.class_path)
@@ -71,7 +72,7 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return the optimizer function that a class path names, None if none does. Raises `UsageError`."""
+    """Return the function of `parts["optimizer"]` that makes an optimizer; None without that part. Raises `UsageError`."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -82,7 +83,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return the optimizer that `make` makes for the trained parameters of `model`. Raises `UsageError` if it is none."""
+    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` for other results."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -90,12 +91,12 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return `task` as a `LoadedTask`. Raises `UsageError` if it is no task."""
+    """Return the functions of `task`, an object like `Task`. Raises `UsageError` if it lacks any that are needed."""
     return LoadedTask(name=type(task).__name__, **_functions(task))
 
 
 def _short(class_path: str) -> str:
-    """Return a short name: `examples/tasks/digits.py:Task` -> `digits`, `package.module:Corpus` -> `Corpus`."""
+    """Return a short name for a class path: `examples/digits.py:Task` -> `digits`, `package.module:Corpus` -> `Corpus`."""
     module_path, _, name = class_path.partition(":")
     if module_path.endswith(".py"):
         module_path = module_path.removesuffix(".py").replace("\\", "/").rpartition("/")[2]
@@ -149,7 +150,7 @@ def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str
 
 
 def model_of(task: LoadedTask) -> nn.Module:
-    """Return the task's model. Raises `UsageError` if it is no module, or has no parameter to train."""
+    """Call the task's `model()` and return its module. Raises `UsageError` if it is none, or has no parameter to train."""
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the task's model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
@@ -161,7 +162,7 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Return the data of a split for one rank; None if the task has none."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them. Returns its data; None if it has none."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters
@@ -171,7 +172,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the task's loss of a batch: a mean, or a sum and a count, all 0-d. Raises `UsageError` for anything else."""
+    """Call the task's `loss` and return a mean or (sum, count), each 0-d. Raises `UsageError` for any other result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")
@@ -179,13 +180,13 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch as one number: the mean, or sum / count."""
+    """Return the task's mean loss of a batch, 0-d; if the task returns (sum, count), their quotient."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch: the first of a loader, else of `micro_batch` samples. Raises `UsageError` if there is none."""
+    """Return the first training batch: a loader's, or `micro_batch` samples collated. Raises `UsageError` without data."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
@@ -203,7 +204,7 @@ def is_loader(data: object) -> bool:
 
 
 def is_indexed(data: object) -> bool:
-    """Return True if any rank can read any sample of `data`."""
+    """Return True if `data` has `__len__` and `__getitem__`, so that any rank can read any sample."""
     return hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, IterableDataset)
 
 

@@ -33,7 +33,7 @@ from accordion.train.model import configuration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The plan's figures for one rank: `choice` in words, peak of allocated bytes, and (lowest, highest) seconds of a step."""
+    """Prediction of the plan for one rank. `choice`: text. `peak_bytes`: allocated. `step_s`: (lowest, highest) seconds."""
 
     choice: str
     peak_bytes: int
@@ -48,11 +48,11 @@ def planned(
     say: Callable[[str], None],
     task: LoadedTask | None = None,
 ) -> tuple[Job, Expected | None]:
-    """Return `config` with the fastest strategy, checkpointing and offload that fit, and the plan's figures for it.
+    """Return `config` with the fastest strategy, checkpointing and offload that fit into memory, and the plan's prediction.
 
-    Keys in `named` keep their values. The batch of a step does not change: if its micro-batches do not fit and no key gives
-    them, smaller ones are accumulated. If the run does not ask for a plan, returns `config` and None. `task`: the task, if
-    the run does not train on text. Needs a process without a process group. Raises `UsageError`.
+    If micro-batches do not fit, smaller ones are accumulated to the same global batch. Returns (`config`, None) if
+    `train.plan` is "none". Needs a process without a process group. `named`: keys that the user set, whose values do not
+    change. `task`: the task, if the run does not train on text. Raises `UsageError` if nothing fits or the GPU is unknown.
     """
     if config.train.plan == "none":
         return config, None
@@ -80,7 +80,7 @@ def planned(
 def space_of(
     config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str, task: LoadedTask | None = None
 ) -> Space:
-    """Return the configurations to search. `task`: the task, if the run does not train on text."""
+    """Return the space of configurations to search. `task`: the task, if the run does not train on text."""
     if isinstance(config, Config):
         model = trained_model(config)
         subject_for: Callable[[int], Subject] = partial(_subject, config)
@@ -110,7 +110,7 @@ def space_of(
 
 
 def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device: str) -> Search:
-    """Return the values to try for each key that `named` does not fix. CPU ranks offload nothing: their device is the host."""
+    """Return the values to try for each key that is not in `named`. CPU ranks offload nothing: their device is the host."""
     # Offload to disk needs a folder, which no key gives.
     search = Search(
         micro_batches=[config.train.micro_batch],
@@ -123,7 +123,7 @@ def search_of(config: JobConfig, named: AbstractSet[str], base: Sharding, device
 
 
 def sharding_of(shard: ShardConfig, device: str) -> Sharding:
-    """Return the sharding of the keys as far as a plan models it: no parameters on disk, and no places of gradients."""
+    """Return `shard` as a plan models it: without parameters on disk, and without places for gradients."""
     offload_keys, inputs = shard.offload, Offload(activations=shard.offload.activations)
     params = HOST if offload_keys.params != DEVICE and offload_keys.optimizer != DEVICE else DEVICE
     offload = inputs if device == "cpu" else replace(inputs, params=params, optimizer=offload_keys.optimizer)
@@ -133,7 +133,8 @@ def sharding_of(shard: ShardConfig, device: str) -> Sharding:
 
 
 def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Space | None:
-    """Return `space` with smaller micro-batches and the same global batch; None if keys give them or none divides."""
+    """Return `space` with all smaller micro-batches that keep the global batch. Returns None if there are none, or if keys in
+    `named` set the micro-batches."""
     size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
     smaller = [n for n in range(1, size // 2 + 1) if size % n == 0]
     if not smaller or named & {"train.micro_batch", "train.accumulate"}:
@@ -143,7 +144,7 @@ def smaller_of(config: JobConfig, named: AbstractSet[str], space: Space) -> Spac
 
 
 def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
-    """Return `config` with the plan's choice. An offload that `named` has is kept, also one to a disk."""
+    """Return `config` with the plan's choice. An offload that the user set (`named`) does not change."""
     excluded = {"precision", "offload"}
     shard = replace(
         config.shard, **{f.name: getattr(choice.sharding, f.name) for f in fields(Sharding) if f.name not in excluded}
@@ -155,7 +156,7 @@ def with_choice(config: Job, choice: Choice, named: AbstractSet[str]) -> Job:
 
 
 def _subject(config: Config, micro_batch: int) -> Subject:
-    """Return the training to trace: text, or examples with several in a row and the mask between them; with adapters, if any."""
+    """Return the training to trace. If examples are packed, its rows have two, with the mask that separates them."""
     model, data, where = config.model, config.data, config.model.path or config.model.preset
     subject = language_subject(
         configuration(model, data), where, micro_batch, data.seq_len, partial(trained_model, config)
@@ -176,7 +177,8 @@ def _subject(config: Config, micro_batch: int) -> Subject:
 
 
 def card_of(device: str, num_ranks: int) -> Gpu:
-    """Return this machine's card with its own memory; for CPU ranks, a share of the machine's memory and guessed rates."""
+    """Return the planner's description of this machine's GPU; for CPU ranks, one with guessed rates. Memory is that of the GPU,
+    or the share of a CPU rank in the machine's memory."""
     if device == "cpu":
         return Gpu(
             name="cpu",
@@ -200,7 +202,7 @@ def card_of(device: str, num_ranks: int) -> Gpu:
 
 
 def comparison(expected: Expected, steps: Sequence[StepMetrics], device: str) -> str:
-    """Return one line with planned and measured peak memory and step time, without the first step, which creates states."""
+    """Return a line that compares planned and measured peak memory and step time. The first step's time does not count."""
     later = steps[1:] or steps
     peak, seconds = max(s.peak_bytes for s in steps), median(s.step_s for s in later)
     what = "allocated" if device != "cpu" else "resident, with Python and torch"

@@ -1,4 +1,4 @@
-"""Endless micro-batches of a rank: from a dataset in a global order, from an iterable that all ranks read, or from a loader."""
+"""Endless micro-batches of a rank, from each kind of data: a dataset, an iterable of samples, or a loader."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Batches(Protocol):
-    """Endless micro-batches of a rank. A checkpoint saves `position`, equal on all ranks, once, and `state` for each rank."""
+    """Endless micro-batches of a rank. A checkpoint saves `position()` once, equal on all ranks, and `state()` of each rank."""
 
     def __next__(self) -> Any: ...
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`, after `state` was loaded. Return False if it is a position in other data."""
+        """Continue at `position`, after `state` was loaded. Returns False if `position` was saved with other data."""
         ...
 
 
 class OrderedBatches:
-    """Micro-batches of a dataset with `__len__` and `__getitem__`: each rank reads its share of one order of all samples."""
+    """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have one shuffled order of the samples, and each
+    reads the positions of its `share`."""
 
     def __init__(
         self,
@@ -69,10 +70,10 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Batches of a loader, which is started again after its end, with `set_epoch(epoch)` if it has that.
+    """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
 
-    Random numbers drawn while reading depend on the epoch alone, and are the same on all ranks. A loader with `state_dict`
-    resumes from its state, any other one by reading the batches of the epoch again.
+    Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
+    resumes from its state; any other loader reads the batches of the epoch again.
     """
 
     counter, empty = "num_batches", "the loader of the training data returns no batch; give it data."
@@ -97,7 +98,7 @@ class LoaderBatches:
         return self._collate(batch)
 
     def _begin(self, *, tells_epoch: bool = True) -> Iterator[Any]:
-        """Start a pass over the data and return its iterator."""
+        """Start an epoch and return the iterator of the data. `tells_epoch`: call `set_epoch`."""
         for generator, seed in self._generators.values():
             generator.manual_seed(seed + self._epoch)
         items = begun(self._data, self._epoch) if tells_epoch else iter(self._data)
@@ -128,9 +129,9 @@ class LoaderBatches:
 
 
 class StreamedBatches(LoaderBatches):
-    """Micro-batches of an iterable of samples: each rank reads all samples and keeps the positions of its share.
+    """Micro-batches of an iterable of samples. Each rank reads all samples and uses those at the positions of its share.
 
-    An epoch ends with the last whole global batch; then the iterable is started again, as a loader is.
+    An epoch ends with the last complete global batch; then the iterable is started again, like a loader.
     """
 
     counter = "num_read"
@@ -144,7 +145,7 @@ class StreamedBatches(LoaderBatches):
         )
 
     def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's micro-batches, after reading all samples of their global batch."""
+        """Yield lists of this rank's samples, a list for each micro-batch, after reading their whole global batch."""
         share = self._share
         while True:
             step = [list[Any]() for _ in range(share.accumulate)]
@@ -159,7 +160,7 @@ class StreamedBatches(LoaderBatches):
 
 
 class Draws:
-    """Random numbers for reading data, separate from those of the training and seeded by the epoch."""
+    """State of the random numbers for reading data: separate from those of the training, and seeded in each epoch."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -168,7 +169,7 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager in which random numbers are those for reading `epoch`."""
+        """Context manager that sets the random numbers for reading `epoch`, and restores those of the training at its end."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)
@@ -196,7 +197,7 @@ def seed_all(seed: int) -> None:
 
 
 def begun(data: Any, epoch: int) -> Iterator[Any]:
-    """Return a new iterator over `data`, after `set_epoch(epoch)` on it, its sampler and its dataset if they have that."""
+    """Call `set_epoch(epoch)` of `data`, its samplers and its dataset if they have that, and return `iter(data)`."""
     sampler = getattr(data, "sampler", None)
     inside = getattr(getattr(data, "batch_sampler", None), "sampler", None)
     for thing in {id(t): t for t in (data, sampler, inside, getattr(data, "dataset", None))}.values():
@@ -241,7 +242,7 @@ def kind_of(data: Any, split: str) -> str:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return the training batches of a rank. Raises `UsageError`."""
+    """Return a rank's batches of the training data `data`. Raises `UsageError` if it is of no kind that can be read."""
     kind = kind_of(data, "train")
     if kind == "loader":
         return LoaderBatches(data, seed)
@@ -254,10 +255,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, number of its samples that count), equally many pairs on every rank.
-
-    A rank without samples left yields samples of other ranks, none of which counts, because every rank must call the model.
-    """
+    """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank. Every rank must call
+    the model, so a rank that has no samples left gets samples of others, of which none counts."""
     kind = kind_of(data, "validation")
     if kind == "loader":
         return _in_step(data, begun(data, 0), device)

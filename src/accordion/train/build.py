@@ -1,4 +1,4 @@
-"""Build what a rank trains with: its device, the group of all ranks, and the model with its optimizer and data."""
+"""Build the objects that a rank trains with: the sharded model, its optimizer, its batches and the schedule."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A rank of a run: its inputs, and the objects built from them.
+    """One rank of a run: its inputs, and the objects built from them.
 
-    `sums_locally`: sum the gradients of micro-batches before the reduce. `decides_on_device`: the device decides whether a
-    step is skipped, because the optimizer is a fused one with its states on an accelerator.
+    `sums_locally`: sum the gradients of micro-batches before the reduce. `decides_on_device`: the fused optimizer skips a
+    step with non-finite gradients on the device, so the host does not wait for them.
     """
 
     prepared: Prepared
@@ -93,7 +93,7 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build and shard the model, and everything that trains it."""
+    """Build and shard the model, and build the other objects of the run. Returns all of them."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -131,7 +131,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding of the run's keys, with the dtypes and the reduce op of a DeepSpeed configuration."""
+    """Return the sharding of the keys `shard.*`, with the dtypes and the reduce op of the DeepSpeed configuration `theirs`."""
     shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
     return replace(
         shard,
@@ -152,7 +152,8 @@ def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceM
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """Return `own` or the optimizer of a DeepSpeed configuration, else AdamW without weight decay of vectors."""
+    """Return the optimizer: `own`, else that of the DeepSpeed configuration `theirs`, else AdamW. AdamW has no weight decay for
+    vectors."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own

@@ -34,10 +34,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` if it means none.
+    """Return the checkpoint to resume from by the key `checkpoint.resume`; None for a fresh start.
 
-    If an earlier start of the same command has already resumed from it, returns that start's newest checkpoint, so that a job
-    that is queued again goes forward. `say`: reports newer checkpoints that are unusable, and why.
+    If an earlier start of the same command resumed from that checkpoint and saved newer ones, the newest of them is returned,
+    so that a job that is queued again does not repeat its steps. `folder`: has the run's checkpoints. `say`: reports newer
+    checkpoints that are unusable. Raises `UsageError` if `checkpoint.resume` names no checkpoint that can be used.
     """
     resume = config.checkpoint.resume
     if resume in ("auto", "none"):
@@ -82,7 +83,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
-    """Return the newest checkpoint after `origin` of an earlier start with the settings of `config`; None if there is none."""
+    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`. Returns
+    None if there is no such checkpoint."""
     latest, step, current, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
     for path in (folder / BEST, newest_in(folder)):
         try:
@@ -98,7 +100,7 @@ def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | No
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys of settings in both `before` and `now` that differ and change the computation."""
+    """Return the keys in both `before` and `current` whose values differ and that change the computation."""
     keys = [
         key
         for key in current
@@ -108,10 +110,10 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the global batch of the run that saved `path`, for `num_ranks` ranks.
+    """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
 
-    It is unchanged if the ranks do not divide that batch, or if keys of `config` or `named` (those given) set the batch.
-    `train.micro_batch` is lowered if it does not divide the share of a rank.
+    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned unchanged if
+    `num_ranks` does not divide that batch, or if the user set the batch by another key. `named`: keys that the user set.
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
@@ -124,8 +126,8 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints of later steps than `step` into a new folder `abandoned-N`, so that none of them is the newest.
-    Return that folder, None if there are no such checkpoints. Raises `CheckpointError`."""
+    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest. Returns the
+    new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved."""
     beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
     if not beyond:
         return None
@@ -156,7 +158,7 @@ def _step_of(path: Path) -> int:
 
 
 def _check_free(folder: Path, taken: Path) -> None:
-    """Raise `UsageError` if a later save of the run would find a folder that it does not replace."""
+    """Raise `UsageError` if a folder without manifest has the name of a checkpoint after `taken`, so a save would fail."""
     done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
     for path in folder.iterdir():
         later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
@@ -176,7 +178,7 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return what the run that saved `path` stored besides tensors. Raises `UsageError` if no run saved it."""
+    """Return the data next to the tensors of the checkpoint `path`. Raises `UsageError` if it is none of `accordion train`."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -212,10 +214,8 @@ def can_link(folder: Path) -> bool:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Keep the checkpoint after `step` as the best too, by hard links, if its run recorded it as the best.
-
-    Does nothing if it is kept already, or if there is no such checkpoint. Raises `CheckpointError`.
-    """
+    """Copy the checkpoint of `step` to `best` with hard links, if its run recorded it as the best. Does nothing if that was done
+    before, or if there is no such checkpoint. Raises `CheckpointError` if linking fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -240,10 +240,8 @@ def keep_as_best(folder: Path, step: int) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if `path` is past the end of the run, or if it has another tokenizer or is of another kind of run.
-
-    `tokenizer_digest`: None if the run trains a task.
-    """
+    """Raise `UsageError` if a run cannot continue from the checkpoint `path`. The checkpoint may be after `steps`, have another
+    tokenizer, or be of a task in place of text or the reverse. `tokenizer_digest`: None if the run trains a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -266,10 +264,8 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` with the differences if the checkpoint is of another model.
-
-    `shapes`: name -> shape of everything in the model's state dict.
-    """
+    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each entry
+    of the model's state dict."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

@@ -45,10 +45,8 @@ TRAINED = ("task", "model", "data", "loss")  # with one of these parts, a run tr
 
 
 def read(words: list[str]) -> JobConfig:
-    """Return the configuration given by `words` and the run files they name; flags override files, in any order.
-
-    Raises `UsageError`, and `SystemExit` after printing help or the configuration if `words` ask for it.
-    """
+    """Return the configuration given by `words` and the run files they name; flags override files, in any order. Raises
+    `UsageError`, and `SystemExit` after printing help or the configuration if `words` ask for it."""
     return _checked(_values(words))
 
 
@@ -59,7 +57,7 @@ def _checked(values: Mapping[str, Any]) -> JobConfig:
 
 
 def _config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration from `group.key` -> value: of a task if class paths name what is trained, else of text."""
+    """Return the configuration of `values`, `group.key` -> value: `JobConfig` if class paths name a task, else `Config`."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
@@ -71,7 +69,8 @@ def _config_of(values: Mapping[str, Any]) -> JobConfig:
 
 
 def _values(words: list[str]) -> dict[str, Any]:
-    """Return `group.key` -> value for the keys that `words` and run files give."""
+    """Return `group.key` -> value for the keys in `words` and in the run files that they name. Raises `SystemExit` after printing
+    help or the configuration, if `words` ask for it."""
     files, flags = split([_expanded(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
@@ -99,7 +98,8 @@ def _expanded(word: str) -> str:
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return part -> class path, which decide what other keys exist. Flags override files."""
+    """Return part -> class path ("model" -> "net.py:Net"), from the run files `files` and from `flags`, which override them.
+    Class paths are read before all else, since the options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))
@@ -133,7 +133,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare, start the ranks and return the exit code. Raises `NothingStartedError`."""
+    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
@@ -150,7 +150,8 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as a rank of another launcher and return the exit code. A signal during preparation ends it after the first step."""
+    """Train as a rank that torchrun or srun started, and return the exit code. A signal during the preparation ends the run after
+    its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -201,7 +201,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """How a run goes, and the parts of its task that class paths name. This is the whole configuration of a run on a task."""
+    """Configuration of a run on a task. `parts`: part -> class path and options, for parts that are named by class paths."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -223,11 +223,12 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(JobConfig, TextConfig):
-    """Configuration of a run on text: what it trains, and how it goes."""
+    """Configuration of a run on text."""
 
 
 def max_skips_of(word: str) -> int:
-    """Return how many steps in a row `train.on_nonfinite` skips: 0 for `stop`. Raises `UsageError` for an unknown value."""
+    """Return the number of steps in a row that `word`, the value of `train.on_nonfinite`, allows to skip; 0 for `stop`. Raises
+    `UsageError` for an unknown value."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -243,19 +244,19 @@ def model_name(model: ModelConfig) -> str:
 
 
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return group -> key -> value or its text form; what is trained comes first."""
+    """Return group -> key -> value of `config`, of shardings as text; the parts of a task come first."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
     groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
     return parts | {name: g.words() if isinstance(g, Sharding) else dict(vars(g)) for name, g in groups.items()}
 
 
 def flat(config: JobConfig) -> dict[str, Any]:
-    """Return `group.key` -> value, as written on a command line."""
+    """Return `group.key` -> value of `config`, with the keys of the command line."""
     return {f"{name}.{key}": value for name, group in groups_of(config).items() for key, value in group.items()}
 
 
 def as_yaml(config: JobConfig) -> str:
-    """Return a run file with every key. Values are JSON, which YAML includes."""
+    """Return the text of a run file with every key of `config`. Values are written as JSON, which is valid YAML."""
     lines = [
         line
         for name, group in groups_of(config).items()
@@ -265,7 +266,7 @@ def as_yaml(config: JobConfig) -> str:
 
 
 def check(config: JobConfig) -> None:
-    """Raise `UsageError` with the key, the value and the limit if a value is not allowed. Reads no files and no devices."""
+    """Raise `UsageError` if a value of `config` is not allowed. Reads no files and no devices."""
     for f in fields(config):
         if is_dataclass(group := getattr(config, f.name)):
             check_values(group, f.name)
@@ -304,7 +305,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the learning rate for pretrained weights, unless the keys in `named` give one."""
+    """Return `config` with the default learning rate for pretrained weights if it trains them. `named`: keys that the user set; a
+    learning rate among them is not changed."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -314,10 +316,8 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the `train.accumulate` that gives `train.global_batch` on `num_ranks`. `named`: the keys given.
-
-    Raises `UsageError` if the global batch is not divisible, or if another key also sets the batch.
-    """
+    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks. `named`: keys that the
+    user set. Raises `UsageError` if the global batch is not divisible, or if another of these keys sets the batch too."""
     options = config.train
     if not options.global_batch:
         return config

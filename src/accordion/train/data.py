@@ -18,10 +18,10 @@ IGNORED = -100  # label without a loss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position p of the order belongs to rank p % world.
+    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`.
 
-    A global batch is `world * micro_batch * accumulate` positions, so another number of ranks with the same global batch
-    reads the same sequences in every step.
+    A global batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the
+    same samples in every step.
     """
 
     rank: int
@@ -42,8 +42,8 @@ class Share:
 def shuffled(index: int, count: int, seed: int) -> int:
     """Return the image of `index` under a random permutation of `range(count)`, computed without a table.
 
-    A Feistel network of four rounds over the least even number of bits that holds `count`, walked until the result is below
-    it (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): no rank keeps a permutation in memory.
+    A Feistel network of four rounds permutes the numbers of the least even number of bits that `count` needs. It is applied
+    again until the result is below `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -57,7 +57,7 @@ def shuffled(index: int, count: int, seed: int) -> int:
 
 
 def _mix(value: int, key: int) -> int:
-    """Return 64 well-mixed bits of two numbers, by the finisher of splitmix64."""
+    """Return a 64-bit hash of two numbers, by the last stage of splitmix64."""
     bits = (value * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -65,7 +65,7 @@ def _mix(value: int, key: int) -> int:
 
 
 class Sequences(Dataset[Tensor]):
-    """Windows of `seq_len + 1` packed tokens: the inputs, and the same shifted by one token."""
+    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels."""
 
     def __init__(self, tokens: Any, seq_len: int) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -84,7 +84,8 @@ def num_sequences(num_tokens: int, seq_len: int) -> int:
 
 
 def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch: int, where: str) -> None:
-    """Raise `UsageError` unless the data has one sequence and one global batch. `where`: name of the data."""
+    """Raise `UsageError` if the data is too short: training needs a global batch of sequences, validation two tokens.
+    `num_train`, `num_validation`: tokens. `where`: name of the data."""
     count = num_sequences(num_train, seq_len)
     if count == 0 or num_validation < 2:
         raise UsageError(
@@ -99,10 +100,10 @@ def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches of indices, epoch after epoch. `num_read`: sequences that all ranks have read.
+    """Sampler of this rank's micro-batches, as lists of indices, without end.
 
-    Each epoch is a new order of all sequences. Those at its end that do not fill a global batch are left out, so that all
-    ranks have equally many batches.
+    Each epoch has a new order of all samples. Samples at its end that do not fill a global batch are left out, so that all
+    ranks have equally many batches. `num_read`: samples that all ranks have read.
     """
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
@@ -112,11 +113,11 @@ class GlobalOrder(Sampler[list[int]]):
 
     @property
     def num_dropped(self) -> int:
-        """Number of sequences left out at the end of each epoch."""
+        """Number of samples left out at the end of each epoch."""
         return self.count - self.steps_per_epoch * self.share.global_batch
 
     def notes(self, what: str) -> list[str]:
-        """Return lines that describe a step and an epoch. `what`: name of the sequences."""
+        """Return lines for the user that describe a step and an epoch. `what`: name of the samples, such as "sequences"."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
         uneven = f"; the remaining {self.num_dropped} do not fill a step and are left out" if self.num_dropped else ""
         return [
@@ -139,11 +140,11 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is a position in this order: the same number of sequences, shuffled by the same seed."""
+        """Return True if `state` is a position in this order: as many samples, shuffled by the same seed."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at `state`, which another number of ranks may have saved."""
+        """Continue at the position `state`, which a run on another number of ranks may have saved."""
         assert self.continues(state)
         self.num_read = state["num_read"]
 
@@ -151,34 +152,32 @@ class GlobalOrder(Sampler[list[int]]):
 def loader_of(
     dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
 ) -> DataLoader[Any]:
-    """Return a loader of endless micro-batches of `dataset`; its position is that of `order`. `pins`: use pinned memory."""
-    # A loader draws a number when it starts. Its own generator keeps a resumed run, which starts twice, the same.
+    """Return a loader of endless micro-batches of `dataset` in the order `order`. `pins`: use pinned memory."""
+    # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
     generator = torch.Generator()
     return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the rows of `count` that a validation reads: all if `most` is 0, else a random `most`, the same each time."""
+    """Return the indices below `count` that a validation reads: `most` random ones, equal each time; all if `most` is 0."""
     if not 0 < most < count:
         return range(count)
     return sorted(shuffled(position, count, 0) for position in range(most))
 
 
 def rows_read(order: Sequence[int], count: int) -> str:
-    """Return text for the number of rows in `order`: `all 656 rows`, `256 of 656 rows`."""
+    """Return text for the number of validation rows in `order`, of `count`: `all 656 rows` or `256 of 656 rows`."""
     return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return the number of validation rows of `seq_len` tokens, the last of which may be shorter."""
+    """Return the number of windows of up to `seq_len` inputs in `num_tokens` tokens; the last may be shorter."""
     return -(-(num_tokens - 1) // seq_len)
 
 
 def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
-    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
-
-    A shorter last window, and ranks with fewer windows, are filled up with `IGNORED`, so averages are weighted by tokens.
-    """
+    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, equally many on every rank. Rows
+    are padded with `IGNORED` after a shorter last window, and completely on ranks with fewer windows."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")
@@ -189,5 +188,5 @@ def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[
 
 
 def inputs_and_labels(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels (b, seq_len) of tokens (b, seq_len + 1). Padding is token 0 with an ignored label."""
+    """Split tokens (b, seq_len + 1) into (inputs, labels), each (b, seq_len). Padding is an input 0 with an ignored label."""
     return batch[:, :-1].clamp(min=0), batch[:, 1:]

@@ -17,7 +17,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
-    """Return the settings of `train.deepspeed`, None without it; "auto" is filled from the run. `precision`: may be "auto"."""
+    """Return the settings in the file `train.deepspeed`, with keys of the run for values "auto"; None without a file.
+    `precision`: "bf16", "fp16", "fp32" or "auto"."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -36,10 +37,8 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for `num_ranks` ranks with the settings of its DeepSpeed configuration. `named`: the keys given.
-
-    Raises `UsageError` if the file and a flag or run file contradict each other.
-    """
+    """Return `config` for `num_ranks` ranks, with the settings of its DeepSpeed configuration. `named`: keys that the user set.
+    Raises `UsageError` if one of them contradicts the file."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:

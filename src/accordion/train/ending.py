@@ -13,16 +13,15 @@ from typing import Any, Literal
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command resumes from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # with which schedulers announce the end of a job
-GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # wishes of a rank; the largest of all ranks counts
-SLOW_DISK = 100e6  # bytes/s that a rank is assumed to write until a save was measured
+GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # wishes of a rank; the largest of all ranks decides
+SLOW_DISK = 100e6  # bytes/s that a rank is assumed to write before a save was measured
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Handlers of SIGTERM and SIGUSR1 that only record the signal in `came`, so the step, save or validation under way
-    finishes.
+    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish.
 
-    Outside of the main thread, where Python sets no handlers, nothing is recorded. As a context manager, restores the
-    previous handlers at the end and sends them the recorded signals, unless the program ends by `SystemExit`.
+    As a context manager, restores the previous handlers at the end, and raises the recorded signals again unless the program
+    ends by `SystemExit`. Outside of the main thread Python sets no handlers, and nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -46,10 +45,9 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 class Ending:
-    """Decides whether the run ends early, from signals and the time limit, on all ranks after the same step.
+    """Decides if the run ends early, because of a signal or the time limit, after the same step on all ranks.
 
-    The ranks exchange `wish` with the figures of a step, and give the largest of all to `decide`. Times are in seconds; the
-    longest of each kind so far counts.
+    The ranks exchange `wish()` with the metrics of a step, and each passes the largest to `decide`.
     """
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
@@ -79,13 +77,13 @@ class Ending:
 
 
 class Best:
-    """The best validation so far, and the number of validations since then without an improvement; saved in checkpoints.
+    """The best validation so far, and the number of validations since the last improvement (`waited`); saved in checkpoints.
 
     `is_owed`: a validation is due and was not made yet. `last`: step of the last validation.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:
-        """`patience`: end after so many validations without an improvement by more than `min_delta`; 0: never."""
+        """`patience`: validations in a row without an improvement by more than `min_delta` that end the run; 0: any number."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
@@ -93,7 +91,7 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record a validation and return True if it is the best so far; NaN never is. All ranks have the same `loss`."""
+        """Record the validation at `step` and return True if its `loss`, equal on all ranks, is the lowest so far."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):

@@ -29,24 +29,24 @@ Tools = list[dict[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Tokens of an example: `ids`, (tokens,) int64, and `answers`, (tokens,) bool, True for tokens that are learnt."""
+    """Tokens of an example. `ids`: (tokens,) int64. `answers`: (tokens,) bool, True for tokens that count in the loss."""
 
     ids: np.ndarray
     answers: np.ndarray
 
 
 class Encoder:
-    """Converts rows into examples. `unread`: keys of rows and messages seen so far that nothing reads."""
+    """Converts rows of data into tokens. `unread`: keys of rows and messages that were ignored so far."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
-        """`tokenizer`: a fast one of transformers. `kind`: "chat" or "prompt"."""
+        """`tokenizer`: a fast tokenizer of transformers. `kind`: "chat" or "prompt"."""
         self._tokenizer, self._kind = tokenizer, kind
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
         self._special = special_ids(tokenizer)
         self.unread = set[str]()
 
     def example(self, row: DataRow) -> Example:
-        """Return the example in `row`. Raises `UsageError` if it has none."""
+        """Return the tokens of `row`. Raises `UsageError` if there is nothing to learn from it."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
@@ -62,7 +62,7 @@ class Encoder:
         return example
 
     def _of_prompt(self, prompt: str, completion: str, where: str) -> Example:
-        """Return prompt and completion tokenized together, or each by itself if a token would span both."""
+        """Tokenize prompt and completion together, or one by one if a token would be part of both."""
         if not completion:
             raise UsageError(f"{where}: field 'completion' is empty; there is nothing to learn from it.")
         before, whole = self._plain(prompt), self._plain(prompt + completion)
@@ -78,7 +78,7 @@ class Encoder:
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the example of a chat. `learnt`: for each message of the assistant, True if it is learnt."""
+        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:
@@ -103,7 +103,7 @@ class Encoder:
         return Example(ids, answers)
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Return a mask of blank tokens after the special token that ends an answer, which the model never has to write."""
+        """Return the mask of blank tokens in `span` after the special token that ends an answer: nothing to be learnt."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
         mask = np.zeros(len(ids), dtype=bool)
@@ -114,7 +114,7 @@ class Encoder:
         return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return the rendered conversation, and the spans that the template marks as answers."""
+        """Return (rendered conversation, spans in it that the template marks as answers)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -140,7 +140,8 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the text before an opening answer. transformers renders no empty prompt, so the end of another one is used."""
+        """Return the part of `until` before the answer that begins a conversation. transformers renders no prompt without
+        messages, so the end of another prompt shows where the answer begins."""
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
         begins = prompt.removeprefix(self._render(question, tools, where))
@@ -149,10 +150,10 @@ class Encoder:
         return until.rpartition(content)[0]
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return the span of each answer: the text that a conversation has beyond the prompt for the answer.
+        """Return the span of each answer in `text`: it begins after the prompt that ends with the message before it.
 
-        Some templates render an answer differently when messages follow, for example without its thoughts. Then the answer is
-        found by its content and the text after it.
+        Some templates render an answer differently if messages follow, for example without its thoughts. Then it is located
+        by its content and the text after that.
         """
         spans = []
         for i, message in enumerate(messages):
@@ -197,7 +198,8 @@ def _tools_of(row: DataRow) -> Tools:
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return (messages without nulls, for each of the assistant's whether it is learnt). Raises `UsageError`."""
+    """Return the messages of `row` without nulls, and for each of the assistant True if it counts in the loss. Raises
+    `UsageError` if `row` has no valid messages."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
@@ -235,7 +237,7 @@ def _message(message: object, where: str) -> Message:
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
-    """Return a digest of everything that decides the tokens of examples."""
+    """Return a digest of the tokenizer and its chat template: if it is equal, so are the tokens of all examples."""
     parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
     if kind == "chat":
         parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]
@@ -246,7 +248,8 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return a fast tokenizer of transformers. Raises `UsageError` if there is none, or no chat template for chats."""
+    """Return the run's tokenizer, a fast one of transformers. Raises `UsageError` if none fits, or for a chat without template.
+    If neither `data.tokenizer` nor the model's folder has one, it is trained on `source`."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

@@ -34,8 +34,8 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Result of a run. `state`: "finished", or "stopped" for the reason `why`. `step`: the last one, with its mean `loss`.
-    `checkpoint`: path of the newest one, for `accordion.load`."""
+    """Result of a run. `state`: "finished", or "stopped" for the reason `why`. `step`: the last step. `loss`: its mean loss.
+    `checkpoint`: path of the newest checkpoint, for `accordion.load`."""
 
     run_dir: str
     state: str

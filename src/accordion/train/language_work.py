@@ -55,10 +55,8 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Base class of language model training. `generation`, `spec`: content of its generation_config.json and tokenizer.json.
-
-    `unit`: name of what the data is counted in. `of_what`: what the validation loss is of. Both are used in messages.
-    """
+    """Base class of language model training. `generation`, `spec`: content of generation_config.json and tokenizer.json.
+    `unit`, `of_what`: for messages, the name of the units of data, and text after "perplexity"."""
 
     config: Config
     files: TokenFiles | ExampleFiles
@@ -69,16 +67,16 @@ class LanguageWork:
     counted: str = "tokens"
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
-        """Return the number of held-out rows, and a function (share, order of rows) -> this rank's batches."""
+        """Return (number of validation rows, function of a share and an order of rows that yields this rank's batches)."""
         raise NotImplementedError
 
     def _sums(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of all labels that count, and their number, both 0-d."""
+        """Return (sum of the losses of the labels that are not `IGNORED`, number of these labels), both 0-d."""
         raise NotImplementedError
 
     @property
     def data(self) -> str:
-        """Name of the rows of the run, stored in checkpoints."""
+        """Digest of the run's data, stored in checkpoints to recognise other data."""
         return self.files.digest
 
     def agreed(self) -> dict[str, str]:
@@ -96,7 +94,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss of tokens that count, over the batches of all ranks, of which each has equally many."""
+        """Return the validation: the mean loss of the labels of all ranks that are not `IGNORED`. Collective."""
         count, batches_of = self._held_out()
         order = validation_order(count, self.config.train.validation_rows)
         was_training = model.training
@@ -115,10 +113,8 @@ class LanguageWork:
     def _show_sample(
         self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen, **words: bool
     ) -> None:
-        """Show a continuation of `prompt` by the model, up to an end token, the same on every rank. Collective.
-
-        `device`: device of the computation; parameters may be elsewhere. `words`: options of the tokenizer's `decode`.
-        """
+        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank. `device`: device of
+        the computation; parameters may be elsewhere. `words`: options of the tokenizer's `decode`."""
         generator = torch.Generator().manual_seed(seed)
         small = describe(model).total_params * 4 <= SMALL_BYTES
         was_training = model.training
@@ -143,7 +139,7 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Initialise the model; adapters as PEFT does. With dropout, ranks draw different random numbers afterwards."""
+        """Initialise the model, adapters like PEFT. If they have dropout, ranks draw different random numbers afterwards."""
         fill(model, self.config.model, seed)
         if self.config.adapter.dropout:
             torch.manual_seed(seed + 1 + dist.get_rank())
@@ -189,7 +185,7 @@ class Text(LanguageWork):
         return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Return the mean loss of a token; every micro-batch has equally many."""
+        """Return the mean loss of a token in `batch`, 0-d."""
         return token_losses(model, batch) / (batch.shape[0] * self.config.data.seq_len)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
@@ -242,11 +238,11 @@ class Instructions(LanguageWork):
         return GlobalOrder(len(rows), share, 0).notes(what)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return sum and count over the answer tokens of this micro-batch, 0-d float32."""
+        """Return (sum of the losses of answer tokens in `batch`, number of answer tokens), 0-d float32."""
         return answer_losses(model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of tokens of all ranks, without padding, as if each had as many as this one."""
+        """Estimate the tokens of all ranks in a step, without padding: those of this rank times the number of ranks."""
         return share.world * sum(int(batch["num_tokens"]) for batch in batches)
 
     def _held_out(self) -> tuple[int, Callable[[Share, Sequence[int]], Iterator[Any]]]:
@@ -268,7 +264,7 @@ class Instructions(LanguageWork):
 
 
 def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """Return the sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
+    """Return the sum of the losses of the labels in `batch` (b, seq_len + 1) that are not `IGNORED`, 0-d float32."""
     inputs, labels = inputs_and_labels(batch)
     with documents_in_rows(several=False):
         logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
@@ -276,14 +272,15 @@ def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross entropy of `logits` (b, tokens, vocab) at the `labels` (b, tokens) that count, 0-d float32."""
+    """Return the sum of the cross entropy, 0-d float32, over labels that are not `IGNORED`. `logits`: (b, tokens, vocab).
+    `labels`: (b, tokens)."""
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:
-    """Raise `UsageError` unless there is an answer to validate on and one global batch to train on."""
+    """Raise `UsageError` if a split in `rows` has no answer, or if there is less to train on than a global batch."""
     data = config.data
     for split, split_rows in rows.items():
         if not len(split_rows) or not split_rows.fit.num_answers:
@@ -302,7 +299,7 @@ def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_
 
 
 def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of all labels that count, and their number, 0-d float32."""
+    """Return (sum of the losses of the labels of `batch` that are not `IGNORED`, number of these labels), 0-d float32."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
@@ -314,15 +311,15 @@ def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def in_one_row(model: nn.Module) -> bool:
-    """Return True if the attention separates documents only in a batch of one row, as flash attention does."""
+    """Return True if the model's attention separates documents only in batches of one row, like flash attention."""
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 
 @torch.no_grad()
 def check_apart(model: nn.Module) -> None:
-    """Raise `UsageError` on every rank if documents in a row attend to each other: compare the logits of one in two
-    positions."""
-    # No attribute of a model says whether its mask uses position ids.
+    """Raise `UsageError` on every rank if documents in a row attend to each other. Compares the logits of a document before and
+    after another one. Collective."""
+    # No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
     model.eval()
@@ -352,7 +349,7 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the base's generation settings, with `ends` added to its end tokens and special tokens of its config.json."""
+    """Return the generation settings of the model that is trained from, with the end tokens `ends` added."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:
@@ -362,16 +359,14 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model on the meta device, with adapters and frozen if `config` has adapters. Raises `UsageError`."""
+    """Return the model of `config` on the meta device; with adapters on frozen weights if it has adapters."""
     model = causal_model(config.model, config.data)
     return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)
 
 
 def with_base(config: Config, run_dir: Path) -> Config:
-    """Return `config` with a folder as the base of adapters. A randomly initialised base is saved in the run folder first.
-
-    Checkpoints do not store the base. Host memory holds all of it meanwhile.
-    """
+    """Save the frozen weights below adapters, if they are randomly initialised, in the run folder, which `config` then names.
+    Checkpoints of adapters do not have them. The whole model is in host memory meanwhile. Returns the new `config`."""
     if config.adapter.kind == "none" or config.model.init == "pretrained":
         return config
     folder = run_dir / BASE

@@ -70,26 +70,27 @@ UNREACHED = {  # text in gloo's error for a failed collective -> meaning
     "Connection reset by peer": "another rank has ended",
 }
 Entry = Callable[..., int | None]
-"""What a rank runs: called with (place, store, *args), returns its exit code. A function of a module, so that other processes
+"""Function that a rank runs: `entry(place, store, *args)` returns the exit code. Defined in a module, so that other processes
 can import it."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank of this process and its launcher."""
+    """The rank of this process in the job, and on its host, as its launcher assigned it."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int
-    starter: str
-    url: str
+    starter: str  # name of the launcher
+    url: str  # address of the job's store
     job: str | None = None  # the launcher's name for the job, equal on all hosts and after restarts
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Read torchrun's variables, else srun's; return None in a process that no launcher started."""
+    """Return the rank in the variables of torchrun or srun; None in a process that neither started. Raises `UsageError` if a
+    variable is invalid."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -113,10 +114,10 @@ def _port(text: str) -> int:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank in an srun step with several tasks; None in any other process.
+    """Return the rank of a task of an srun step with several tasks; None in any other process.
 
-    A batch script is no rank: it has a job id but no step id. Nor is a program started in a shell that has the terminal of
-    its step (`srun --pty`, `salloc`): the step's other tasks are shells without a terminal, which have ended.
+    A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell
+    (`srun --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
     """
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -141,7 +142,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name in SLURM's compressed list: `gpu[03-05,9],login` -> `gpu03`."""
+    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -149,7 +150,7 @@ def first_host(nodes: str) -> str:
 
 
 def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[str, int]:
-    """Return device type and number of all ranks. Raises `UsageError` if this machine has too few devices (`present`)."""
+    """Return (device type, number of ranks in the job). Raises `UsageError` if `present`, the machine's devices, are too few."""
     devices = devices_named(choice.device, "launch.device", present)
     world = choice.nproc or devices.count or CPU_RANKS
     needed = world
@@ -167,7 +168,7 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 
 
 def few_cores(device: str, local_world: int, cores: int) -> str | None:
-    """Return a warning if CPU ranks must share cores; None if not, or if there are no more than the default number of ranks."""
+    """Return a warning if there are more CPU ranks than cores (and than `CPU_RANKS`, the default); otherwise None."""
     if device != "cpu" or local_world <= max(cores, CPU_RANKS):
         return None
     return (
@@ -179,9 +180,9 @@ def few_cores(device: str, local_world: int, cores: int) -> str | None:
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 
-    The first rank that fails reports why and ends the others. SIGTERM ends all of them. With `signals`, SIGTERM and SIGUSR1
-    are forwarded to the ranks: `entry` ends when it likes, with exit code `PREEMPTED` if before its end. Raises
-    `NothingStartedError` if the signal came before that.
+    The first rank that fails reports the reason, and the others are ended. SIGTERM ends all ranks. With `signals`, SIGTERM and
+    SIGUSR1 are forwarded to them instead, so `entry` can save first and return `PREEMPTED`; `NothingStartedError` is raised
+    if the signal arrives before the ranks can handle it.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
@@ -220,19 +221,19 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
 
 
 def _begun(started_file: str, entry: Entry, *args: Any) -> None:
-    """Run as one rank, after creating `started_file`."""
+    """Create `started_file`, then run `entry` as one rank."""
     Path(started_file).touch()
     guarded(entry, *args)
 
 
 class NothingStartedError(BaseException):
-    """A signal ended the command before its ranks could handle one. A `BaseException`, as `KeyboardInterrupt` is, because a
-    task's code that runs in the preparation must not catch it."""
+    """Raised if a signal arrives before the ranks can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's
+    code does not catch it during the preparation."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts; before that, they raise
-    `NothingStartedError`. SIGHUP, sent by a closed terminal, is ignored here and in the ranks."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts. Before a rank has started, the
+    signals raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
 
     def __init__(self) -> None:
         self.came = False
@@ -253,7 +254,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     @contextmanager
     def to_ranks(self, started_file: str) -> Iterator[None]:
-        """Context manager in which new children are ranks, which each create `started_file`. After it, signals do nothing."""
+        """Context manager during which all new child processes are ranks. Each creates `started_file` when it starts. Signals
+        after the body do nothing."""
         self._others = {child.pid for child in multiprocessing.active_children()}
         self._starts, self._begun = True, Path(started_file).exists
         try:
@@ -273,7 +275,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Report what failed ranks could not report, and return the exit code. `asked`: a signal asked the ranks to end."""
+    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks. Raises
+    `NothingStartedError` if these signals ended the ranks."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -290,7 +293,8 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Run `entry` as one rank. The rank that fails first reports why; ranks that fail because of it end silently."""
+    """Run `entry(place, store, *args)` as one rank, and end the process if it fails. The rank that fails first prints its error.
+    Ranks that fail because of it print nothing and have its exit code."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -321,10 +325,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """Connect to the job's store and return it with keys of this start alone; collective. Raises as `_connected` does.
-
-    If that takes long, a rank of each host reports how many ranks it knows to have started, and how to do without the others.
-    """
+    """Connect to the job's store, and return it with a prefix for the keys of this start. Collective. If that takes long, the
+    first rank of each host prints how many ranks have started, and how to train without the others. Raises `UsageError` if the
+    store's address is invalid, and `AccordionError` if it cannot be reached."""
     started: set[str] = set()
 
     def report() -> None:
@@ -347,7 +350,7 @@ def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
 
 
 def _report_to_hubs(error: BaseException) -> None:
-    """Report to ranks that share a model with this one why it ends, because `os._exit` skips Python's exit handlers."""
+    """Report `error` to the ranks that shard a model with this one. Needed because `os._exit` skips Python's exit handlers."""
     for hub in hubs_of_job():
         hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
@@ -383,11 +386,11 @@ def _connected(place: RankPlace, environ: Mapping[str, str]) -> Store:
 
 
 def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
-    """Return the job's store with keys of this start alone; collective. Rank 0 adds a word for each other rank to `words`.
+    """Return the job's store with a prefix for the keys of this start. Collective.
 
-    torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads an ended rank's address connects to nobody.
-    Restart counts do not identify starts: each machine counts its own. So each rank writes a random word, and rank 0 answers
-    words until all ranks have read an answer.
+    Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
+    cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
+    word, and rank 0 answers words until all ranks have read an answer. Rank 0 adds the words that it read to `words`.
     """
     token = secrets.token_hex(8)
     if rank != 0:
@@ -410,10 +413,10 @@ def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store
 
 
 def give_up_store(store: Store, timeout_s: float) -> None:
-    """Make requests to the job's store fail after `timeout_s` without an answer from its machine, as collectives do.
+    """Make requests to the job's store fail after `timeout_s` without an answer from its machine.
 
     torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
-    client's sockets, so its connections are looked up among the descriptors of this process.
+    client's sockets, so they are selected from the descriptors of this process by the store's port.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -429,7 +432,7 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print why this rank ends if it is the first rank that failed. Return the exit code of the first one."""
+    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code
@@ -455,18 +458,21 @@ def _report(error: Exception, rank: int, store: Store) -> int:
 
 
 def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
-    """Call `do` on rank 0 and return its result, None on other ranks, which wait. Its `UsageError` is raised on every rank."""
+    """Call `do` on rank 0 while the others wait. Returns its result on rank 0 and None on the others. A `UsageError` of `do` is
+    raised on every rank."""
     return _first_does(place.rank == 0, store, "accordion/first", do)
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """Call `do`, which must not return None, on the first rank of this host, then on its others. Errors as `first_of_all`."""
+    """Call `do` on the first rank of each host, then on the others, and return its result, which must not be None. A `UsageError`
+    of the first rank is raised on all ranks of its host."""
     result = _first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
 def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
-    """Call `do` if `is_first`, else wait. Other ranks raise its `UsageError`, whose text is stored under `key`."""
+    """Call `do` if `is_first` and return its result; otherwise wait for the first rank and return None. A `UsageError` of `do` is
+    raised on the other ranks too. `key`: key in `store` for its text."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():
@@ -485,7 +491,7 @@ def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> 
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Set this rank's device, initialise the process group of all ranks with this timeout, and return the device."""
+    """Set this rank's device of type `kind`, initialise the process group of all ranks, and return the device."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

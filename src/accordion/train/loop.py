@@ -36,10 +36,8 @@ class Outcome:
 
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
-    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early.
-
-    A run that fails keeps its folders and its process group until the process ends.
-    """
+    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. A run that fails keeps its
+    folders and its process group until the process ends."""
     outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
     return PREEMPTED if outcome.state == "preempted" else 0
 
@@ -47,7 +45,8 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 def trained(
     place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
-    """Train and return the outcome. `cleanups`: takes callbacks that release folders and group, for the caller if this fails."""
+    """Train on one rank and return the outcome. `cleanups`: closed at the end; if this raises, the caller has to close it. Its
+    callbacks release the folders and the process group."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -73,7 +72,7 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Train on after `done` steps. Return the number of steps done at the end, and the outcome. `stack`: closes with the run."""
+    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed with the run."""
     config, screen, seen = run.config, run.screen, list[StepMetrics]()
 
     def record(metrics: StepMetrics) -> None:
@@ -100,7 +99,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and draw a sample, if due after `step`. Return the outcome if training ends, the same on all ranks."""
+    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends, equal on all ranks;
+    otherwise None."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -126,7 +126,7 @@ def _due(every: int, step: int) -> bool:
 
 
 def _over(run: Run, step: int) -> Outcome | None:
-    """Return the outcome if training ends with `step`, else None; the same on all ranks."""
+    """Return the outcome if training ends with `step`, otherwise None; equal on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
         return Outcome("preempted")
     if step >= run.config.train.steps:
@@ -139,7 +139,7 @@ def _over(run: Run, step: int) -> Outcome | None:
 
 
 def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take the run's folders before anything in them changes. Raises `UsageError` if another job owns or has changed them."""
+    """Take ownership of the run's folders and return it. Raises `UsageError` if another job owns or has changed them."""
     # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
     newest = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
@@ -166,7 +166,7 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate and report it. Return True if a checkpoint is to be kept as the best; the same on all ranks."""
+    """Validate and report the result. Returns True if it is the best and `train.keep_best` is set; equal on all ranks."""
     began_s, best = time.perf_counter(), run.best
     validation = run.prepared.work.validate(run.model, run.share, run.device)
     best.is_owed, best.last = False, step
@@ -182,10 +182,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Validate if that is still due, report files, and show a sample, as far as time allows.
-
-    Raises `CheckpointError` if the weights were not saved.
-    """
+    """Validate if that was not done after the last step, report the run's files, and show a sample. If a signal or the time limit
+    ended the run, it only reports. Raises `CheckpointError` if the last save failed."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

@@ -1,4 +1,4 @@
-"""Metrics of a run: one line of JSON for each step in `metrics.jsonl`, and the same figures to trackers."""
+"""Metrics of a run: written as a line of JSON for each step into `metrics.jsonl`, and sent to trackers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ METRICS = "metrics.jsonl"  # in the run folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step of all ranks. `loss`: mean over ranks. `peak_bytes`: the largest `peak_bytes` of a rank.
-
-    `skipped`: loss or gradients were not finite, and the optimizer did not step.
-    """
+    """Metrics of one step of all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss or
+    gradients were not finite, so the optimizer did not step."""
 
     step: int
     loss: float
@@ -47,7 +45,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The figures of a validation. `words`: text shown after the loss."""
+    """Results of a validation. `words`: text that is shown after the loss."""
 
     loss: float
     words: str = ""
@@ -63,10 +61,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Context manager that writes `metrics.jsonl` and gives figures to trackers.
+    """Context manager that writes `metrics.jsonl` and passes metrics to trackers.
 
-    If the file cannot be written (a full disk, a removed folder), it is reported once, training continues, and later steps
-    are written when that works again.
+    If the file cannot be written (a full disk, a removed folder), this is reported once and training continues. Later steps
+    are written as soon as that is possible again.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Continue after `first_step` steps: lines of later steps are removed. Raises `OSError` if that fails."""
+        """Open the file to continue after `first_step` steps; lines of later steps are removed. Raises `OSError`."""
         self._trackers = dict(trackers or {})
         self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:
@@ -95,7 +93,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.close(failed=error is not None))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record one step. Figures that are not finite are null in the file and not given to trackers."""
+        """Record one step. Values that are not finite are null in the file, and not passed to trackers."""
         values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
         try:
             _append(self._path, json.dumps(values).encode() + b"\n")
@@ -109,7 +107,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Record a validation in trackers; lines of `metrics.jsonl` are steps only."""
+        """Record a validation in trackers. `metrics.jsonl` has steps only."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 
@@ -123,7 +121,7 @@ class MetricsLog:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of `data` or nothing."""
+    """Append `data` to a file; if that fails, restore the file and raise `OSError`."""
     with path.open("ab", buffering=0) as file:
         size, written = file.tell(), 0
         try:
@@ -136,7 +134,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (text, content) of each complete line of a step; nothing if there is no file."""
+    """Yield (line, its content) for each complete line of `path`; nothing if there is no file."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             content = json.loads(line)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the config.json of a model folder. Raises `UsageError` if it is no model folder; does not read weights."""
+    """Return the content of config.json in the model folder `path`. Raises `UsageError` if it is no model folder."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -42,7 +42,7 @@ def check_folder(path: str) -> dict[str, Any]:
 
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
-    """Return the configuration of the model for transformers, with dropout off. Raises `UsageError` for an unknown model."""
+    """Return the transformers configuration of the model, with dropout 0. Raises `UsageError` if transformers rejects it."""
     from transformers import AutoConfig
 
     if model.path is None:
@@ -76,7 +76,7 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Initialise or load the weights of a model that was sharded on meta, its shards only; equal for any number of ranks."""
+    """Initialise or load the shards of a model that was sharded on the meta device; equal for any number of ranks."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
         initialise(model)
@@ -87,11 +87,10 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that tells transformers whether rows have several documents, each starting where position ids jump.
-
-    Otherwise each forward reads the position ids, and the host waits for the device. No argument avoids that alone: a mask is
-    read too or disables flash attention, and a cache keeps all keys.
-    """
+    """Context manager that replaces transformers' check for several documents in a row by the answer `several`. If there are
+    several, a document starts at each jump of the position ids. Without this, each forward reads the position ids and the host
+    waits for the device. No argument of a forward avoids that alone: a mask is read too or disables flash attention, and a cache
+    keeps all keys."""
     from transformers import masking_utils
 
     def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> number of each token's document, (b, seq_len)

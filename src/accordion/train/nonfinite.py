@@ -20,23 +20,24 @@ FLEETING = (
 
 
 class Skips:
-    """Counts skipped steps: in all, and the last ones in a row that the gradient scale does not explain."""
+    """Counts skipped steps: all (`total`), and those in a row that were not skipped because of the gradient scale."""
 
     def __init__(self, most: int) -> None:
-        """`most`: number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
+        """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
         self._most = most
         self.total, self._in_row = 0, 0
 
     def passed(self) -> None:
-        """Record a finite step."""
+        """Record a finite step: no steps in a row are skipped at present."""
         self._in_row = 0
 
     def overflowed(self) -> None:
-        """Record a step whose gradients were too large for their scale, which the gradient scaler lowers."""
+        """Record a step that was skipped because gradients overflowed at their scale, which the gradient scaler lowers."""
         self.total += 1
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step, found in `where`, and return the line to report. Raises `NonFiniteError` if the run ends."""
+        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises `NonFiniteError`
+        if there are more such steps in a row than allowed."""
         self._in_row += 1
         self.total += 1
         if not self._most:
@@ -49,10 +50,10 @@ class Skips:
 
 
 def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
-    """Repeat a step and return where NaN or inf first appeared; None if all is finite now. Collective; the same on all ranks.
+    """Repeat a step, and return text on the place where NaN or inf first appears; None if all values are finite this time.
 
-    `again(scale)`: repeats forwards and backwards with the random numbers of the step, each loss going through `scale`.
-    `figures`: text of what was not finite.
+    Collective; equal on all ranks. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and
+    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite.
     """
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"
@@ -68,7 +69,7 @@ def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], ob
 
 
 def _finite_everywhere(loss: Tensor) -> Tensor:
-    """Return `loss`. Raises `NonFiniteError` on every rank if it is NaN or inf on one, though the outputs are finite."""
+    """Return `loss`. Raises `NonFiniteError` on every rank if it is NaN or inf on any."""
     losses: list[Tensor] = [torch.empty_like(loss.detach()) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, loss.detach())
     wrong = next((rank for rank, value in enumerate(losses) if not math.isfinite(float(value))), None)

@@ -47,9 +47,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """Training of the task that `parts` name, or of `task`. `size`: number of training samples; None if unknown.
+    """Training of a user's task: of `task`, or if it is None, of the task made of `parts`.
 
-    Pickled copies do not contain the loaded task and load it again.
+    `size`: number of training samples; None if unknown. A pickled copy loads the task again.
     """
 
     parts: Mapping[str, PartConfig]
@@ -109,7 +109,8 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step; if `size` is unknown, as if each had as many as this one."""
+        """Return the number of samples of all ranks in a step. If `size` is unknown, this is an estimate: the samples of this
+        rank times the number of ranks."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -126,12 +127,13 @@ class OwnTask:
 
     @cached_property
     def validation(self) -> Any:
-        """The held-out data of this rank, read once."""
+        """The task's validation data for this rank."""
         return data_of(self.loaded, "validation", dist.get_rank(), dist.get_world_size())
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return means over the samples of all ranks, None without data; means of the task are weighted by a batch's samples."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None without data. Collective. A mean that
+        the task returns for a batch is weighted by the number of samples in the batch."""
         if self.validation is None:
             return None
         drawn, was_training = RandomState().state_dict(), model.training
@@ -184,7 +186,7 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Raise `UsageError` if the optimizer of a run on text refuses its options; tried on a matrix and a vector."""
+    """Raise `UsageError` if `make`, tried on a matrix and a vector, fails or returns no optimizer that can be used."""
     if make is None:
         return
     params = [nn.Parameter(torch.zeros((2,) * dim, device="cpu")) for dim in (2, 1)]
@@ -231,7 +233,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Read a training batch and, if the model is real and small, compute its loss, as rank 0 will. Raises their errors."""
+    """Read a training batch, and compute its loss if the model is small and on the CPU. Raises `TaskError` if the user's code
+    fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))
@@ -258,7 +261,7 @@ def _metrics(metrics: object) -> dict[str, Any]:
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return (sum, count), (2,) float64; zeros for a batch without samples that count."""
+    """Return (sum, count) of `value`, a mean or a (sum, count), as a tensor (2,) float64; zeros if `num_samples` is 0."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

@@ -1,4 +1,4 @@
-"""Ownership of run folders: each has a `filelock` lease, and a file that names the owner."""
+"""Ownership of run folders, so that only one job writes to them: a `filelock` lease, and a file that names the owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
-    """A process that owns a folder. `job`: its launcher's name for the job, equal on all hosts and after a restart."""
+    """A process that owns a folder. `job`: the launcher's name for its job, equal on all hosts and after a restart."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -44,7 +44,7 @@ class FolderOwner:
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher's name for this job, None if it has none. A restart has the same name, and so waits for itself."""
+    """Return the launcher's name for this job; None if it has none. It does not change when the job restarts."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"
@@ -53,10 +53,8 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if another live job owns one of `folders` (setting -> folder). Changes nothing.
-
-    An owner whose lease has expired by this host's clock is left to `Claim`.
-    """
+    """Raise `UsageError` if a live owner of another job has one of `folders` (setting -> folder). Changes nothing. Waits `EXIT_S`
+    for the owner to exit."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (holder := holder_of(folder)) is not None and (job is None or holder.job != job):
@@ -66,7 +64,8 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> FolderOwner | None:
-    """Return the owner of `folder`, None if its lease has expired by this host's clock or it is a dead process of this host."""
+    """Return the live owner of `folder`; None if there is none. An owner counts as dead if its lease has expired by this host's
+    clock, or if it was a process of this host that ended."""
     refreshed = _refreshed(folder)
     if refreshed is None or abs(time.time() - refreshed) > EXPIRY_S:
         return None
@@ -101,7 +100,7 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Release the folders and remove our files. Not to be called while a thread of the job may write, as after a failure."""
+        """Release the folders and remove the owner files. Call it only when no thread of this job writes any more."""
         self._released.set()
         for folder, lease in self._leases.items():
             if _read(folder) == self._owner:
@@ -143,7 +142,7 @@ class Claim:
         return True
 
     def _again(self, setting: str, folder: Path) -> None:
-        """Called when the lease was removed or taken over: take it again, or exit before two jobs write to the folder."""
+        """Take a lease again that was removed; if another job has taken it, exit before two jobs write to the folder."""
         while not self._released.wait(REFRESH_S):
             if not folder.is_dir():  # filelock would create it again
                 continue
@@ -170,14 +169,14 @@ def _taken(setting: str, folder: Path, holder: FolderOwner) -> UsageError:
 
 
 def _refreshed(folder: Path) -> float | None:
-    """Return the time of the last refresh of the lease, by the clock of its file system; None if there is no lease."""
+    """Return the time at which the lease of `folder` was refreshed, by the clock of its file system; None without lease."""
     with suppress(OSError):
         return (folder / LEASE).stat().st_mtime
     return None
 
 
 def _read(folder: Path) -> FolderOwner:
-    """Return the owner named in the file of `folder`; one without a name if the file is missing or cannot be read."""
+    """Return the owner in the owner file of `folder`; one with empty fields if the file cannot be read."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return FolderOwner(**{key: content[key] for key in ("host", "pid", "since", "job")})

@@ -1,4 +1,4 @@
-"""Rows of examples: which examples share a row, batches with position ids that restart with each example, and a preview."""
+"""Rows of examples: pack examples into rows, make batches of rows, and show the first examples."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The examples with an answer among their first `seq_len` labels, by their `indices`. `lengths`: labels of each.
+    """The examples that have an answer after they are truncated to `seq_len` labels."""
 
-    `num_cut` of them are longer; `num_lost` answer tokens are cut off; `num_left_out` examples have no answer left.
-    """
-
-    indices: np.ndarray
-    lengths: np.ndarray
-    num_cut: int
-    num_left_out: int
-    num_lost: int
-    num_answers: int
+    indices: np.ndarray  # (examples,) their positions in the data
+    lengths: np.ndarray  # (examples,) labels of each after truncation
+    num_cut: int  # of these examples, those that are truncated
+    num_left_out: int  # other examples, which have no answer after truncation
+    num_lost: int  # answer tokens that are cut off
+    num_answers: int  # answer tokens of all examples before truncation
 
     def words(self, seq_len: int) -> str | None:
-        """Return text about what was cut off; None if nothing was."""
+        """Return a note for the user on examples and answer tokens that are cut off at `seq_len`; None if there are none."""
         if not self.num_cut and not self.num_left_out:
             return None
         total, lost = self.num_cut + self.num_left_out, self.num_lost
@@ -69,10 +66,9 @@ def fitted(examples: Examples, seq_len: int) -> Fitted:
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items into rows of at most `size` tokens: the longest first, each into the row with the least room left.
-
-    Best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one.
-    """
+    """Pack items of `lengths` into rows of at most `size` tokens, and return the indices of the items in each row. The longest
+    items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al., 1974), which
+    needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
@@ -96,7 +92,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[list[Batch]]):
-    """Rows of examples, each a list of its documents' inputs and labels."""
+    """Dataset of rows of examples. A row is a list of (inputs, labels), one pair for each of its examples."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
@@ -113,7 +109,7 @@ class ExampleRows(Dataset[list[Batch]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:  # type: ignore[override]
-        """Return documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
+        """Return (inputs, labels), each (tokens,) int64, for each example of a row. Labels that are no answer are `IGNORED`."""
         documents = []
         for i in self.rows[index]:
             ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.indices[i])])
@@ -126,7 +122,7 @@ class ExampleRows(Dataset[list[Batch]]):
 class Collate:
     """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row.
 
-    Padding comes after all tokens that count, so a causal model ignores it; in rows of examples it is one more of them.
+    No other token attends to padding: it is after them in a causal model, and has positions of its own like an example.
     """
 
     seq_len: int
@@ -155,10 +151,8 @@ class Collate:
 
 
 class LengthOrder(GlobalOrder):
-    """Order of rows that are sorted by length: a step has consecutive rows, and the steps are shuffled.
-
-    So the rows of a step have similar lengths on all ranks and in all micro-batches, for any number of ranks with that batch.
-    """
+    """Order of rows that are sorted by length: each step reads consecutive rows, and the order of steps is shuffled. The rows of
+    a step then have similar lengths on all ranks. With the same global batch, the steps do not depend on the number of ranks."""
 
     def index_of(self, position: int, epoch: int) -> int:
         size = self.share.global_batch
@@ -176,7 +170,8 @@ class LengthOrder(GlobalOrder):
 
 
 def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Sequence[int]) -> Iterator[Batch]:
-    """Yield this rank's batches of the rows in `order`, as many on every rank: if none are left, one without labels."""
+    """Yield this rank's batches of the rows in `order`, equally many on every rank. A rank that has no rows left yields a batch
+    whose labels are all `IGNORED`."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         share_rows = [rows[i] for i in order[start + share.rank : start + each : share.world]]
@@ -187,7 +182,7 @@ def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Se
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first examples as they will be learnt, cut to `seq_len` labels: each a list of (text, whether it is learnt)."""
+    """Return the first examples, truncated to `seq_len` labels: each a list of (text, True if it counts in the loss)."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

@@ -44,15 +44,15 @@ from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
 Work = Text | Instructions | OwnTask
-"""What a run trains: the interface of the loop to text, examples or a task. Pickled to each rank."""
+"""Interface of the training loop to the training of text, examples or a task. Pickled to each rank."""
 Folders = dict[str, Path]
-"""Setting -> folder that the run writes to; one job at a time may have it."""
+"""Setting -> folder that the run writes to and owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that ranks start from. `config`: with the batch of a resumed run. `resume`: the checkpoint to resume from.
-    `expected`: figures of the plan. `began_s`: `time.time` of this machine when this command started."""
+    """The checked inputs of a run, from which its ranks start. `config`: has the global batch of `resume`, the checkpoint to
+    resume from. `expected`: prediction of the plan. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -81,16 +81,16 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all input, write the token files to the cache, create the run's folders, and return what ranks start from. Raises
-    `UsageError`, or `TaskError` from the user's code.
+    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs. Raises
+    `UsageError`, or `TaskError` if the user's code fails.
 
     Args:
-        place: this process in the run; rank 0 also checks that no other job uses the folders of the run
-        cache: folder for tokenizers and tokens, created if it does not exist
-        screen: shows notes and a preview of examples
-        named: the keys that flags and run files gave
-        began_s: `time.time` of this machine when this command started
-        task: the task to train, if `config` has no class path of one
+        place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
+        cache: folder for tokenizers and tokens, created if it does not exist.
+        screen: shows notes and a preview of examples.
+        named: keys that the user set.
+        began_s: `time.time` of this machine when the command started.
+        task: the task to train, if `config` names none by class path.
     """
     try:
         replicas, world = 1, place.world
@@ -124,7 +124,7 @@ def prepare(
 
 @contextmanager
 def _cached(cache: Path) -> Iterator[None]:
-    """Context manager that reports an `OSError` as one of the cache folder; errors of the data are already `UsageError`."""
+    """Context manager that turns an `OSError` into a `UsageError` about the cache folder."""
     try:
         yield
     except OSError as error:
@@ -137,7 +137,7 @@ def _cached(cache: Path) -> Iterator[None]:
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Return the run's folders, the checkpoint to resume from, and `config` with that run's batch. Writes nothing."""
+    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Writes nothing."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -276,7 +276,7 @@ def _report_unread(source: Source, say: Say) -> None:
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
-    """Return the model on the meta device after checking it against the chosen units, its weights and the checkpoint."""
+    """Return the model on the meta device. Raises `UsageError` if units, pretrained weights or `resume` do not fit it."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)

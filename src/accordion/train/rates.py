@@ -16,9 +16,9 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer: by `prescribed` or `scheduler`; without either they stay as they are.
+    """Sets the learning rates of an optimizer, by `prescribed` or by `scheduler`. Without either they do not change.
 
-    `prescribed(step, first)`: rate of step 1, 2, ... of a group that started with `first`. Skipped steps do not count.
+    `prescribed(step, first)` returns the rate of a parameter group in step 1, 2, ..., if its initial rate was `first`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of step 1, 2, ... (skipped steps do not count). Returns the rate of the first group."""
+        """Set the learning rates of `step` = 1, 2, ..., without skipped steps. Returns the rate of the first group."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))
@@ -44,11 +44,11 @@ class LearningRates:
             self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint stores."""
+        """Return name -> object with `state_dict`, for checkpoints."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self, num_steps: int, *, changed: bool) -> None:
-        """Restore the options of this run's configuration in a loaded optimizer, after `num_steps` steps.
+        """Set the options of a loaded optimizer to those of this run's configuration, after `num_steps` steps.
 
         `changed`: keys of the optimizer or scheduler differ from those of the run that saved the checkpoint. A scheduler is
         then stepped again from its beginning; otherwise it continues from its state.
@@ -73,10 +73,8 @@ class LearningRates:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`.
-
-    A user's own optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto".
-    """
+    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`. A user's own
+    optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto"."""
     if scheduler is not None or (is_own and options.schedule == "auto"):
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:
@@ -88,9 +86,9 @@ def rates_of(
 def share_at(step: int, options: TrainConfig) -> float:
     """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then `train.schedule`.
 
-    With x from 0 at the end of the warmup to 1 at the last step, and f = `final_lr`: cosine is f + (1 - f)(1 + cos(pi x)) /
-    2; linear is 1 - (1 - f) x; step is `decay_factor` to the power of the drops so far; wsd is 1, then linear at the end with
-    an x of its own.
+    x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. cosine: f + (1 - f)(1 + cos(pi x)) / 2.
+    linear: 1 - (1 - f) x. step: `decay_factor` to the power of the drops so far. wsd: 1, then linear over the steps of the
+    decay.
     """
     if step <= options.warmup:
         return step / options.warmup

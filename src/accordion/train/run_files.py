@@ -32,7 +32,7 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the values of `--config`, and all other words but those of ignored keys."""
+    """Split a command line into (values of `--config`, all other words but those of ignored keys)."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
@@ -52,7 +52,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def content_of(file: str) -> dict[str, Any]:
-    """Return the content of a run file: keys, or groups with their keys. Raises `UsageError`."""
+    """Return the content of a run file: keys, or groups with their keys. Raises `UsageError` if it cannot be read."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

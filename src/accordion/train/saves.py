@@ -20,10 +20,8 @@ OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 class RunSaves:
-    """Saves checkpoints of a run and resumes from one. Keeps track of the save under way.
-
-    `lost`: error of the last step's save, None if it succeeded. `links`: a saved step that is the best is hard-linked.
-    """
+    """Saves checkpoints of a run, in the background if possible, and resumes from one. `lost`: error of the latest save of a
+    step; None if it succeeded. `links`: the best checkpoint is a hard link to that of its step."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint
@@ -36,7 +34,8 @@ class RunSaves:
         self.lost: CheckpointError | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save, and handle a failure as `checkpoint.on_error` says. `name`: folder name, if not that of the step."""
+        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step. A
+        failure ends the run or is reported, by the key `checkpoint.on_error`."""
         run, extra, state = self._run, self._progress(step), self._state()
         path = self.folder / name if name else checkpoints.path_of(self.folder, step)
         try:
@@ -67,7 +66,7 @@ class RunSaves:
             self.lost = lost
 
     def poll(self) -> None:
-        """If the save under way is done, record its time, and link it as the best if it is."""
+        """If the save under way has finished, record its time, and link it as the best if its validation is the best."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -76,18 +75,18 @@ class RunSaves:
             self._link_best(step)
 
     def settle(self) -> None:
-        """Wait for the save under way, before group and folders are released. Its error was reported, or a worse one will be."""
+        """Wait for the save under way, before the process group and folders are released, without raising its error."""
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
 
     def failed(self, error: CheckpointError) -> None:
-        """Raise `error` or report it, as `checkpoint.on_error` says."""
+        """Raise `error` if `checkpoint.on_error` is "stop"; otherwise report it."""
         if self._options.on_error == "stop":
             raise error
         self._run.screen.note(f"no checkpoint: {error}; training goes on")
 
     def not_kept(self, step: int) -> CheckpointError:
-        """Return the error for a run that trained on after a failed save and has no checkpoint of its last steps."""
+        """Return the error to raise at the end of a run whose last save, after `step`, failed."""
         newest = checkpoints.newest_in(self.folder)
         rest = (
             f"the newest checkpoint is {newest}, from which {self.same_command} resumes"
@@ -103,7 +102,7 @@ class RunSaves:
         return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
     def resume(self) -> int:
-        """Load the checkpoint that was chosen into the run. Returns the number of steps done."""
+        """Load the checkpoint `prepared.resume` into the run. Returns the number of steps done, 0 without a checkpoint."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -130,7 +129,7 @@ class RunSaves:
         return done
 
     def _order_folder(self, path: Path, done: int) -> None:
-        """Adjust the folder of checkpoints to a run that resumes from `path`, after `done` steps."""
+        """Move checkpoints of later steps aside and update the best one, for a run that resumes from `path` at step `done`."""
         run = self._run
         if self._options.resume != "auto" and run.place.rank == 0:
             # Later starts would take them as the newest. Moved only now, after the chosen one has loaded.
@@ -144,7 +143,8 @@ class RunSaves:
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
     def _compare(self, before: Mapping[str, Any], done: int) -> None:
-        """Report the settings that changed since the checkpoint, and set the learning rates of this run."""
+        """Report the settings that differ from `before`, those of the checkpoint, and resume the learning rates. `done`: number
+        of steps done."""
         current = self._settings()
         changed = checkpoints.differing(before, current)
         if changed:
@@ -160,7 +160,7 @@ class RunSaves:
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """Return the state of the run that a checkpoint stores with its tensors; `resume` reads it."""
+        """Return the state of the run after `step`, which a checkpoint stores once, next to its tensors."""
         run = self._run
         return {
             **run.prepared.work.progress(run.model),
@@ -174,12 +174,12 @@ class RunSaves:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint stores for each rank."""
+        """Return the objects with `state_dict` whose state a checkpoint stores for each rank."""
         run = self._run
         return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """Link the checkpoint after `step` as the best if it is."""
+        """On rank 0, link the checkpoint after `step` as the best if its validation is the best."""
         if self.links and self._run.place.rank == 0:
             try:
                 checkpoints.keep_as_best(self.folder, step)

@@ -23,7 +23,7 @@ PLAIN_LINES = 100  # number of progress lines without a terminal
 
 
 def human(num_bytes: float) -> str:
-    """Return `num_bytes` in the largest binary unit that keeps it above one: 1536 -> `1.5 KiB`."""
+    """Return `num_bytes` as text with a binary unit: 1536 -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -64,11 +64,11 @@ class Screen:
         self._console.print(Text(text))
 
     def units(self, report: Report) -> None:
-        """Show the table of what each rank stores, and what it would store without sharding."""
+        """Show the table of bytes that each rank stores, and of those without sharding."""
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:
-        """Start to show progress."""
+        """Start the progress bar at `done` of `total` steps."""
         self._total = total
         if not self._live:
             return
@@ -105,7 +105,8 @@ class Screen:
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Show examples, each a list of (text, is it learnt). Learnt text is bright on a terminal, and in ⟦ ⟧ elsewhere."""
+        """Show examples, each a list of (text, True if it counts in the loss). Text that counts is bright on a terminal, and in ⟦
+        ⟧ elsewhere."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))

@@ -1,4 +1,4 @@
-"""Sources of data: read files, folders and saved datasets as documents or rows, with their positions for messages."""
+"""Sources of data: read files, folders and saved datasets as documents or rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved da
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row of data. `where`: file and line or row, for messages. `left`: names of its fields that were not asked for."""
+    """A row of data. `where`: file and line or row, for messages. `left`: names of fields of the row that are not read."""
 
     where: str
     values: dict[str, Any]
@@ -64,7 +64,7 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with these fields. Raises `UsageError` if one is missing."""
+        """Return the row of `values`, with these fields alone. Raises `UsageError` if a needed field is missing."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -91,7 +91,7 @@ COMPRESSED: dict[str, Callable[[Path], Any]] = {
 
 
 def split_by_key(key: str) -> Split:
-    """Return the split of a document by a hash of its name, the same on every machine."""
+    """Return the split of the document named `key`: 1 of 20 for validation, by a hash that is equal on every machine."""
     return "validation" if zlib.crc32(key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
 
 
@@ -118,10 +118,10 @@ def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of JSON Lines, or of one array in a `.json` file, each with its own fields.
+    """Yield the rows of JSON Lines, or of one array in a `.json` file.
 
-    `datasets` would give all rows the fields and types of the first 10 MB: a later field is an error, missing fields are
-    null, and text that looks like a date becomes a time.
+    `datasets` is not used, because it gives all rows the fields and types of the first 10 MB: a later field is an error,
+    missing fields are null, and text that looks like a date becomes a time.
     """
     may_be_array = suffix_of(path) == ".json"
     with opened(path) as file:
@@ -154,7 +154,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file that `datasets` reads."""
+    """Yield the rows of a CSV, parquet or Arrow file."""
     what = f"data file {str(path)!r}"
     number = 0
     try:
@@ -171,7 +171,7 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def columns_of(path: Path, fields: Fields) -> list[str]:
-    """Return the column names of a CSV or parquet file, [] for Arrow. Raises `UsageError` unless `fields` are among them."""
+    """Return the column names of a CSV or parquet file; [] for Arrow. Raises `UsageError` if one of `fields` is missing."""
     what, suffix, names = f"data file {str(path)!r}", suffix_of(path), list[str]()
     if suffix in CSV:
         with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -208,7 +208,8 @@ def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. Splits that are neither for training nor for validation are left out."""
+    """Yield the rows of a folder saved by `datasets`. If it has a training split and one for validation, other splits are left
+    out."""
     import datasets
 
     try:
@@ -234,7 +235,7 @@ def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def checked_text(value: object, where: str) -> str:
-    """Return `value` if it is text. Raises `UsageError`."""
+    """Return `value`. Raises `UsageError` if it is not text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise UsageError(f"{where} is {type(value).__name__}, not text.")
     try:
@@ -252,7 +253,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of it. `key`: its name. `ends`: this is the last part. `split`: if the data names one."""
+    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the data
+    names no split."""
 
     key: str
     text: str
@@ -262,10 +264,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `files`: key and path of each. `unread`: file of the folder that is left out -> reason.
-
-    `stamp` changes when a file is added, removed or written. `lenient`: bytes that are not UTF-8 are replaced.
-    """
+    """Data to read. `files`: (name inside the source, path) of each. `unread`: file of the folder that is left out -> reason.
+    `stamp`: hash that changes when a file is added, removed or written. `lenient`: replace bytes that are not UTF-8."""
 
     name: str
     label: str
@@ -298,7 +298,7 @@ class Source:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Context manager that turns errors of reading `path` into `UsageError` with its name."""
+    """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
     try:
         yield
     except OSError as error:
@@ -317,7 +317,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Yield the texts of rows as documents. Tables may have rows without text, which are left out."""
+    """Yield the text of each row as a document. Rows of tables without text are left out."""
     (field,) = fields.needed
     is_json = not path.is_dir() and KINDS[suffix_of(path)] == "json"
     for row in read_rows(path, key, fields):
@@ -326,12 +326,13 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def split_of(piece: Piece) -> Split:
-    """Return the split of a document: that of the data, else by a hash of its name, the same on every machine."""
+    """Return the split of a piece's document: that which the data names, or else `split_by_key`."""
     return piece.split if piece.split is not None else split_by_key(piece.key)
 
 
 def find(config: DataConfig) -> Source:
-    """Return the source that `data.path` names, or the standard library. Raises `UsageError` if there is none."""
+    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Raises
+    `UsageError` if there is no data that can be read."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -371,12 +372,12 @@ def find(config: DataConfig) -> Source:
 
 
 def first_of(words: Sequence[str], most: int = 20) -> str:
-    """Return the first words as a list in a sentence, and how many more there are."""
+    """Return the first `most` words, separated by commas, and the number of the others."""
     return ", ".join(words[:most]) + (f", and {len(words) - most:,} more" if len(words) > most else "")
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return why a file of a folder is not read, None if it is. Errors in single rows are raised when the file is read."""
+    """Return the reason why a file cannot be read as data; None if it can. Single rows are not checked."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else NOT_REGULAR
     has_rows, suffix = _has_rows(path), suffix_of(path)
@@ -401,7 +402,7 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
 
 
 def _neighbour(path: Path) -> str:
-    """Return text about what exists in place of `path`."""
+    """Return text for an error: names near the missing `path`, or that its folder is missing or empty."""
     folder = path.parent
     if not folder.is_dir():
         return f"nor does the folder {str(folder)!r}."
@@ -445,10 +446,8 @@ def _source(
 
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """Return all files below `folder`, following links, in the same order on every machine.
-
-    Leaves out hidden files, folders named in `without`, and a folder that was already walked under another name.
-    """
+    """Return all files below `folder`, following links, in the same order on every machine. Leaves out hidden files, folders
+    named in `without`, and a folder that was already walked under another name."""
     files, walked = [], set[Path]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in walked:

@@ -1,4 +1,4 @@
-"""Steps of a run: forward and backward of micro-batches, the optimizer step, and their figures."""
+"""Steps of a run: forward and backward of micro-batches, the optimizer step, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from accordion.train.saves import RunSaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step that was given to the device: its figures to come, and what is needed to repeat it."""
+    """A step whose metrics the host has not read yet, and the inputs that are needed to repeat it."""
 
     step: int
     lr: float
@@ -40,16 +40,15 @@ class Taken:
 
 
 class Steps:
-    """Runs steps, and reads their figures at once or one step later.
+    """Runs steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
 
-    If the device decides by itself whether to skip a step, the host reads a step's figures after the next step's backward, so
-    that the device always has work. A nonfinite step is then examined one step later, with the same weights, since the device
-    did not change them; the gradients of the step under way are computed again afterwards. Call `settle` before a save, a
-    validation or the end.
+    If `decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device always
+    has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not changed
+    since, because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again.
     """
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
-        """`record` is called with each step's figures, in order."""
+        """`record` is called with the metrics of each step, in order."""
         self._run, self._saves, self._record = run, saves, record
         self._unread: Taken | None = None
         self._recorded_s = 0.0
@@ -58,7 +57,7 @@ class Steps:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """After an error, record the last finished step if its figures can be read without waiting."""
+        """After an error, record the last finished step if its metrics can be read without waiting."""
         taken = self._unread
         with suppress(RuntimeError):  # of a failed device, whose own error is reported
             if taken is not None and taken.figures.is_ready():
@@ -67,7 +66,7 @@ class Steps:
                     self._record(metrics)
 
     def take(self, step: int) -> None:
-        """Run forward and backward of each micro-batch, and one optimizer step if everything is finite on all ranks."""
+        """Run forward and backward of each micro-batch, and an optimizer step unless loss or gradients are NaN or inf."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -93,7 +92,8 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record pending figures. Return True if they are finite. Raises `NonFiniteError` if the run ends."""
+        """Read and record the metrics of the last step, if that was not done yet. Returns True if they are finite. Raises
+        `NonFiniteError` if they are not and the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -115,7 +115,7 @@ class Steps:
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the figures of a step without its time; waits for the device if needed."""
+        """Return the metrics of a step without its duration. Waits for the device."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
         self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
@@ -140,7 +140,8 @@ class Steps:
         self._run.optimizer.zero_grad()
 
     def _leave_out(self, taken: Taken, metrics: StepMetrics) -> None:
-        """Repeat the step at scale 1 to find the source of NaN or inf, and do what `train.on_nonfinite` says."""
+        """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. Raises
+        `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
         figures = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
@@ -168,10 +169,8 @@ class Steps:
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
-    """Run a step that changes nothing if one of `sums` is NaN or inf; the device decides, and the host does not wait.
-
-    Uses `found_inf`, with which `torch.amp.GradScaler` tells a fused optimizer of overflowed gradients.
-    """
+    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait. Sets the
+    attribute `found_inf`, by which `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer."""
     optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
     try:
         optimizer.step()
@@ -180,7 +179,7 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 
 
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Run forward and backward of a step's micro-batches. Return this rank's loss, 0-d; the mean over ranks is the loss."""
+    """Run forward and backward of a step's micro-batches. Returns this rank's loss, 0-d; the step's is the mean over ranks."""
     loss, counted = torch.zeros((), device=run.device), Counted(run.share)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
@@ -196,10 +195,10 @@ def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> T
 
 
 class Counted:
-    """The counts of a step, which turn sums of losses into the mean over the micro-batches of all ranks.
+    """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks.
 
-    The first micro-batch divides by the total count as if all others had the same count; `left` corrects this after the last
-    one. So no backward waits for a later forward.
+    The total count is known only after the last forward, but backwards must not wait for it. So all sums are divided by the
+    count that results if every micro-batch is like the first, and gradients are multiplied by `left()` at the end.
     """
 
     def __init__(self, share: Share) -> None:
@@ -208,7 +207,7 @@ class Counted:
         self._own: Tensor | None = None
 
     def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return this rank's share of the step's mean; its mean over ranks is the loss."""
+        """Return the loss of a micro-batch divided for the step's mean: sum over micro-batches, mean over ranks."""
         if isinstance(loss, Tensor):
             return loss / self._share.accumulate
         total, count = loss
@@ -221,7 +220,7 @@ class Counted:
         return total / self._first
 
     def left(self) -> Tensor | None:
-        """Return the factor that gradients and losses still need, 0-d and equal on all ranks; None if it is 1."""
+        """Return the factor for gradients and losses after the last micro-batch, 0-d, equal on all ranks; None if it is 1."""
         if self._own is None or self._first is None or self._share.accumulate == 1:
             return None
         dist.all_reduce(self._own)

@@ -31,7 +31,7 @@ BLOCKS_AT_ONCE = 64  # written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Text as tokens on disk. `digest`: of the tokens, so it is equal on ranks that read equal data."""
+    """Text as tokens in Arrow files. `digest`: hash of the tokens, equal on ranks that read equal data."""
 
     files: tuple[str, ...]
     num_train: int
@@ -41,7 +41,7 @@ class TokenFiles:
     tokenizer_digest: str
 
     def read(self, split: Split) -> ChunkedArray:
-        """Return the tokens of a split, mapped from the files."""
+        """Return the tokens of a split; the files are memory-mapped."""
         return _streams(_table(self.files))[split]
 
 
@@ -76,7 +76,7 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
 
 
 def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
-    """Yield (split, tokens, whether its document ends) for each piece."""
+    """Yield (split, tokens, True if a document ends) for each piece."""
     tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
@@ -115,7 +115,7 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return the tokens of each split. If one is empty, the last tokens of the other are used."""
+    """Return split -> tokens. If one split is empty, the last tokens of the other become the validation split."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -135,10 +135,10 @@ def _streams(table: Any) -> dict[Split, ChunkedArray]:
 
 
 class Examples:
-    """Examples of one split. `examples[i]` is (tokens, which of them are answers), both (tokens,)."""
+    """Examples of one split. `examples[i]` is (tokens, mask of answers), each of shape (tokens,)."""
 
     def __init__(self, table: Any, numbers: np.ndarray) -> None:
-        """`table`: has columns `ids`, `answers` and `num_answers`. `numbers`: the rows of this split."""
+        """`table`: Arrow table with columns `ids`, `answers` and `num_answers`. `numbers`: indices of the split's rows."""
         self._ids, self._answers, self._numbers = table["ids"], table["answers"], numbers
         from pyarrow import compute
 
@@ -155,7 +155,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFiles:
-    """Examples on disk. `digest`: of their content, so it is equal on ranks that read equal data. `unread`: unused fields."""
+    """Examples in Arrow files. `digest`: hash of their content, equal on ranks that read equal data. `unread`: unused fields."""
 
     files: tuple[str, ...]
     num_train: int
@@ -165,17 +165,15 @@ class ExampleFiles:
     unread: list[str]
 
     def read(self, split: Split) -> Examples:
-        """Return the examples of a split, mapped from the files."""
+        """Return the examples of a split; the files are memory-mapped."""
         return _parts(_table(self.files))[split]
 
 
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> ExampleFiles:
-    """Return the examples of `source` from the cache, after creating them if needed. `size`: of the vocabulary.
-
-    Raises `UsageError` for a row that is no example, and for fewer than two examples.
-    """
+    """Return the examples of `source` from the cache, after creating them if needed. `size`: size of the vocabulary. Raises
+    `UsageError` for a row that is no example, and for fewer than two examples."""
     dtype = "uint16" if size <= 1 << 16 else "uint32"
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -215,7 +213,7 @@ def cached_examples(
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
-    """Return the examples of each split. If one is empty, the last examples of the other are used."""
+    """Return split -> examples. If one split is empty, the last examples of the other become the validation split."""
     held_out = table["held_out"].to_numpy()
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not len(train):
@@ -235,7 +233,7 @@ def _cached(
     key: str,
     at_once: int = 1000,
 ) -> tuple[str, ...]:
-    """Return the Arrow files of the table named `key`. `datasets` creates it from `rows`, completely or not at all."""
+    """Return the Arrow files of the table `key` in `cache`; if there is none, it is created from `rows` first."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -265,14 +263,14 @@ def _cached(
 
 
 def _table(files: Sequence[str]) -> Any:
-    """Return the table in Arrow files, mapped. Does not use `datasets`, which takes a rank seconds to import."""
+    """Return the table in Arrow files, memory-mapped. Does not need `datasets`, which takes seconds to import."""
     import pyarrow as pa
 
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])
 
 
 def _stored_summary(files: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary stored next to the files of a table; if there is none, the result of `make`, which reads the table."""
+    """Return the summary that is stored next to the files of a table; if there is none, call `make` and store its result."""
     path = Path(files[0]).with_name("summary.json")
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""The tokenizer of text: from a model folder, or trained on the data and stored in the cache."""
+"""The tokenizer of a run on text: from a model folder, or trained on the data and stored in the cache."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data. `spec`: its tokenizer.json. `size`: the vocabulary that a model needs, its largest id plus one.
-
-    `special_as_text`: "<|endoftext|>" and other special tokens in a document are read as ordinary characters.
-    """
+    """A tokenizer as data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: end-of-text token.
+    `special_as_text`: read "<|endoftext|>" and other special tokens in a document as ordinary characters."""
 
     spec: str
     size: int
@@ -47,7 +45,7 @@ class Vocabulary:
         return hashlib.sha256(f"{self.end_id} {self.spec}{more}".encode()).hexdigest()
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer for whole documents, without truncation and padding, as transformers uses it."""
+        """Return the tokenizer, without truncation and padding."""
         tokenizer = Tokenizer.from_str(self.spec)
         tokenizer.encode_special_tokens = self.special_as_text
         tokenizer.no_truncation()
@@ -55,7 +53,7 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a document: those that tokenizer.json adds to a text, and end-of-text."""
+        """Return (tokens before a document, tokens after it): those that tokenizer.json adds, and the end-of-text token."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -64,7 +62,7 @@ class Vocabulary:
 
 
 def counted(items: Iterable[T], num_chars: Callable[[T], int], doing: str, say: Say) -> Iterator[T]:
-    """Yield `items`, and report every ten seconds how many characters were read. `doing`: start of that line."""
+    """Yield `items`, and report the number of characters read every ten seconds. `doing`: start of the line."""
     began = last = time.monotonic()
     chars = 0
     for item in items:
@@ -76,7 +74,7 @@ def counted(items: Iterable[T], num_chars: Callable[[T], int], doing: str, say: 
 
 
 def train_vocabulary(pieces: Iterable[Piece], size: int, say: Say) -> Vocabulary:
-    """Return a byte-level BPE tokenizer trained on the training split."""
+    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,10 +105,8 @@ def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts, split only inside runs of one kind that are longer than `LONGEST_WORD`.
-
-    To the trainer a run of letters is one word, and its time is quadratic in the longest. Ordinary text is not split.
-    """
+    """Yield `text` in parts, split only inside runs of one kind of character that are longer than `LONGEST_WORD`. The trainer
+    takes a run of letters as one word, and its time is quadratic in the longest word. Ordinary text has no such runs."""
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
         if ONE_KIND.fullmatch(text, at - half, at + half + 1):
@@ -120,7 +116,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
-    """Return the tokenizer of a model folder, None if it has none. `end_id`: eos_token_id of its config.json."""
+    """Return the tokenizer of a model folder; None if it has none. `end_id`: eos_token_id of its config.json. Raises `UsageError`
+    if the tokenizer cannot be read or has no end-of-text token."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -161,7 +158,7 @@ def keep_tokenizer(vocabulary: Vocabulary, cache: Path) -> None:
 
 
 def key_of(*parts: str) -> str:
-    """Return the name in the cache of a file that is made from `parts`."""
+    """Return the name of a cache file: a hash of `parts`, which determine its content, and of `FORMAT`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
 
 
@@ -177,7 +174,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if the model's vocabulary is smaller than `size`, that of the tokenizer. `where`: its name."""
+    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's. `where`: name of the
+    tokenizer's origin, for the message."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow: they get the figures of a run, and all starts of a run are one run there."""
+"""TensorBoard, Weights & Biases and MLflow, to which a run sends its metrics. A resumed run continues its run there."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
 class RunTracker(Protocol):
-    """Interface of a tracker of figures. If a method raises, that is reported, and the tracker is not used any more."""
+    """Interface of a tracker of metrics. If a method raises, that is reported, and the tracker is not used any more."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Start a run, or continue the run `theirs` after `first_step` steps. Return its id if the tracker needs it again."""
+        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if the
+        tracker does not need it to continue."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record the figures of a step without waiting for a service."""
+        """Record the metrics `values` of a step without waiting for a service."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -36,14 +37,14 @@ class RunTracker(Protocol):
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if a tracker is asked for whose package is not installed."""
+    """Raise `UsageError` if `log` names a tracker whose package is not installed."""
     for name in PACKAGES:
         if getattr(log, name) is not None and find_spec(name) is None:
             raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names and return them. One that fails is reported and left out."""
+    """Open the trackers that `config.log` names. Returns name -> tracker; one that fails is reported and left out."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),
@@ -91,7 +92,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases. Its client passes figures to another process, which waits for the service."""
+    """Weights & Biases. Its client passes metrics to another process, which waits for the service."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
@@ -115,7 +116,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    """MLflow. Its client sends figures from another thread."""
+    """MLflow. Its client sends metrics from another thread."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         self._entities: Any = importlib.import_module("mlflow.entities")

@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the file for the plan of a named model; None for a model of the user's code, whose changes are not seen."""
+    """Return the cache file for the plan of a named model; None for a model of the user's code, which may change."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):

@@ -85,7 +85,7 @@ def memory_chart(plan: Plan) -> go.Figure:
 
 
 def streams_chart(plan: Plan) -> go.Figure:
-    """Return the chart of what each stream does over time, at middle rates."""
+    """Return the chart of the work of each stream over the time of a step, at the middle of the assumed rates."""
     steps = plan.chosen.steps
     assert steps is not None
     stretches = steps["middle"].stretches

@@ -118,7 +118,7 @@ def sharding_of(o: Options) -> dict[str, Any]:
 
 
 def search_of(o: Options) -> Search:
-    """Return the values to try for what is not fixed. Raises `UsageError`."""
+    """Return the values to try for fields that no option fixes. Raises `UsageError`."""
     return Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
         replicas=o.replicas,

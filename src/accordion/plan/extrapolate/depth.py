@@ -12,11 +12,11 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return how many of `num_blocks` equal blocks must be traced.
+    """Return the number of blocks to trace of a model with `num_blocks` equal blocks.
 
     Args:
-        period: blocks with this distance are treated the same, for example if every second block is recomputed.
-        later: in the backward, a block's last transfer is waited for `1 + later` blocks after its start.
+        period: blocks at this distance have equal events; 2 if every second block is recomputed.
+        later: in the backward, the end of a block's last transfer is waited for `1 + later` blocks later.
     """
     least = HEAD + PERIODS * period + TAIL + later
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
@@ -34,7 +34,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The position of the event that created an allocation or a transfer."""
+    """Position in a log of the event that created an allocation or a transfer."""
 
     phase: StepPhase
     block: int | None
@@ -49,7 +49,7 @@ class IrregularError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """How a deep model was shortened for a trace. `period` and `later` are those of `num_traced`."""
+    """How a deep model was shortened for a trace. `period`, `later`: as in `num_traced`."""
 
     first_unit: int  # index of the first block's first unit
     traced: int  # blocks that were traced
@@ -61,12 +61,13 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the deep model's log, given that of the shortened one. Raises `IrregularError` if blocks do not repeat."""
+    """Return the log of the deep model. `log`: of the shortened model. Raises `IrregularError` if blocks do not repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
-    """Return how many more allocations are live after a step than before. Raises `IrregularError` on a free of unknown memory."""
+    """Return the number of allocations live after a step, minus those live before (`allocs`). Raises `IrregularError` if the step
+    frees memory that was not allocated."""
     live = {alloc.number for alloc, _ in allocs}
     for event in events:
         if isinstance(event, Alloc):
@@ -147,14 +148,14 @@ class _Extension:
         return segments
 
     def _visits(self) -> Iterator[tuple[_Segment, int]]:
-        """Yield each segment, and how often its place was entered before."""
+        """Yield each segment, and the number of earlier segments with an equal `place` (of other micro-batches)."""
         count: dict[StepPart, int] = {}
         for segment in self._segments:
             count[segment.place] = count.get(segment.place, -1) + 1
             yield segment, count[segment.place]
 
     def _find_origins(self) -> tuple[dict[int, _Origin], dict[int, _Origin]]:
-        """Return the origins of allocations and of transfers, each by number."""
+        """Return (number of an allocation -> its origin, number of a transfer -> its origin)."""
         allocs: dict[int, _Origin] = {}
         transfers: dict[int, _Origin] = {}
         for segment, visit in self._visits():
@@ -173,7 +174,7 @@ class _Extension:
         return block is not None and self._start <= block < self._start + self._period
 
     def _check(self) -> None:
-        """Raise `IrregularError` unless middle blocks with the distance of a period have equal events."""
+        """Raise `IrregularError` unless middle blocks at the distance of a period have equal events."""
         shapes: dict[tuple[StepPhase, int, int, int], list[object]] = {}
         for segment, visit in self._visits():
             if segment.block is None or not self._is_middle(segment.block):
@@ -215,7 +216,7 @@ class _Extension:
             i = j
 
     def _deep_block(self, block: int, copy: int) -> int:
-        """Return the deep model's block for one copy of a traced block."""
+        """Return the index in the deep model of the copy number `copy` of the traced block `block`."""
         if self._is_repeated(block):
             return block + copy * self._period
         return block if block < self._start else block + self._total - self._traced
@@ -258,7 +259,7 @@ class _Extension:
             yield 0
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if a segment outside of the blocks refers to the origin's block alone, False if to all blocks like it."""
+        """Return True if `segment`, outside of the blocks, refers to the block of `origin` alone, not to each equal block."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None
@@ -296,7 +297,7 @@ class _Extension:
         return numbers[number, copy]
 
     def _traced_number(self, origin: _Origin, transfer: bool) -> tuple[int, int]:
-        """Return (number in the traced log, copy) of what the deep model creates at `origin`."""
+        """Return (number in the traced log, copy) of the allocation or transfer that the deep model creates at `origin`."""
         block, copy = origin.block, 0
         assert block is not None
         if block >= self._start:

@@ -10,7 +10,7 @@ from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, 
 
 
 class UnlikeError(Exception):
-    """Raised if logs differ in more than sizes."""
+    """Raised if logs that should differ in sizes alone differ in their events."""
 
 
 class Family:
@@ -30,7 +30,7 @@ class Family:
                 raise UnlikeError
 
     def at(self, micro_batch: int, ranks: int) -> Log:
-        """Return the log for a micro-batch and a number of ranks: linear in the micro-batch and in 1 / ranks."""
+        """Return the log for `micro_batch` and `ranks`, whose sizes are linear in `micro_batch` and in `1 / ranks`."""
         batch, num, log = self.base
         along = 0.0 if self.more is None else (micro_batch - batch) / (self.more[0] - batch)
         across = 0.0 if self.fewer is None else (1 / ranks - 1 / num) / (1 / self.fewer[0] - 1 / num)
@@ -59,7 +59,7 @@ class Family:
 
 
 def _renumbered(log: Log) -> Log:
-    """Return the log with allocations and transfers numbered from 0, because a process counts on from trace to trace."""
+    """Return the log with allocations and transfers numbered from 0, so that logs of several traces can be compared."""
     numbers: dict[int, int] = {}
     transfers: dict[int, int] = {}
 
@@ -93,7 +93,7 @@ def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Alloc | Op 
 
 
 def _shape(log: Log) -> Sequence[object]:
-    """Return all properties of a log that logs of one family share: all but the sizes."""
+    """Return the events of a log without their sizes; equal for all logs of one family."""
     shape: list[object] = [alloc.number for alloc, _ in log.held]
     for event in log.events:
         if isinstance(event, Alloc):

@@ -1,4 +1,4 @@
-"""Offloaded inputs of recomputed units: the bytes that they take on host and disk, and a log's disk reads and writes."""
+"""Offloaded inputs of recomputed units: their bytes on host and disk, and the events of disk reads and writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COPIED = 2  # a copy reads and writes
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes, in whole pages, of each input that is offloaded at the same time: those of the largest micro-batch."""
+    """Return the bytes of each offloaded input of a micro-batch, rounded up to whole pages; of several, the largest one's."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
@@ -38,12 +38,12 @@ def inputs_of(log: Log) -> list[int]:
 
 
 def staged_bytes(inputs: list[int]) -> int:
-    """Return the bytes of the host buffers through which inputs are copied to and from a disk."""
+    """Return the bytes of the staging buffers through which `inputs` (bytes of each) are copied to and from a disk."""
     return NUM_STAGES * max(inputs, default=0)
 
 
 def inputs_on_disk(log: Log) -> Log:
-    """Return a log with inputs on disk, given one with inputs on the host and no other offload."""
+    """Return the log of a step with inputs on disk. `log`: with inputs on the host, and no other offload."""
     return replace(log, events=list(_DiskWalk(log).events()))
 
 
@@ -112,7 +112,7 @@ class _DiskWalk:
         yield Mark(self._reads[launch.transfer][0], DISK_STREAM)
 
     def _landed(self, event: Event) -> Iterator[Event]:
-        """Yield the copy to the device before the device waits for it, if the input was read from disk."""
+        """If `event` waits for an input that was read from disk, yield its copy to the device first."""
         if isinstance(event, Land) and event.transfer in self._reads:
             read, copy = self._reads.pop(event.transfer)
             copied = self._next()

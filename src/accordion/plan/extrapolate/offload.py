@@ -19,10 +19,10 @@ MASTER_BYTES, GRADIENT_BYTES = 4, 4  # bytes of an element, float32
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return `log` with the copies, host work, disk work and waits that the engine has with `offload`, and less device memory.
+    """Return the log of a step with `offload`, derived from `log`, the log of the step without it.
 
-    If `offload` has activations off the device, `log` must have them on the host already; a disk is added to that. A step of
-    a single rank is traced instead: see `Evaluator`.
+    Offload of activations to the host is not added: `log` must have it already, and only disk reads and writes are added to
+    it. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per element of the compute dtype.
     """
     if folder_of(offload.activations):
         log = inputs_on_disk(log)
@@ -55,7 +55,7 @@ def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
 
 @dataclass(slots=True)
 class UnitState:
-    """The state of one unit on one rank between steps: elements of its parameters, and bytes of optimizer states."""
+    """The state of one unit on one rank between steps: number of its parameters' elements, and bytes of optimizer states."""
 
     elements: int = 0
     state_bytes: int = 0
@@ -78,8 +78,8 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 @lru_cache(4)
 def _offloaded_gradients(log: Log) -> set[int]:
-    """Return the numbers of sharded gradients: those live at the end of a backward, and those that other micro-batches allocate
-    at the same points and add to them.
+    """Return the numbers of the allocations of sharded gradients: those that are live at the end of a backward, and those that
+    other micro-batches allocate at equal points of the step.
     """
     live: set[int] = set()
     live_at_end: set[int] = set()
@@ -100,8 +100,8 @@ def _offloaded_gradients(log: Log) -> set[int]:
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
-    """Return the bytes of host memory that all ranks of one machine take: masters, shards in the compute dtype if it differs,
-    gradients and a landing buffer for those of a unit, states, and inputs of recomputed units, or staging buffers for a disk.
+    """Return the bytes of host memory that offload takes on one machine, over all its ranks: masters, shards in the compute dtype
+    if it differs, gradients, a landing buffer, states, and inputs of recomputed units; with a disk, staging buffers instead.
     """
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []

@@ -169,7 +169,8 @@ class OffloadWalk:
             yield Wait(self._step_ends.pop(unit), HOST)
 
     def _fetch(self, unit: int, num_shares: int) -> Generator[Event, None, int | None]:
-        """Copy one of `num_shares` equal parts of a unit's shards to the device; return the transfer, None if none is needed."""
+        """Yield the events of a copy of `1 / num_shares` of a unit's shards to the device. Returns the number of the transfer;
+        None if no copy is needed."""
         if not self._state.row_bytes.get(unit) or (unit in self._fetched and not self._state.fetches_always):
             return None
         self._fetched.add(unit)
@@ -189,14 +190,14 @@ class OffloadWalk:
             yield from self._store(reduced)
 
     def _store(self, gradients: list[Alloc]) -> Iterator[Event]:
-        """Start to copy gradients to the host."""
+        """Yield the events that start a copy of gradients to the host."""
         if gradients:
             self._storing = self._next(), gradients, self._num_batches > 1
             yield Launch(self._storing[0], STORE)
             yield Op("to the host", 0.0, COPIED * sum(alloc.num_bytes for alloc in gradients), "", STORE)
 
     def _finish_store(self) -> Iterator[Event]:
-        """Let the caller wait for the last copy, add the gradients to those on the host, and free them on the device."""
+        """Yield the caller's wait for the last copy, the sum with gradients on the host, and the frees on the device."""
         if self._storing is None:
             return
         transfer, gradients, is_added = self._storing
@@ -228,7 +229,7 @@ class OffloadWalk:
     # -- clipping
 
     def _step_kernel(self, event: Op) -> Iterator[Event]:
-        """Yield a kernel of clipping, on the host if it works on gradients; nothing for the optimizer's, which run deferred."""
+        """Yield a kernel of clipping, on the host if it works on gradients. Yields nothing for kernels of the optimizer."""
         if self._clipped:
             return
         if SCALE in event.name:  # the caller reads the norm first
@@ -240,9 +241,8 @@ class OffloadWalk:
 
 @lru_cache(4)
 def gathers_of(log: Log) -> tuple[dict[int, int], dict[int, int]]:
-    """Return two dicts by transfer of a gather: the unit that is entered when it ends, which is the gathered unit, and the number
-    of gathers that end during the same visit of that unit.
-    """
+    """Return (transfer of a gather -> gathered unit, transfer -> number of gathers that end during one visit of that unit)."""
+    # The gathered unit is the one that was entered last when the gather ends.
     place, streams = StepPart(StepPhase.FORWARD, -1), dict[int, str]()
     visits: list[list[int]] = []
     units: dict[int, int] = {}

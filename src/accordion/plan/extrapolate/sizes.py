@@ -1,4 +1,4 @@
-"""Change the sizes of one log as they change between two other logs, whose strategy or checkpointing may differ from its own."""
+"""Change the sizes in one log as they change between two other logs, which may have another strategy or checkpointing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _resized(event: Alloc | Op | Collective, num_bytes: int, flops: float) -> Al
 
 
 def _add_by_operator(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
-    """Add changes for memory whose category differs between the logs, as under checkpointing: those of its operator's memory."""
+    """Add to `changes` entries for allocations of `log` whose category differs from that in the other logs. They are matched by
+    operator and size alone. Checkpointing changes categories."""
     by_operator: dict[tuple[Any, ...], set[Sizes]] = defaultdict(set)
     for key, sizes in changes.items():
         by_operator[_without_kind(key)].update(sizes)

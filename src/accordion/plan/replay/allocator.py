@@ -108,7 +108,7 @@ def _up(size: int, step: int) -> int:
 
 
 def reserved_bytes(log: Log, *, expandable: bool) -> int:
-    """Return the bytes that the allocator has reserved after two steps; the second finds the blocks that the first left."""
+    """Return the bytes that the allocator has reserved after two steps; the second one reuses blocks of the first."""
     allocator = Allocator(expandable=expandable)
     for alloc, _ in log.held:
         allocator.take(alloc.number, alloc.num_bytes, alloc.stream)

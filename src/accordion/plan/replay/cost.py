@@ -89,9 +89,7 @@ class Costs:
 
     def of_collective(self, c: Collective) -> float:
         """Return the seconds of one collective of n ranks: (n - 1) / n of the bytes over the slowest link, twice that for a sum.
-
-        All-to-alls are computed by `_all_to_all`.
-        """
+        All-to-alls are computed by `_all_to_all`."""
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0

@@ -67,7 +67,7 @@ def peak_of(log: Log) -> MemoryPeak:
 
 
 def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
-    """Return the peak after event `at` of the log; -1: before the step."""
+    """Return the peak, `num_bytes`, which is after event `at` of the log; -1: before the step."""
     live = {a.number: a for a, _ in log.held}
     place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:
@@ -106,7 +106,7 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
 
 
 def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
-    """Return the live bytes by category over a step, as about `points` (place, bytes): each the maximum of its interval."""
+    """Return about `points` pairs (part of the step, category -> live bytes); each is the maximum of its interval."""
     live = {c.value: 0 for c in Category}
     known: dict[int, Alloc] = {}
     for a, _ in log.held:

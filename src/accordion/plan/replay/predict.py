@@ -47,12 +47,13 @@ class MemoryNeed:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if there is no verdict: whether the step fits depends on an unknown workspace."""
+        """Return True if the step may fit or not, depending on an operator's unknown workspace."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple[Log, str]:
-    """Return (log of a step, description of the traced blocks). `quick`: trace only some of the equal blocks if that is exact."""
+    """Trace a step. Returns (its log, "all blocks" or "6 of 32 equal blocks"). `quick`: trace only some of the equal blocks, and
+    repeat their events in the log, if that is exact."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
@@ -83,7 +84,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
 
 
 def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
-    """Return the number of elements that a rank steps, up to a constant factor if it steps an equal share of each parameter."""
+    """Return a number that is proportional to the elements that a rank steps."""
     num = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
         experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
@@ -109,7 +110,7 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
-    """Return the time of the step in `log` at one of the assumed rates. `drawn`: with its stretches."""
+    """Return the time of the step in `log` at the rates named `rate`. `drawn`: with `stretches`, for a chart."""
     shards = run.shards if run.strategy.hybrid else None
     costs = costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
     return simulate(log, costs, drawn=drawn)
@@ -121,7 +122,7 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
 def step_of_choice(
     log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
 ) -> Step:
-    """Return the time of a choice's step with all of its micro-batches. `log`: with the choice's offload applied."""
+    """Return the time of a choice's step with all its micro-batches, of which `log` has the first few, with offload added."""
     step = step_of(log, run, cluster, rate, drawn=drawn)
     between = choice.accumulate - run.accumulate
     if between <= 0:
@@ -143,7 +144,7 @@ def step_of_choice(
 def _more(
     step: Mapping[str, float], first: Mapping[str, float], second: Mapping[str, float], times: int
 ) -> dict[str, float]:
-    """Return `step` plus `times` the difference of `second` and `first`, by name."""
+    """Return name -> `step + times * (second - first)`, at least 0: the step with `times` more micro-batches."""
     return {
         name: max(0.0, step.get(name, 0.0) + times * (second.get(name, 0.0) - first.get(name, 0.0)))
         for name in {**step, **second}

@@ -37,7 +37,7 @@ OF_TOKENS = "all-to-all of tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Work of one stream from `start_s` on for `seconds`, to draw."""
+    """A bar of the chart: work of one stream that begins at `start_s` and takes `seconds`."""
 
     stream: str
     label: str
@@ -59,11 +59,11 @@ class Step:
 
 
 def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
-    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with its stretches.
+    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with `stretches`, for a chart.
 
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. If the caller waits, all that it starts later is delayed. Apart from waits, the
-    caller takes time for launching kernels only, if the rates have that.
+    stream waits for it at its `Land` event. If the caller waits, all work that it starts later is delayed. Apart from waits,
+    the caller only takes time to launch kernels, if the rates have such a time.
     """
     clock = _Clock(log, costs, drawn)
     for event in log.events:
@@ -73,7 +73,7 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
 
 
 class _Clock:
-    """Advances the time of each stream event by event, and sums it up by kind of work and by place."""
+    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step."""
 
     def __init__(self, log: Log, costs: Costs, drawn: bool) -> None:
         self._log, self._costs, self._drawn = log, costs, drawn
@@ -149,7 +149,7 @@ class _Clock:
         self._wait(stream, waited, self._streams.get(transfer, ""))
 
     def step(self) -> Step:
-        """Return the time of the whole log, which ends when the last stream ends."""
+        """Return the time of the log up to now; the step ends when its last stream ends."""
         busy = self._busy
         total = max(busy.values(), default=0.0)
         self._in_place[0] += total - self._entered
@@ -185,7 +185,7 @@ def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the kind of a collective or of a kernel on the compute stream; for other kernels, their stream."""
+    """Return the name under which the time of `event` is summed: kind of collective or kernel, or the stream of the work."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
@@ -200,7 +200,7 @@ def kind_of(event: Op | Collective) -> str:
 
 
 class _Stretches:
-    """Collects stretches, and joins consecutive work of one place on one stream into one stretch."""
+    """Collects the bars of the chart, and joins consecutive work with an equal label on one stream into one bar."""
 
     def __init__(self) -> None:
         self.stretches: list[Stretch] = []

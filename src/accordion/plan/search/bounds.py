@@ -22,7 +22,7 @@ RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """Return the least bytes of a trace: trained parameters and states in the master's dtype, and full copies that stay."""
+    """Return a lower bound of a rank's GPU memory: its shards and optimizer states, and full parameters if they are kept."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
@@ -35,7 +35,7 @@ def least_bytes(choice: Choice, space: Space) -> int:
 
 
 def least_host_bytes(choice: Choice, space: Space) -> int:
-    """Return the least host bytes per machine of `host_bytes` in any trace: masters, gradients, and states on the host."""
+    """Return a lower bound of the host memory that a choice with offload takes on one machine, in bytes."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
@@ -45,7 +45,7 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Allocated bytes and seconds (without waits) of FULL_SHARD, below which no other strategy falls.
+    """Allocated bytes and seconds (without waits) of a FULL_SHARD step: lower bounds for every other strategy.
 
     Args:
         gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy has
@@ -64,13 +64,13 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return the floor of this step with recomputed blocks. Its bytes are 0, since recomputation takes less memory."""
+        """Return the floor if blocks are recomputed by `how`. Its bytes are 0, since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor that a traced FULL_SHARD step gives. `num_bytes`: its allocated peak. `step`: at middle rates."""
+    """Return the floor by the FULL_SHARD step in `log`. `num_bytes`: its allocated peak. `step`: its time at middle rates."""
     starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []
@@ -106,7 +106,7 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
-    """Return the seconds of a step's gathers in forwards or of its reductions, whichever is longer, at middle rates."""
+    """Return a lower bound of a step: seconds of its gathers in forwards or of its reductions, whichever is longer."""
     strategy, cluster = choice.strategy, space.cluster
     costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 

@@ -16,10 +16,8 @@ from accordion.plan.trace.setup import with_copies
 
 
 def calibrated(space: Space) -> tuple[Space, str]:
-    """Return `space` with its cluster calibrated by the measured step, and a description of that step (empty without one).
-
-    Raises `UsageError` if the step is shorter than at the peaks of the GPU and its links.
-    """
+    """Return (`space` with its cluster calibrated by the measured step, description of that step; empty without one). Raises
+    `UsageError` if the step is shorter than at the peaks of the GPU and its links."""
     # One time tells nothing about messages that nothing waited for. So the time of kernels is scaled, once for each of the low,
     # middle and high rates; that of messages only if kernels alone would have to exceed the GPU's peaks. The range that the
     # three rates then give for another configuration is the uncertainty that one measured step leaves.
@@ -79,14 +77,14 @@ def _only_choice(space: Space) -> Choice:
 
 
 def _peaks(gpu: Gpu, rate: str) -> Scale:
-    """Return the scale at which kernels reach the GPU's peaks, and messages those of the links."""
+    """Return the factors on times at which kernels reach the GPU's peaks, and messages those of the links."""
     rates = REACHED[rate]
     kernels = rates.kernels(gpu) * max(gpu.products, gpu.elementwise, gpu.attention)
     return Scale(kernels=kernels, messages=max(rates.link, rates.network))
 
 
 def _scale(seconds: Callable[[Scale], float], peaks: Scale, wanted_s: float) -> Scale:
-    """Return the scale for which `seconds(scale)` is `wanted_s`. Messages are scaled if kernels would exceed `peaks`."""
+    """Return the factors `scale` with `seconds(scale) == wanted_s`. Messages are scaled only if kernels would exceed `peaks`."""
     if seconds(Scale(kernels=peaks.kernels)) <= wanted_s:
         return Scale(kernels=_root(lambda k: seconds(Scale(kernels=k)) - wanted_s, peaks.kernels))
     if seconds(Scale(messages=peaks.messages)) <= wanted_s:

@@ -29,11 +29,10 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A choice, its `memory`, and its `steps` by name of the rates: "middle", for the best choice also "low" and "high".
-
-    Both are None if a bound ruled it out. `bound`: that reason. `why`: the reason why it was not chosen. `least_bytes`: lower
-    bound on its GPU memory. `host_bytes`, `disk_bytes`: of one machine. `is_traced`: the figures are from its own trace.
-    """
+    """A choice and its predicted memory and time. `steps`: by name of the rates, "middle", and for the best choice also "low" and
+    "high". `memory`, `steps`: None if a bound ruled the choice out. `bound`: that reason. `why`: reason why it was not chosen.
+    `least_bytes`: lower bound of its GPU memory. `host_bytes`, `disk_bytes`: of one machine. `is_traced`: the figures are from
+    its own trace."""
 
     choice: Choice
     fits: bool
@@ -47,7 +46,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if it is not known whether the choice fits; see `MemoryNeed.is_open`."""
+        """Return True if the choice may fit or not, depending on an operator's unknown workspace."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -62,7 +61,7 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search, and keeps its traces and the bounds they give. `known`: logs from an earlier search."""
+    """Evaluates choices of a search, and stores their traces and bounds. `known`: logs from an earlier search."""
 
     def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
         self._space, self._cluster = space, space.cluster
@@ -109,7 +108,7 @@ class Evaluator:
         return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
 
     def _host_bound_of(self, choices: Sequence[Choice]) -> str:
-        """Return why none of these choices can fit into a machine's memory; empty if one may."""
+        """Return the reason why none of `choices` fits into a machine's memory; empty if one may fit."""
         least = min(least_host_bytes(choice, self._space) for choice in choices) * HOST_MARGIN
         if least <= self._cluster.host_bytes:
             return ""
@@ -159,7 +158,8 @@ class Evaluator:
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return FULL_SHARD's floor for a choice; if that is not traced yet, one derived from the step without recomputation."""
+        """Return the floor for a choice; None if it is not known. If FULL_SHARD was not traced with this recomputation, the floor
+        is derived from the step without recomputation."""
         full = as_full_shard(choice, self._space.units[0])
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -173,7 +173,7 @@ class Evaluator:
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return why a choice cannot be chosen: FULL_SHARD does not fit, or the choice is too slow even without waits."""
+        """Return the reason why a choice cannot be the best: it needs too much memory or time. Empty if it can."""
         floor, units = self._floor(choice), self._space.units[0]
         if choice.offload.is_any or floor is None:
             return ""
@@ -190,7 +190,7 @@ class Evaluator:
         return f"even {case}, {gain}"
 
     def _bound(self, candidate: Candidate) -> None:
-        """Record the bounds that an evaluated candidate gives for others."""
+        """Record the floor and the speed of an evaluated candidate, which bound others."""
         choice = candidate.choice
         assert candidate.memory is not None
         assert candidate.steps is not None
@@ -204,7 +204,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Evaluate a candidate from its `log` without offload. `traced`: log with offload to take the GPU's memory from."""
+        """Evaluate a candidate by `log`, its step without offload, and return it. `traced`: log of its step with offload, for the
+        GPU memory; None: derive that from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = self._memory_of(choice, log) if traced is None else memory_of(traced, self._most)
@@ -217,7 +218,7 @@ class Evaluator:
         return candidate
 
     def _moved(self, log: Log, offload: Offload) -> Log:
-        """Return `log` with offload; results for the last log are cached, since memory and time need the same ones."""
+        """Return `log` with `offload` added. Results for the last log are cached, since memory and time need them."""
         cache, words = self._last_moved, offload_words(offload)
         if cache[0] is not log:
             cache = self._last_moved = log, {}
@@ -226,7 +227,7 @@ class Evaluator:
         return cache[1][words]
 
     def _memory_of(self, choice: Choice, log: Log) -> MemoryNeed:
-        """Return a choice's memory from its log without offload. States on host and disk give one result, computed once."""
+        """Return the memory of a choice by `log`, its step without offload. It is equal for states on host and on disk."""
         moved = partial(self._moved, log, in_memory(choice.offload))
         if not choice.offload.is_any:
             return memory_of(moved(), self._most)

@@ -1,4 +1,4 @@
-"""Choose a configuration: evaluate all that are asked for, and note for each of the others why it was not chosen."""
+"""Choose a configuration: evaluate all choices of a space, and note for each of the others why it was not chosen."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def search_in(
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return what identifies a choice of the space, without the units, offload and copies tried for some of them."""
+    """Return a key that is equal for a choice of the space and its variants in units, offload and secondary shards."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 

@@ -78,13 +78,13 @@ class Space:
         return [n for n in self.cluster.gpus if n % self.search.expert_parallel == 0]
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads to try for a choice. A search tries offload only with strategies that keep no full copies."""
+        """Return the offloads to try for a choice; only one for strategies that keep full parameters or gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice, without offloaded states. Raises `UsageError` if there is none."""
+        """Return every choice of the space, without offloaded states. Raises `UsageError` if there is none."""
         if choices := list(self._choices()):
             return choices
         search = self.search

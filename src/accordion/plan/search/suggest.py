@@ -22,7 +22,8 @@ ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """Return the first of `attempts` that fits, or else the GPU memory that would. `known`: logs of the search of `space`."""
+    """Return text on the first of `attempts` that fits; if none does, on the GPU memory that a rank needs. `known`: logs of the
+    search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
         result = search_in(attempt, say, known=known)
@@ -40,7 +41,7 @@ def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (flags, space) of larger and larger changes; most include the changes before them."""
+    """Yield (flags, space with these flags) of larger and larger changes; most include the changes before them."""
     flags, search = "", space.search
     narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
     if min(search.micro_batches) > 1:

@@ -1,4 +1,4 @@
-"""Logs of many choices from few traces: sizes grow linearly with micro-batch and GPUs, equally in similar choices."""
+"""Logs of many choices from few traces: sizes are linear in the micro-batch and in 1 / GPUs, equally in similar choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Lines:
 
 
 class Traces:
-    """Logs of choices, traced or derived from those of others. `traced`: logs by `traced_as` or `moved_as` of a choice."""
+    """Returns logs of choices, traced or derived from traces of others. `traced`: `traced_as` or `moved_as` choice -> log."""
 
     def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
         self._space, self._say = space, say
@@ -36,7 +36,7 @@ class Traces:
         return self._of(traced_as(choice))
 
     def moved(self, choice: Choice) -> Log:
-        """Return the log with the engine's own offload, in which work on the host takes no time."""
+        """Return the log of a step traced with the choice's offload, in which work on the host takes no time."""
         return self._of(moved_as(choice))
 
     def trace(self, choice: Choice, *, moved: bool = False) -> Log:
@@ -103,7 +103,7 @@ class Traces:
         return family
 
     def _other(self, base: Choice, wanted: Choice | None, which: int) -> Log | None:
-        """Return the log of `wanted`, a variant of `base`: derived if another family has the same change, otherwise traced."""
+        """Return the log of `wanted`, a variant of `base`: derived from a family with an equal change, otherwise traced."""
         if wanted is None or wanted in self.traced:
             return None if wanted is None else self.traced[wanted]
         for lines in self._similar(base, wanted, which):
@@ -116,10 +116,8 @@ class Traces:
         return self._trace(wanted)
 
     def _similar(self, base: Choice, wanted: Choice, which: int) -> Iterator[_Lines]:
-        """Yield families with the same change as from `base` to `wanted`, those with equal recomputation first.
-
-        `which`: 1 for another micro-batch (under any strategy), 2 for another number of GPUs (under the same strategy).
-        """
+        """Yield families that change as from `base` to `wanted`, those with equal recomputation first. `which`: 1 for another
+        micro-batch (under any strategy), 2 for another number of GPUs (under the same strategy)."""
         alike_first = sorted(self._lines, key=lambda lines: lines.choices[0].checkpointing != base.checkpointing)
         for lines in alike_first:
             first, other = lines.choices[0], lines.choices[which]

@@ -78,12 +78,12 @@ def apply(
 
 
 def has(strategy: Strategy) -> bool:
-    """Return True if FSDP2 has this strategy."""
+    """Return True if FSDP2 supports `strategy`."""
     return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
 
 
 def check_sharding(sharding: Sharding) -> None:
-    """Raise `UsageError` for fields of a sharding that FSDP2 does not have."""
+    """Raise `UsageError` if `sharding` sets a field, or has a strategy, that FSDP2 does not support."""
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
@@ -94,7 +94,7 @@ def check_sharding(sharding: Sharding) -> None:
 
 
 def check(strategy: Strategy) -> None:
-    """Raise `UsageError` for a strategy that FSDP2 does not have."""
+    """Raise `UsageError` if FSDP2 does not support `strategy`."""
     if not has(strategy):
         raise UsageError(
             f"fsdp2 has no strategy {strategy.name!r}; use full_shard, shard_grad_op or hybrid_shard, or the engine accordion."
@@ -140,7 +140,7 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the unit index of each storage that persists between steps, by the storage's key."""
+    """Return key of a storage -> index of its unit, for each storage that persists between steps."""
     owners: dict[int, int] = {}
     for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():

@@ -123,7 +123,7 @@ def _launched(
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the unit index of each storage that persists between steps, by the storage's key."""
+    """Return key of a storage -> index of its unit, for each storage that persists between steps."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:

@@ -160,7 +160,7 @@ def _added(args: Any) -> float:
 
 
 def _rows(args: Any, out: Any) -> int:
-    """Return the bytes moved by an operator that picks rows from a table: it reads only those that it writes."""
+    """Return the bytes moved by an operator that picks rows from a table: it reads only as many bytes as it writes."""
     return 2 * sum(map(num_bytes, tensors_of(out)))
 
 

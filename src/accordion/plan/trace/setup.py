@@ -73,7 +73,7 @@ COPIES = "secondary"  # the field of `Sharding` for secondary shards
 
 
 def copy_ranks(sharding: Sharding) -> int:
-    """Return the number of ranks over which secondary shards are kept from a forward to its backward; 0: none are kept."""
+    """Return the number of ranks over which `sharding` has secondary shards; 0: it has none."""
     return sharding.secondary or 0
 
 

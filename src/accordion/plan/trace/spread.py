@@ -24,7 +24,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Shard the experts of `model` over an axis of the 2-D `mesh`, and make their forward exchange tokens, as the guide shows.
+    """Shard the experts of `model` over an axis of the 2-D `mesh`, and exchange tokens in their forward.
 
     Returns the argument `meshes` for `accordion.shard`.
     """
