@@ -297,7 +297,7 @@ def test_a_source_without_a_model_is_refused(folder, tmp_path, capfd, monkeypatc
     wrong["no-type"] = "names no model_type"
     for file in (tmp_path / "lost").glob("token*"):
         file.unlink()
-    wrong["lost"] = "put a tokenizer.json beside it"
+    wrong["lost"] = "put a tokenizer.json next to it"
     for name in ("plain", "wide"):  # a tokenizer without template, one with more tokens than the model
         for file in (tmp_path / name).glob("*token*"):
             file.unlink()
@@ -305,7 +305,7 @@ def test_a_source_without_a_model_is_refused(folder, tmp_path, capfd, monkeypatc
     (tmp_path / "plain" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     wrong["plain"] = "--chat needs the chat template"
     (tmp_path / "wide" / "tokenizer.json").write_text(_wide())
-    wrong["wide"] = "put the tokenizer that belongs to the model beside its weights"
+    wrong["wide"] = "put the tokenizer that belongs to the model next to its weights"
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
     wrong["narrow"] = "(96, 64) in the folder and float32 (80, 64) in the model"

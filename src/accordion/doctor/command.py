@@ -1,4 +1,4 @@
-"""`accordion doctor`: examine this machine, then ranks on it or the ranks that torchrun or srun started."""
+"""`accordion doctor`: examine this machine, then new ranks on it, or the ranks that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 PROG = "accordion doctor"
 RANKS = 2  # on a CPU: the fewest that communicate
-START = start  # creates the exam of a rank; a function of a module, since other processes import it by name
+START = start  # creates the `RankExam` in each rank; a function of a module, since other processes import it by name
 TIMEOUT_S = 120  # for ranks that do not answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Look for faults of this machine and of ranks on it: each finding with what it means and what to do.
+    """Look for faults of this machine and of ranks on it. Each finding is printed with its meaning and a remedy.
 
     Args:
         device: `auto` uses the accelerators of this machine, one rank each; `cpu` uses two ranks
@@ -47,7 +47,7 @@ class DoctorOptions:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand. Returns the exit code: 1 if there is a problem."""
+    """Run the subcommand with the arguments `words`. Return the exit code: 1 if there is a problem."""
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -78,7 +78,7 @@ def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[F
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Run the exam as one rank of a launcher: the first rank of each machine examines it, and rank 0 prints the report."""
+    """Run the checks on one rank of torchrun or srun: the first rank of a machine examines it, rank 0 prints the report."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]

@@ -1,4 +1,4 @@
-"""Findings: what was examined and found, what it means for a training, and what to do; printed as lines or as JSON."""
+"""Findings of checks, with their meaning for a training and a remedy; printed as lines or as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check, named `area.what`. `found` is a text with figures, which `data` has as plain data.
+    """The result of one check. `check`: its name, such as `disk.space`. `found`: text with figures, which `data` has as numbers.
 
-    `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or may fail later, `note` if only some users
-    are affected. `do`: the remedy; "" if the severity is `ok`. `where`: the host, if there may be several.
+    `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or may fail later, `note` if it concerns only
+    some users. `means`: the effect on a training. `do`: the remedy, or "" with `ok`. `where`: the host, if there are several.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Examine ranks with an all-gather: the exam that each rank runs, and the findings from the answers of all ranks."""
+"""Test and time an all-gather: the check that each rank runs, and the findings from the results of all ranks."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ REMEDIES = {  # for a slow all-gather
     "device": "check how the devices are linked (nvidia-smi topo -m), that PCIe access control (ACS) is off, and links are up.",
 }
 Answer = Mapping[str, Any]
-"""The JSON data that an exam returns; it has the key `error` if the rank failed."""
+"""JSON data that a rank returns from `RankExam.gathers`; it has only the key `error` if the rank failed."""
 
 
 def start(seat: Seat) -> RankExam:
-    """Return the exam of one rank of a `WorkerTeam`."""
+    """Return the `RankExam` of one rank of a `WorkerTeam`."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """The exam of one rank. All ranks call the same method at the same time; an error is returned as an answer."""
+    """The checks that one rank takes part in."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """All-gather a tensor; return the host, torch's version, if the values are right, and the seconds."""
+        """Test and time an all-gather, and time a copy. Return host, version, correctness and times, or the error. Collective."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -71,7 +71,7 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of several calls, since other processes may use this machine."""
+        """Return the seconds of the fastest of several runs of `call`, since other processes may slow down some. Collective."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -101,7 +101,7 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
 
 
 def no_group(error: str) -> Finding:
-    """Return the finding for ranks that could not form a process group, or of which one ended."""
+    """Return the finding for ranks that failed with `error`: they formed no process group, or one of them ended."""
     return Finding(
         check="ranks.group",
         severity="problem",
@@ -113,7 +113,7 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings from the answers of all ranks, in rank order."""
+    """Return the findings from `answers`, those of all ranks in rank order: process group, values and rate."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
@@ -147,7 +147,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
-    """Return the finding about the rate of the slowest rank, compared with the usual one."""
+    """Return the finding that compares the all-gather rate of the slowest rank with the usual rate."""
     rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
     copy_rate = min(answer["copy_bytes_per_s"] for answer in answers)
     usual, why = usual_rate(device_type, answers[0]["device_name"], num_hosts, copy_rate)
@@ -163,7 +163,7 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
 
 
 def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: float) -> tuple[float, str]:
-    """Return (lower end of the usual bytes a second, its reason as text). `copy_rate`: bytes a second of a memory copy."""
+    """Return (least usual bytes a second of an all-gather, the reason as text). `copy_rate`: bytes a second of a memory copy."""
     if device_type == "cpu" and num_hosts > 1:
         return 0.1 * GB, "a network of one gigabit"
     if device_type == "cpu":

@@ -1,4 +1,4 @@
-"""Examine versions and devices: compare the installed packages, accelerators and cores with what is supported."""
+"""Examine the versions of installed packages, and the accelerators and cores of this machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def requirement_of(text: str) -> Requirement:
 
 
 def _numbers(version: str) -> list[int]:
-    """Return the release of `version` without trailing zeros: `2.11.0+cpu` -> [2, 11]."""
+    """Return the release numbers of `version` without trailing zeros: `2.11.0+cpu` -> [2, 11]."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(n) for n in release[0].split(".")] if release else [0]
     while len(numbers) > 1 and not numbers[-1]:
@@ -74,7 +74,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def versions() -> list[Finding]:
-    """Return the findings about Python, torch and the packages of each extra, compared with the supported versions."""
+    """Return the findings that compare Python, torch and the packages of each extra with the supported versions."""
     python = Finding(
         check="software.python",
         severity="ok",
@@ -144,7 +144,7 @@ def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return the findings about accelerators and cores. `chosen`: devices of the ranks. `dev`: folder of the device files."""
+    """Return the findings about accelerators, their memory and cores. `chosen`: devices of the ranks. `dev`: device files."""
     cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
     cores_finding = Finding(

@@ -24,10 +24,10 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 def merged(
     stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
 ) -> tuple[list[TensorSource], dict[str, str]]:
-    """Return the tensors with the adapter merged, and the remaining ties. `sources`, `ties`: those of the base.
+    """Return the tensors of the base, `sources`, with the adapter of `stored` merged, and the remaining `ties`.
 
-    If the adapter changes one of several tied tensors, they become separate tensors, as in the adapted model. Host memory has
-    the adapter and three tensors of the layer that is merged. Raises `UsageError` for an adapter that cannot be merged.
+    If the adapter changes one of several tied tensors, they become separate tensors, as in the adapted model. A merge needs
+    host memory for the adapter and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -71,7 +71,7 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the weight of one adapter layer with its adapter merged. `read`: returns the weight of the base layer."""
+    """Return the merged weight of an adapter layer of PEFT, whose base is on meta. `read`: returns the weight of the base."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
@@ -87,7 +87,7 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the parameters of the adapter, which are on meta, from its folder or checkpoint. Raises `UsageError`."""
+    """Load the adapter of `stored` into `whole`, a PEFT model on meta. Raises `UsageError` if a tensor of it is missing."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

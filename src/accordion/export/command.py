@@ -60,7 +60,7 @@ class ExportOptions:
             or `safetensors` if its name ends so, else `hf`
         like: folder of transformers whose config.json and tokenizer are written with the weights of a checkpoint; or the base of
             an adapter
-        dtype: cast floating-point tensors, such as BF16
+        dtype: cast floating-point tensors to this dtype, such as BF16
     """
 
     source: str = place()
@@ -92,7 +92,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def export(options: ExportOptions, cache: Path) -> Exported:
-    """Export the model. Raises `UsageError` before anything is written, `CheckpointError` for a source that is damaged."""
+    """Export the model. Raises `UsageError` before anything is written, and `CheckpointError` if the source is damaged."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -125,7 +125,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> tuple[str, bool]:
-    """Return the format to write, and True if TARGET is the name of a file of it. Raises `UsageError`."""
+    """Return (format to write, True if TARGET ends with the suffix of a file). Raises `UsageError` if they contradict."""
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
     if form == "gguf":
@@ -143,7 +143,7 @@ def _form_of(options: ExportOptions) -> tuple[str, bool]:
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
-    """Export a checkpoint of any model, also of one that transformers does not know."""
+    """Export the checkpoint at `path` to the format `form`; transformers need not know its model."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -163,7 +163,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
 
 
 def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
-    """Save the tokenizer, if there is one, into `folder`. Return the names of its files."""
+    """Save the tokenizer of `stored`, if there is one, into `folder`. Return the names of the written files."""
     if stored.tokenizer is None:
         return []
     before = set(folder.iterdir())
@@ -188,7 +188,7 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter alone; its config names the folder of its base."""
+    """Write the adapter alone to the folder `draft`; its config names the folder of its base. Return the file names."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
@@ -224,7 +224,7 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
 
 
 def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
-    """Write NAME.onnx and, next to it, NAME.onnx.data with its weights."""
+    """Write the graph to `at`, NAME.onnx, and the weights to NAME.onnx.data next to it."""
     data = at.with_name(f"{at.name}.data")
     if data.exists():
         raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")

@@ -33,9 +33,9 @@ class LogitsAlone(nn.Module):
 
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph to `path` and the weights `tensors` next to it. Return both names. `model`: on meta, of their dtype.
+    """Write the graph of `model` to `path` and its weights `tensors` next to it. Return both names. Raises `UsageError`.
 
-    The graph has inputs `input_ids` and `attention_mask`, and output `logits`. Raises `UsageError` if torch cannot trace it.
+    Inputs: `input_ids`, `attention_mask`; output: `logits`. `model`: on meta, in the dtype of `tensors`; gets fake weights.
     """
     import onnx_ir
 
@@ -64,7 +64,7 @@ def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """Return the onnx_ir model of `model`, with fake weights. Raises `UsageError` if torch cannot trace it."""
+    """Replace all tensors of `model` by fake ones, and return its traced onnx_ir model. Raises `UsageError` if that fails."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -107,9 +107,9 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> value of the buffers that are in no file, computed on the host by transformers' own code.
+    """Compute the buffers of `model` that are in no file, on the host by transformers' own code. Return name -> buffer.
 
-    Raises `UsageError` if it does not compute one of them.
+    Raises `UsageError` if that code does not compute one of them.
     """
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners: dict[str, nn.Module] = {}
@@ -131,5 +131,5 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _odd(dtype: torch.dtype) -> float:
-    """Return a value that computed buffers do not contain, so that one that was not computed can be detected."""
+    """Return a value that no computed buffer contains; buffers are filled with it to detect those that are not computed."""
     return -12345.0 if dtype.is_floating_point else -77 if dtype != torch.bool else 0

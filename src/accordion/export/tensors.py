@@ -23,7 +23,7 @@ from accordion.weights.pretrained import equal_rows, match, names_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a stored model, with tied ones once."""
+    """The tensors of a stored model; of tied ones, one is in `sources` and the others are names in `ties`."""
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
@@ -32,9 +32,9 @@ class NamedTensors:
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model, which can be read inside; adapters are merged.
+    """Context manager that yields the tensors of a stored model with its adapter merged; they can be read only inside.
 
-    `dtype`: cast floating-point tensors. Raises `CheckpointError` for a source that is damaged or of another model.
+    `dtype`: cast floating-point tensors to it. Raises `CheckpointError` if the source is damaged or of another model.
     """
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
@@ -71,7 +71,7 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
 
 
 def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource]:
-    """Return the tensors of a folder of transformers by the names in its files. `dtype`: cast floating-point tensors."""
+    """Return the tensors of a folder of transformers, named as in its files. `dtype`: cast floating-point tensors to it."""
     tensors = rows_of_folder(folder)
     check_quantised({}, str(folder), tensors)
     return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in tensors.items()]

@@ -30,7 +30,7 @@ ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Start the ranks, or run one if torchrun or srun started this process. Return the exit code. `words`: arguments."""
+    """Run the subcommand with the arguments `words`: start the ranks, or be one of torchrun or srun. Return the exit code."""
     options = flags.read(GenerateOptions, words, PROG, ABOUT)
     if options is None:
         return 0
@@ -59,7 +59,7 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
 
 
 def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
-    """Find the model and tokenize the prompts. Raise `UsageError` for any wrong input, before ranks start."""
+    """Find the model, without its weights, and tokenize the prompts. Raises `UsageError` for any wrong input."""
     stored = find_model(options.source, cache)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:

@@ -22,11 +22,11 @@ class GenerateOptions:
         max_new_tokens: most tokens to generate per prompt; by default 128, or as many as the model has positions for
         temperature: 0 takes the likeliest token, 1 samples from the model's probabilities; higher values sample more widely
         top_p: sample only from the likeliest tokens that have this probability together
-        seed: random seed; each prompt has its own, so that results depend on no other prompt and no number of ranks
+        seed: random seed; each prompt gets its own, so that results depend neither on other prompts nor on the number of ranks
         chat: prompts are messages of a user, put into the chat template of the tokenizer
         hold: `full` keeps the whole model on each rank, `units` gathers one unit after the other in each step, `auto` takes
             `full` if the model fits into free memory
-        batch: prompts that a rank computes together; more is faster, rounds differently, and shares the random seed
+        batch: prompts that a rank computes together; a larger batch is faster, rounds differently, and shares one random seed
         dtype: dtype of the computation; `auto` takes that of the stored weights
         nproc: ranks on this machine; 0: one for each accelerator, or one without accelerators
         device: `auto` takes the accelerators of this machine if there are any; `cpu`, or a type of device
@@ -55,7 +55,7 @@ class GenerateOptions:
             raise UsageError("--top-p is 0, which leaves no token to draw; take --temperature 0 for the likeliest one.")
         if (self.prompt is None) == (self.prompts is None):
             both = "both are given" if self.prompt is not None else "neither is given"
-            raise UsageError(f"text is taken from --prompt or from --prompts FILE, and {both}; give one of them.")
+            raise UsageError(f"text is read from --prompt or from --prompts FILE, and {both}; give one of them.")
         for name, value in (("SOURCE", self.source), ("--prompts", self.prompts)):
             if value is not None and (not value.strip() or "\0" in value):
                 raise UsageError(f"{name} is empty; give a path.")

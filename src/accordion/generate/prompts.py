@@ -30,7 +30,7 @@ def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or put the tokenizer of a "
-            "chat model beside the weights."
+            "chat model next to the weights."
         )
     return [_as_tokens(where, prompt, options, tokenizer, config) for where, prompt in prompts]
 
@@ -42,7 +42,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return the most tokens to generate for each prompt."""
+    """Return the number of tokens to generate for each prompt at most."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)
@@ -50,7 +50,7 @@ def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) ->
 
 
 def _read(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
-    """Return (name for errors, text or messages of a chat) of each prompt."""
+    """Return for each prompt its name in errors, and its text or its messages of a chat."""
     if options.prompt is not None:
         return [("--prompt", options.prompt)]
     assert options.prompts is not None
@@ -106,15 +106,15 @@ def _as_tokens(
             ids = tokenizer(shown, add_special_tokens=False)["input_ids"]  # the template adds special tokens
         else:
             ids = tokenizer(prompt)["input_ids"]
-    except Exception as error:  # a template is a program, which can raise any error
+    except Exception as error:  # a chat template is code, which can raise any error
         raise UsageError(f"{where} cannot be made into tokens: {brief(error)}") from None
     if not ids:
         raise UsageError(f"{where} is empty, and the tokenizer has no token to begin a text with; write something.")
     rows = getattr(config, "vocab_size", None)
     if isinstance(rows, int) and max(ids) >= rows:
         raise UsageError(
-            f"{where} has token {max(ids)}, and the model has {rows} tokens; put the tokenizer that belongs to the model beside "
-            "its weights."
+            f"{where} has token {max(ids)}, and the model has {rows} tokens; put the tokenizer that belongs to the model next "
+            "to its weights."
         )
     longest, new = positions_of(config), options.max_new_tokens or 1
     if longest is not None and len(ids) + new > longest:

@@ -1,4 +1,4 @@
-"""Generation on one rank: join the group, load the model, answer prompts, take part in the all-gathers of others, print."""
+"""Generation on one rank: join the group, load the model, answer prompts, take part in all-gathers for others, print."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accordion.weights.meta_start import load_saved
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GIB = 2**30
-SHARE = 0.9  # of the free memory that the model may take: allocators round up, and activations need some
+SHARE = 0.9  # fraction of the free memory for the model: allocators round up, and activations need some
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 POLL_S = 0.02  # interval between two polls of the store for answers
 TIMEOUT_S = 600  # how long a rank waits for another one before it exits
@@ -39,7 +39,7 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, answer its share of `prompts`, and on the first rank print all answers."""
+    """Run one rank: load the model, answer its share of `prompts`, and on rank 0 print all answers. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -95,9 +95,9 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes for each of `num_ranks` ranks of this machine: of its device, or on the CPU its part of the host's.
+    """Return the free bytes of a device; for the CPU, those of the host divided by `num_ranks`, the ranks of this machine.
 
-    Host memory is what the system has available, or the control group of this process if that is less; 0 if unknown.
+    Of the host it counts what the system has available, or the control group if that is less; 0 if unknown.
     """
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
@@ -113,7 +113,7 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Return (True if all ranks keep the whole model, a description). Collective; called before the model is loaded."""
+    """Return (True if all ranks keep the whole model, a description for the user). `needed`: bytes per rank. Collective."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
@@ -122,7 +122,7 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the weights of `model` and of adapters in `whole`, which contains it; each rank reads its own rows."""
+    """Load the weights of `model`, and of the adapter in `whole`, which contains `model`; each rank reads its own rows."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:
@@ -145,7 +145,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer of transformers that prints words as they are generated if there is one prompt; else None."""
+        """Return a streamer of transformers that prints words as they are generated; None if there are several prompts."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -157,7 +157,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print the next answers that are in the store."""
+        """Print the answers that have arrived in the store, in the order of prompts, up to the first missing one."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             self._print(self._prompts[self._num_shown], answer)
@@ -190,10 +190,10 @@ def _key(index: int) -> str:
 
 
 class CommonSteps:
-    """Makes all ranks call the model equally often if each forward gathers units; ranks without prompts compute dummy calls.
+    """Makes all ranks call a sharded model equally often, because each call gathers units: idle ranks make dummy calls.
 
-    Each call begins with an all-reduce of the number of ranks that still generate. So ranks whose prompts differ in number and
-    length end together, and no rank waits for one that has ended.
+    Each call begins with an all-reduce of the number of ranks that still generate. So all ranks end together, also if their
+    prompts differ in number and length.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Make dummy calls until no rank has prompts left, and print answers meanwhile."""
+        """Make dummy calls until no rank has prompts left, and print answers meanwhile. Called once this rank has none."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

@@ -1,4 +1,4 @@
-"""Generates text with the `generate` of transformers, with a cache of keys and values and a random seed for each prompt."""
+"""Generates text with the `generate` of transformers, which caches keys and values; each batch has its own random seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST = 0  # padding token if neither tokenizer nor model names one: every model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenText:
-    """The text that was generated for one prompt."""
+    """The generated text of one prompt."""
 
     index: int  # of the prompt
     text: str
@@ -26,7 +26,7 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with one model of transformers, full, or sharded and called equally often by all ranks."""
+    """Generates text with one model of transformers, unsharded, or sharded if `CommonSteps` makes all ranks call it alike."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -37,7 +37,7 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for some prompts in one batch. `prompts`: index -> tokens; `streamer`: of transformers, for one."""
+        """Generate text for `prompts`, index -> token ids, in one batch. `streamer`: of transformers, for a single prompt."""
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
         real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
@@ -64,7 +64,7 @@ def settings_of(
 ) -> tuple[Any, frozenset[int], int]:
     """Return (GenerationConfig, ids of tokens that end a text, id of the padding token).
 
-    Only token ids are taken from the model's generation_config.json; sampling is set by the flags.
+    The model's generation_config.json sets only token ids; `options` set the sampling.
     """
     from transformers import GenerationConfig
 

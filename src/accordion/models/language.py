@@ -12,7 +12,7 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True if a configuration is of a masked language model, and does not name a causal one."""
+    """Return True if transformers has a masked language model for `config`, and `config` names no causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()
@@ -21,7 +21,7 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """Return the masked language model of a configuration on the meta device. Arguments as of `language_model`."""
+    """Return the masked language model of `config` on the meta device. Arguments are those of `language_model`."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -30,9 +30,9 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
 def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return the causal language model of a configuration on the meta device. Raises `UsageError` if transformers has none.
+    """Return the causal language model of `config` on the meta device. Raises `UsageError` if transformers has none.
 
-    Args: `where`: names the configuration in errors; `attention`: transformers' name of an implementation, None for its choice.
+    Args: `where`: name of `config` in errors; `attention`: `attn_implementation` of transformers, or None for its default.
     """
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -45,7 +45,7 @@ def language_model(
 
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
-    """Return the model that one of transformers' `Auto` classes builds from `config`, on meta. Raises `UsageError`."""
+    """Return the model that `auto`, one of transformers' `Auto` classes, builds from `config`, on meta. Raises `UsageError`."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
@@ -56,5 +56,5 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error, at most 200 characters: transformers' errors list every model it knows."""
+    """Return the first sentence of an error, at most 200 characters, since transformers' errors list every model it knows."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""Presets of Llama models: those that `accordion train` and the benchmarks train, and published ones for the planner."""
+"""Presets of Llama models: some for `accordion train` and the benchmarks, and published ones for the planner."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRAINED: Mapping[str, LlamaShape] = {  # `vocab` is also the size of the tokeniz
 
 
 def llama_config(shape: LlamaShape, positions: int, **more: Any) -> LlamaConfig:
-    """Return transformers' configuration of a Llama for sequences of at most `positions` tokens. `more`: other keys."""
+    """Return the `LlamaConfig` of `shape` for sequences of at most `positions` tokens. `more`: other keys of it."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

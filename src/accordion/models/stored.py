@@ -1,4 +1,4 @@
-"""Finds the model that SOURCE names on a command line: a checkpoint, a run, or a folder of transformers or PEFT."""
+"""Finds and reads the model that SOURCE names on a command line: a checkpoint, a run, or a folder of transformers or PEFT."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder in which `accordion train` keeps the tokenizers that it trained."""
+    """Return the cache folder of accordion; `accordion train` keeps trained tokenizers in its `tokenizers`."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
 def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    Args: `cache`: the folder of `cache_folder`; `like`: a folder of transformers whose config.json describes a checkpoint that
-    has no configuration, or the base of an adapter.
+    Args: `cache`: the folder that `cache_folder` returns; `like`: folder of transformers whose config.json is used in place of
+    the configuration in a checkpoint, or folder of the base of an adapter.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -83,7 +83,7 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return the kind and the path of the model `source`: for a run, that of its newest checkpoint. Raises `UsageError`."""
+    """Return (kind, path) of the model `source`; the path of a run is that of its newest checkpoint. Raises `UsageError`."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -104,7 +104,7 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
 
 
 def _absent(path: Path) -> str:
-    """Return the end of an error about a path that is no folder, with the folder of a similar name next to it."""
+    """Return the end of an error about `path`, which is no folder; suggests a folder of a similar name in the same parent."""
     if path.exists():
         return f"is a file; give {TAKES}."
     above = path.absolute().parent
@@ -114,7 +114,7 @@ def _absent(path: Path) -> str:
 
 
 def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of the checkpoints of the run at `path`; `path` itself if it is no run."""
+    """Return the folder of the checkpoints of the run at `path`; if there is none, `path` itself."""
     inside = path / "checkpoints"
     if not (path / RUN_FILE).is_file():
         return inside if inside.is_dir() else path
@@ -150,7 +150,7 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the tokenizer next to the checkpoint, in its run, its model's source, or the cache of `accordion train`."""
+    """Return the path of a checkpoint's tokenizer: near `path`, in `like`, in its model's source or in `cache`; else None."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -198,7 +198,7 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of generation_config.json in a folder of transformers; None without one. Raises `UsageError`."""
+    """Return the contents of generation_config.json in `folder`; None if there is no such file. Raises `UsageError`."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
@@ -207,7 +207,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-# -- what transformers makes of it
+# -- objects of transformers
 
 
 def configuration_of(stored: StoredModel) -> Any:
@@ -229,8 +229,8 @@ def tokenizer_of(stored: StoredModel) -> Any:
 
     if stored.tokenizer is None:
         raise UsageError(
-            f"SOURCE {str(stored)!r} has no tokenizer beside it, and the cache of `accordion train` has none of it; put a "
-            "tokenizer.json beside it."
+            f"SOURCE {str(stored)!r} has no tokenizer next to it, and the cache of `accordion train` has none for it; put a "
+            "tokenizer.json next to it."
         )
     path = Path(stored.tokenizer)
     alone = path if path.is_file() else path / TOKENIZER
@@ -243,30 +243,30 @@ def tokenizer_of(stored: StoredModel) -> Any:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that are no text: transformers' named ones, and those marked as special in tokenizer.json."""
+    """Return the ids of tokens that are no text: `all_special_ids`, and those marked as special in tokenizer.json."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that a chat template puts after an answer; None if there is none, or no template."""
+    """Return the id of the special token that the chat template puts after an answer; None if there is no token or template."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
-    except Exception:  # a template is a program, which may require other messages
+    except Exception:  # a chat template is code, which may require other messages
         return None
     special = special_ids(tokenizer)
     return next((n for n in tokenizer(closing, add_special_tokens=False)["input_ids"] if n in special), None)
 
 
 def ends_of(*eos: int | list[int] | None) -> list[int]:
-    """Return the token ids of some `eos_token_id`s of transformers as one list, each once."""
+    """Return the token ids in some values of `eos_token_id`, which are ids, lists or None, as one list without repeats."""
     listed = [ends if isinstance(ends, list) else [ends] for ends in eos]
     return list(dict.fromkeys(end for ends in listed for end in ends if end is not None))
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the causal language model on meta, in eval mode, with its adapter. Raises `UsageError` if it cannot be built."""
+    """Return the model of `stored` on meta, in eval mode, with its adapter. Raises `UsageError` if it cannot be built."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -291,7 +291,7 @@ def check_peft() -> None:
 
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
-    """Return PEFT's configuration. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or last names of layers with commas)."""
+    """Return a `LoraConfig` for the base `base`. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or names joined by commas)."""
     check_peft()
     from peft import LoraConfig
 
@@ -307,7 +307,7 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
-    """Freeze `model`, on meta, and return it with LoRA adapters. Raise `UsageError` naming `key` for a layer it has not."""
+    """Freeze `model`, on meta, and return it with LoRA adapters. Raise `UsageError`, which names `key`, for unknown layers."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -328,7 +328,7 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of the adapter in the folder `path`; with `lora`, of one that a checkpoint describes so."""
+    """Return PEFT's configuration of the adapter in the folder `path`, or, for an adapter in a checkpoint, that of `lora`."""
     check_peft()
     from peft import PeftConfig
 
@@ -336,7 +336,7 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
-    """Return an adapter's tensors by PEFT's names, on the CPU. `ours`: `path` is a checkpoint, else a folder of PEFT."""
+    """Return PEFT's name -> tensor of an adapter, on the CPU. `ours`: `path` is a checkpoint, else a folder of PEFT."""
     if not ours:
         from peft import load_peft_weights
 
@@ -347,11 +347,11 @@ def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
         return {source.name.replace(f".{NAME}.", "."): source.read() for source in sources_of(files)}
 
 
-# -- what is stored
+# -- weights and other contents
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most of the stored bytes; float32 if there is none."""
+    """Return the floating-point dtype of most bytes of the stored weights; float32 if none is floating-point."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -375,7 +375,7 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return the `extra` of a checkpoint, empty if it is no dict. Raises `UsageError` if it cannot be read."""
+    """Return the `extra` of a checkpoint's manifest; {} if it is no dict. Raises `UsageError` if it cannot be read."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}
 
@@ -386,7 +386,7 @@ def computing(model: nn.Module) -> Any:
 
 
 def check_weights(model: nn.Module, stored: StoredModel) -> None:
-    """Raise `UsageError` or `CheckpointError` if stored names or shapes do not fit `model`, which is on meta."""
+    """Raise `UsageError` or `CheckpointError` if names or shapes of `stored` do not fit `model`, which may be on meta."""
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return

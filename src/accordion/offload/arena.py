@@ -25,9 +25,9 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory from which tensors are taken, each range once; freed with the last of them.
+    """One allocation of host memory from which tensors are taken, each range once. It is freed with the last tensor.
 
-    For an accelerator it is pinned: registered with the driver, since torch's pinned allocator rounds up to powers of two.
+    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Arena:
             whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
-                f"{purpose} needs {num_bytes} bytes of host memory on this rank, which the machine did not give "
+                f"{purpose} needs {num_bytes} bytes of host memory on this rank, which could not be allocated "
                 f"({(str(error).splitlines() or [type(error).__name__])[0]}); {instead}."
             ) from error
         start = -whole.data_ptr() % ALIGN_BYTES
@@ -64,17 +64,17 @@ class Arena:
 
 
 ArenaMaker = Callable[[int, torch.device], Arena]
-"""(num_bytes, device) -> an arena for what is offloaded from `device`; the planner passes a function of its own."""
+"""(num_bytes, device) -> an arena for state offloaded from `device`; the planner passes another function than `Arena`."""
 
 
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
     """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
-    `runtime`: what `torch.cuda.cudart()` returns; `settle`: waits until no copy is under way; `launch`: launches a kernel.
+    `runtime`: as `torch.cuda.cudart()` returns it; `settle`: waits until no copy is under way; `launch`: launches a kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
-        # The runtime reports its last error at the next launch, which would be the collective that reports this very error.
+        # The runtime reports its last error at the next launch, which otherwise is the collective that reports this error.
         with suppress(RuntimeError):
             launch()
         raise UsageError(

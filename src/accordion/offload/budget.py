@@ -16,7 +16,7 @@ from accordion.offload.arena import ALIGN_BYTES
 from accordion.offload.host_shards import allocated_bytes, paged_bytes, some_of
 
 NUM_STATES = 2  # optimizer states of each trained element, as Adam has
-# Shards on disk are gathered through host memory: while one buffer is copied to the device, the other is read into.
+# Shards on disk are gathered through host memory: while one buffer is copied to the device, the other is filled.
 NUM_STAGING_BUFFERS = 2
 
 
@@ -27,7 +27,7 @@ class Shape:
     msg: Message
     dtypes: Sequence[torch.dtype]  # of each shard, as it is stepped
     trained: Sequence[bool]  # True for parameters that require a gradient
-    gathered: torch.dtype  # in which all of them are gathered
+    gathered: torch.dtype  # dtype in which all shards are gathered
 
     @cached_property
     def trained_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Shape:
 
     @cached_property
     def laid_out_bytes(self) -> int:
-        """Bytes of one optimizer state if each parameter begins at a page, as in a step that goes chunk by chunk."""
+        """Bytes of one optimizer state if each parameter begins at a page, as for a step chunk by chunk."""
         itemsize = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
         step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
         return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
@@ -63,7 +63,7 @@ class Shape:
 
     @cached_property
     def landing_bytes(self) -> int:
-        """Bytes of the gradients in the landing buffer, each beginning at a page."""
+        """Bytes of the group's gradients in the landing buffer, each beginning at a page."""
         return paged_bytes(self.msg, self.dtypes)
 
     @cached_property
@@ -151,10 +151,10 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
     Units with an override keep it. The others start from the tiers that `policy` names and move nearer to the device while
-    the budget allows: first parameters, which are used at each gather, then gradients and states, which are used once a step;
-    each from the first unit on, since the next forward needs that first, during which offloaded units are stepped. Without a
-    disk and `device_bytes`, units for which the host has no room stay on the device.
-    Raises `UsageError` if a budget is below the bytes that must be there.
+    the budget allows: first parameters, which are used at each gather, then gradients and states, which are used once a step.
+    Each moves from the first unit on, because offloaded units are stepped in the next forward, which needs the first unit
+    first. Without a disk and `device_bytes`, units that do not fit on the host stay on the device.
+    Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]

@@ -16,7 +16,7 @@ from accordion.offload.arena import page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.swap_file import FileAllocator, FileRange
 
-CHUNK_BYTES = 2**23  # what one thread reads or writes at a time
+CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class DiskShards(OffDeviceShards):
     The file has first all rows, in the gathered dtype, then the masters of another dtype; each begins at a page. So the rows
     are one range of the file, which is read for a gather. A step reads and writes the file directly, not through the mapping.
 
-    Args: `staging_buffer`: and the offset in bytes of this group; `place`: index of the unit, and a function that reads ahead.
+    Args: `staging_buffer`: (buffer, offset in bytes of this group); `place`: (index of the unit, function that reads ahead).
     """
 
     off_device = True
@@ -91,7 +91,7 @@ class DiskShards(OffDeviceShards):
         ]
         self.pack_row, self.dtype, self.flats = None, gathered, []
         self.tag = resources.allocate(msg.num_flags, gathered)
-        # Of the last read: `times` of the staging buffer, and the version of the shards.
+        # (`times` of the staging buffer, version of the shards) of the last read.
         self._staged: tuple[int, int] | None = None
         self._set_up(msg, rank, dtypes, resources)
         self._pool = resources.pool

@@ -23,7 +23,7 @@ class MemoryEstimate:
     """Bytes of one rank between uses, without full parameters, activations and the workspace of kernels.
 
     `device`: shards or their copies to gather, gradients and states. `device_buffers`: buffers of a step on the device for
-    what is kept elsewhere. `arena`: host memory that `shard` allocates, pinned for an accelerator. `host_states`,
+    offloaded state. `arena`: host memory that `shard` allocates, pinned for an accelerator. `host_states`,
     `host_buffers`: host memory that `wrap_optimizer` or the first step allocates. `disk`: all files. `places`: the tiers of
     each unit with budgets applied, the root first.
     """
@@ -54,7 +54,7 @@ def estimate_memory(
 
     Args: `model`: not sharded, may be on the meta device; `num_ranks`: over which the optimizer's rows are sharded; `units`,
     `precision`: as for `shard`; `num_states`: optimizer states of each trained element, in the dtype of its shard (budgets
-    count two). Raises `UsageError` if a budget is below the bytes that must be there.
+    count two). Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     chosen = choose_units(model, units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})

@@ -21,8 +21,8 @@ class Gradients:
     """Copies the reduced gradients of one group from the device into their slots.
 
     A gradient that is added to an earlier one, or whose slot is on disk, is first copied into `landing`, the group's part of
-    the landing buffer, 1-D uint8, and added or written from there. Other units use that buffer too, so these copies are
-    waited for before the next unit's gradients are reduced.
+    the landing buffer, 1-D uint8, and added or written from there. All units share the landing buffer, so the engine waits for
+    these copies before the next unit's gradients are reduced.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Gradients:
 class Slot:
     """Memory for the gradient of one parameter, used in every step.
 
-    Args: `memory`: in the shape and dtype of the shard; mapped from the file if the slot is on disk, at `file_range`.
+    Args: `memory`: a tensor of the shape and dtype of the shard; mapped from `file_range` if the slot is on disk.
     """
 
     def __init__(self, memory: Tensor, file_range: FileRange | None = None) -> None:
@@ -109,13 +109,13 @@ class Slot:
         self.file_range.file.write(self.file_range.offset, landing)
 
     def settle(self) -> None:
-        """If the slot is on disk, write to the file what a caller changed in the gradient."""
+        """If the slot is on disk, write changes that a caller made to the gradient to the file."""
         if self.file_range is not None and self._memory.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))
 
 
 class DiskWrites:
-    """A copy of gradients to the landing buffer, followed by writes to the disk; `synchronize` as that of a `Transfer`."""
+    """A copy of gradients to the landing buffer, followed by writes to the disk; has the `synchronize` of a `Transfer`."""
 
     def __init__(self, transfer: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
         self._transfer, self._writes = transfer, writes

@@ -29,7 +29,7 @@ class Resources:
 
     allocate: Allocate
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
-    grads: FileAllocator | None  # of the file for gradients; None if they are kept in host memory
+    grads: FileAllocator | None  # of the file for gradients; None if they are in host memory
     device: torch.device
     fetch_stream: SideStream  # for copies to the device
     store_stream: SideStream  # for copies to the host
@@ -77,7 +77,7 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather: make the rows hold the shards of `version`, unless the step that ended has written them."""
+        """Call before a gather: write the shards of `version` into the rows, unless a step has written the rows already."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -105,7 +105,7 @@ class OffDeviceShards(ShardBuffer):
         """Return the row of parameter `i`, (numel,), which a step must write too; None if its shard itself is gathered."""
 
     def flush(self) -> None:
-        """Write what callers changed in `locals` to the file, if the shards are on disk."""
+        """If the shards are on disk, write changes that callers made to `locals` to the file."""
 
     def shard_range(self, i: int) -> FileRange | None:
         """Return the file range of the shard of parameter `i`; None if it is in host memory."""

@@ -91,9 +91,9 @@ class SwapFile:
         self._known.fill_(False)
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes made through `mapped` to a range of whole pages to the file, and drop its checksums.
+        """Write changes of a range of whole pages that were made through `mapped` to the file, and drop its checksums.
 
-        Does nothing if no page of the range is in the page cache: then nobody has read or changed it since the last direct write.
+        Does nothing if no page of the range is in the page cache, because then no page was changed since its last direct write.
         """
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
@@ -176,7 +176,7 @@ class FileRange:
 
 
 class FileAllocator:
-    """A file of `num_bytes` bytes in `folder`, whose pages are taken one range after the other."""
+    """Divides a new file of `num_bytes` bytes in `folder` into ranges of whole pages, each taken once."""
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
@@ -203,7 +203,7 @@ def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
 
 
 def _opened(folder: Path) -> int:
-    # A file system without O_TMPFILE needs a name, which is removed at once; so are names that killed jobs have left.
+    # A file system without O_TMPFILE needs a name, which is removed at once; names left by killed jobs are removed too.
     if NEVER_NAMED:
         with contextlib.suppress(OSError):
             return os.open(folder, os.O_RDWR | NEVER_NAMED, 0o600)

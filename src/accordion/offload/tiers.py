@@ -107,7 +107,7 @@ class Tiers:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """Threads that read and write files, one chunk each."""
+        """Threads that read and write files, one chunk at a time each; created at the first use."""
         return self._thread_pool(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
@@ -131,7 +131,7 @@ class Tiers:
         return None
 
     def read_ahead(self, index: int) -> None:
-        """Start reading the shards of the unit gathered after unit `index`, if they are on disk and not being stepped."""
+        """Start reading the shards of the unit that is gathered after unit `index`, if they are on disk and not being stepped."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -194,7 +194,7 @@ class Tiers:
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
-    """Return the function that offloads an input of the recomputed unit with index `unit`; None if its inputs stay."""
+    """Return the function that offloads an input of the recomputed unit with index `unit`; None if inputs stay on the device."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None

@@ -1,4 +1,4 @@
-"""The machine of a measurement: its hardware, its versions, and its peak arithmetic."""
+"""Describe the machine of a measurement: its hardware, its versions, and the peak FLOP/s of its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion import _torch
 from accordion.devices import name_of, num_cores
 from accordion.version import VERSION
 
-# Dense bf16 FLOP/s from NVIDIA's data sheets. The first name that is part of the device's name counts.
+# Dense bf16 FLOP/s from NVIDIA's data sheets. The first key that is part of the device's name applies.
 PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -28,7 +28,7 @@ PEAK_BF16_FLOPS = {
 
 
 def describe(device_type: str) -> dict[str, Any]:
-    """Return the machine's description as plain data, for the data of a page."""
+    """Return hardware, versions and the number of devices of this machine as JSON data, for `Page.data`."""
     driver = _torch.runtime_version(device_type)
     return {
         "system": platform.platform(),
@@ -45,7 +45,7 @@ def describe(device_type: str) -> dict[str, Any]:
 
 
 def known_peak_flops(device_name: str, bf16: bool) -> float | None:
-    """Return the data sheet's bf16 FLOP/s; None for float32, and if the device is not in the table."""
+    """Return the dense bf16 FLOP/s of a device's data sheet; None unless `bf16`, or if the device is not in the table."""
     if not bf16:
         return None
     return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
@@ -61,7 +61,7 @@ def _processor() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine; 0 if the system does not report it."""
+    """Return the host memory of this machine; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""A result as plain data: tables of text, and all numbers. It serves the screen, JSON and HTML."""
+"""A result as plain data, tables of text and all numbers, to show on the screen, as JSON or as HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show. `name`: of its files. `title`: of its HTML page. `data`: all numbers, for JSON."""
+    """A result to show. `name`: file name without suffix. `title`: of its HTML page. `data`: all numbers, for JSON."""
 
     name: str
     notes: Sequence[str]
@@ -56,14 +56,14 @@ def check_folder(folder: Path) -> Path:
 
 
 def write(page: Page, folder: Path) -> Path:
-    """Write the page's data to `<name>.json` in `folder`, and return its path."""
+    """Write `page.data` to `<page.name>.json` in `folder`, and return the path of that file."""
     path = folder / f"{page.name}.json"
     path.write_text(json.dumps(plain_data(page.data), indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def plain_data(value: Any) -> Any:
-    """Return `value` as JSON data: dataclasses become mappings, and keys that are tuples of names become `a / b`."""
+    """Convert nested data for `json.dumps`: dataclasses become dicts, and a key that is a tuple of names becomes `a / b`."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from accordion.pages.page import Page, Table
 if TYPE_CHECKING:
     import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-MANY = 3  # a cell with so many words is text, not a figure with its unit
+MANY = 3  # a cell with this many words is text, not a figure with its unit
 PLAIN_WIDTH = 200  # width of tables if the output is no terminal
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -65,7 +65,7 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Return the columns to align left: those with text, or without any digit."""
+    """Return the indices of the columns to align left: those with text, or without any digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]
@@ -84,7 +84,7 @@ def drawn(charts: Sequence[go.Figure]) -> list[str]:
 
 
 def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
-    """Set a chart's title, unit and height, with the legend below so that it fits a phone. Returns the chart."""
+    """Set title, unit of the y axis and height of `chart`, with the legend below so that it fits a phone. Return `chart`."""
     chart.update_layout(
         title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
         legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,

@@ -18,7 +18,7 @@ class Spread:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """Return the median of single measurements with the first and third quartile, by the nearest rank."""
+    """Return the median of `values`, single measurements, with the first and third quartile, by the nearest-rank method."""
     ordered, last = sorted(values), len(values) - 1
     return Spread(
         median=median(ordered),
@@ -29,13 +29,13 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def extremes(values: Sequence[float]) -> Spread:
-    """Return the median, lowest and highest of rounds."""
+    """Return the median of `values`, one per round, with the lowest and highest."""
     return Spread(median=median(values), low=min(values), high=max(values), count=len(values))
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return the spread over rounds of the ratio of medians. `ours`, `theirs`: measurements by round."""
-    # By round, since the turns of a round are close in time, and a slow phase of the machine affects both.
+    """Return the spread over rounds of median(ours) / median(theirs). `ours`, `theirs`: for each round its measurements."""
+    # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -55,9 +55,9 @@ class Verdict:
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step.
 
-    `losses`: by contender, from the first step on; lists may be shorter than others. `tolerance`: relative. Losses that are
-    not finite, and empty lists, are wrong. A contender that is wrong in one step is left out of the next steps' median. If
-    two contenders disagree, both are wrong.
+    A contender is wrong if a loss is not finite or differs by more than `tolerance`, relative to the median, or if it has no
+    losses. It is left out of the medians of later steps. If two contenders disagree, both are wrong. `losses`: contender ->
+    losses from the first step on; lists may differ in length.
     """
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):

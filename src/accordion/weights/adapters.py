@@ -11,16 +11,16 @@ from typing import Any
 from torch import nn
 
 RESET = re.compile(r"reset_(\w+_)?parameters")
-FROM_NUMBERS = (True, False, "gaussian")  # values of init_lora_weights that need no weights of the base layer
+FROM_NUMBERS = (True, False, "gaussian")  # values of init_lora_weights that do not need the weights of the base layer
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return True if `module` is an adapter layer of PEFT: it wraps a layer of the model, `base_layer`, and adds weights."""
+    """Return True if `module` is an adapter layer of PEFT, which wraps a layer of the model, `base_layer`, and adds weights."""
     return isinstance(getattr(type(module), "adapter_layer_names", None), tuple) and "base_layer" in module._modules
 
 
 def added_by(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children that an adapter adds to the layer it wraps."""
+    """Yield the child modules that an adapter layer `module` adds to the layer it wraps."""
     return (child for key, child in module._modules.items() if key != "base_layer" and child is not None)
 
 
@@ -38,7 +38,7 @@ def added_by_adapters(model: nn.Module) -> set[int]:
 
 
 def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (adapter name, copy) of each copy that PEFT trains in place of a layer (`modules_to_save`), if `module` has any."""
+    """Yield (adapter name, copy) for each copy of the layer in `module` that PEFT trains in its place (`modules_to_save`)."""
     copies: Any = module._modules.get("modules_to_save")
     if "original_module" in module._modules and copies is not None:
         yield from copies.items()
@@ -46,7 +46,7 @@ def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Resets:
-    """Resets the adapters of one model to their initial values. An adapter without a config takes LoRA's defaults."""
+    """Resets the adapters of one model to their initial values. For an adapter without a config LoRA's defaults apply."""
 
     configs: Mapping[str, Any]  # by adapter name
 
@@ -56,7 +56,7 @@ class Resets:
         return cls(next((configs for configs in candidates if isinstance(configs, Mapping)), {}))
 
     def problem(self, module: nn.Module) -> str | None:
-        """Return why an adapter cannot be reset, as the end of a sentence; None if it can, or if it is no adapter."""
+        """Return the reason why the adapter `module` cannot be reset, as text; None if it can, or if it is no adapter."""
         if not is_adapter(module):
             return None
         method = _method_of(module)
@@ -65,21 +65,21 @@ class Resets:
         for adapter in _adapters_of(module):
             missing, arguments = self._arguments(module, method, adapter)
             if missing:
-                return f"{type(module).__name__}.{method.__name__} asks for {', '.join(missing)}, which no config has"
+                return f"{type(module).__name__}.{method.__name__} needs {', '.join(missing)}, which no config has"
             begin = arguments.get("init_lora_weights", True)
             if begin not in FROM_NUMBERS:
-                return f"init_lora_weights={begin!r} of adapter {adapter!r} is made from the weights of the layer below"
+                return f"init_lora_weights={begin!r} of adapter {adapter!r} needs the weights of the base layer"
         return None
 
     def reset(self, module: nn.Module) -> None:
         """Call the reset method of an adapter layer for each of its adapters."""
         method = _method_of(module)
-        assert method is not None, "problem() was asked before"
+        assert method is not None, "problem() was called before"
         for adapter in _adapters_of(module):
             method(adapter, **self._arguments(module, method, adapter)[1])
 
     def follow(self, module: nn.Module) -> None:
-        """Compute the parameters of an adapter layer that depend on its base layer and its other weights: DoRA's magnitudes."""
+        """Compute DoRA's magnitudes in an adapter layer, which depend on its base layer and its other weights."""
         magnitudes: Any = module._modules.get("lora_magnitude_vector")
         for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
             layer: Any = module
@@ -95,7 +95,7 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of missing arguments of `method`, and the others, from the config or from the layer (rank `r`)."""
+        """Return (names of missing arguments, other arguments) of the reset `method`, from the config or the layer."""
         missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
@@ -117,7 +117,7 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method that resets one adapter, such as `reset_lora_parameters`; of several the one of the layer's package."""
+    """Return the method that resets one adapter, such as `reset_lora_parameters`; of several that of the layer's package."""
     kind = type(module)
     methods = {
         name: getattr(module, name)

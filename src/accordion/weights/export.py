@@ -26,9 +26,9 @@ from accordion.weights.pretrained import load_pretrained
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: Any) -> None:
     """Call `model.save_pretrained(folder, **kwargs)` of a sharded model of transformers, PEFT or diffusers, on all ranks.
 
-    The first rank writes the files that the method of the unsharded model would write. Full tensors are gathered one at a time
-    into temporary files next to `folder`, so host memory has one full tensor and what the method itself needs. For a PEFT model
-    only the tensors that its adapters save are gathered. Raises `UsageError` for a model without that method, and
+    The first rank writes the same files as for an unsharded model. Full tensors are gathered one at a time into temporary files
+    next to `folder`, so host memory is needed for one full tensor and for `model.save_pretrained`. Of a PEFT model only the
+    adapters and other trained parameters are gathered. Raises `UsageError` for a model without `save_pretrained`, and
     `CheckpointError` on every rank if the first one failed.
     """
     method = getattr(type(model), "save_pretrained", None)
@@ -61,9 +61,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
 def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[dict[str, Tensor] | None]:
     """Context manager that yields the full state dict on the first rank, and an empty dict on others. Collective.
 
-    Its tensors are in files next to `folder`, which are removed at the end. For a PEFT model it has only what the adapters save;
-    for adapters of prompts, whose values PEFT computes, it is None on all ranks, and the model has full parameters inside. The
-    body must raise on all ranks or on none.
+    The tensors are in files next to `folder`, which are removed at the end. Of a PEFT model only adapters and other trained
+    parameters are in the dict. With adapters of prompts, whose values PEFT computes, None is yielded on all ranks, and the
+    model has full parameters inside. The body must raise on all ranks or on none.
     """
     engine = sharded_engine(model, "state_on_disk")
     if is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values()):  # type: ignore[operator]
@@ -94,9 +94,9 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """Gather tensors one by one, tied ones once, into files in `scratch`; a failed write is raised on all ranks.
+    """Gather tensors one by one, tied ones once, into files in `scratch`, if it is not None. Return name -> tensor in a file.
 
-    They are mapped files, whose pages the system can write out if it needs the memory.
+    A failed write is raised on all ranks. The files are mapped, so the system can write out their pages if it needs memory.
     """
 
     def in_file(value: Any, index: int) -> Any:
@@ -127,7 +127,7 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] | None:
-    """Return the names of the tensors that PEFT would save for `model`; None if it is no PEFT model."""
+    """Return the names in `values` of the tensors that PEFT saves or that are trained; None if `model` is no PEFT model."""
     if not is_peft(model):
         return None
     from peft import get_peft_model_state_dict
@@ -140,7 +140,7 @@ def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] 
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model from a folder that `save_pretrained` wrote; for a PEFT model, its adapters. Called by all ranks."""
+    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

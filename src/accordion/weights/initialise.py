@@ -1,4 +1,4 @@
-"""Initialises a sharded model with the same bits as one device, for any number of ranks and any strategy."""
+"""Initialises a sharded model with the same bits as on one device, for any number of ranks and any strategy."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from accordion.weights.write_through import Fulls, init_mode
 def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
     """Initialise a model that `shard` returned, from the meta device or not, with the weights that one device would give it.
 
-    These are the weights of the model built on meta, then `to_empty`, then initialised with the same seed and device type, in
-    the order of `model.apply`, children first. Seed all ranks alike before, as with `torch.manual_seed(0)`.
+    One device would build the model on meta, call `to_empty`, and initialise it with this seed and device type, in the order
+    of `model.apply`, children first. Seed all ranks equally before the call, as with `torch.manual_seed(0)`.
 
     `init` is called with every module. If it is None, models of transformers are initialised by their `init_weights` and every
-    other module by `reset_parameters`; modules of other packages inside a model of transformers follow after it. Adapters of
+    other module by `reset_parameters`; modules of other packages inside a model of transformers are reset after it. Adapters of
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
-    parameter is drawn at each of its places and keeps the last draw; transformers ties afterwards, so there it keeps its
-    source's. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond the shards is one full parameter and
-    what `init` needs. Buffers on the meta device are computed too, by `init` or else by the code of their modules.
+    parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which are tied after
+    their initialisation, that of the source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond the
+    shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
 
     Raises `UsageError`, which names every module, parameter and buffer that nothing initialises, and `DivergenceError` if the
     ranks' random generators differ.
@@ -103,7 +103,7 @@ class Buffers:
                     module._buffers[key] = buffer
 
     def note(self, fulls: Fulls) -> None:
-        """Remember which buffers were written or replaced while `fulls` was active."""
+        """Record that the buffers that were written or replaced while `fulls` was active have a value."""
         for b in self.all:
             if id(b.storage) in fulls.written or b.current is not b.real:
                 self._computed.add(id(b.storage))
@@ -115,7 +115,7 @@ class Buffers:
     def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
         """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return names of failures.
 
-        Changes no other parameter and no random generator. With the same `seed`, random values are equal on all ranks.
+        Changes no other parameter and no random generator. `ignore`: as for `left`. `seed`: equal on all ranks, for equal values.
         """
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
@@ -152,7 +152,7 @@ class Buffers:
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Context manager in which meta buffers have memory, to be filled; after an exception they are on meta again."""
+    """Context manager in which meta buffers of `model` have memory, to be filled; after an exception they are on meta again."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:
@@ -164,7 +164,7 @@ def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
         buffers.cast()
 
 
-# -- what initialises what
+# -- methods that initialise modules
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -182,7 +182,7 @@ def _outermost_of_transformers(module: nn.Module) -> Iterator[Any]:
 
 
 def _retied(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, attribute) of each tied parameter that transformers ties after its initialisation, dropping its draw."""
+    """Return (module, attribute) of each parameter whose initial value is dropped, since transformers ties it afterwards."""
     places = []
     for top in _outermost_of_transformers(model):
         for name, source in top.all_tied_weights_keys.items():
@@ -218,9 +218,9 @@ def _reset(
     families: bool = True,
     known: Collection[str] = (),
 ) -> None:
-    """Reset a module and those inside, children first, as `nn.Module.apply` visits them. `only`: modules to reset or enter.
+    """Reset a module and its submodules, children first, in the order of `nn.Module.apply`. `only`: modules to reset or enter.
 
-    `families`: initialise models of transformers too. `known`: packages that an enclosing one of these has initialised.
+    `families`: initialise models of transformers too. `known`: packages whose modules an enclosing model has initialised.
     """
     if only is not None and module not in only:
         return
@@ -241,7 +241,7 @@ def _reset(
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute those parameters, of the ids `params`, that adapters derive from other weights, after these were loaded."""
+    """Compute the parameters with the ids `params` that adapters derive from other weights, after those were loaded."""
     adapters, holders = Resets.of(model), _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():
@@ -254,12 +254,12 @@ def _package_of(module: nn.Module) -> str:
 
 
 def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
-    """Return the modules that have a parameter with one of the ids `params`, directly or inside."""
+    """Return the modules that have a parameter with one of the ids `params`, directly or in a submodule."""
     return {m for m in model.modules() if any(id(p) in params for p in m.parameters())} if params else set()
 
 
 def _check_resets(model: nn.Module) -> None:
-    """Raise `UsageError` if a module has parameters that neither it nor a module around it can reset."""
+    """Raise `UsageError` if `initialise` without `init` would leave an adapter, or parameters of a module, without a value."""
     check_adapters(model)
     missing = []
 
@@ -284,7 +284,7 @@ def _check_resets(model: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise `UsageError` if an adapter cannot be reset by its own method. `params`: check only adapters of these ids."""
+    """Raise `UsageError` if an adapter cannot be reset by its own method. `params`: ids; check only adapters that have some."""
     adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"
@@ -293,13 +293,13 @@ def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> N
     ]
     if refused:
         raise UsageError(
-            f"{len(refused)} adapters cannot be initialised, the first is {refused[0]}; let them begin in another way, or give "
-            "them values by an `init` that initialise() calls with every module."
+            f"{len(refused)} adapters cannot be initialised, the first is {refused[0]}; choose another init_lora_weights, or "
+            "pass initialise() an `init` that gives them values."
         )
 
 
 def _agree_on_generators(engine: Engine, when: str) -> None:
-    """Raise `DivergenceError` on every rank if random generators differ between ranks: their rows would not fit together."""
+    """Raise `DivergenceError` on every rank if random generators differ between ranks, whose rows would not fit together."""
     device = engine.context.device
     states = [torch.get_rng_state()]
     if device.type != "cpu":
@@ -315,7 +315,7 @@ def _agree_on_generators(engine: Engine, when: str) -> None:
 
 
 def blank(params: list[Param], context: ShardingContext) -> list[str]:
-    """Return the names of parameters that are zero on every rank, as `shard` leaves a parameter of the meta device."""
+    """Return the names of parameters that are zero on every rank, as `shard` leaves parameters of the meta device. Collective."""
     params = [param for param in params if param.cut.numel]
     if not params:
         return []

@@ -1,4 +1,4 @@
-"""Lazy tensors of files: functions of torch apply to them without reading, and parts are read when they are needed."""
+"""Lazy tensors of files: functions of torch accept them without reading them, and parts are read when they are needed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
 from accordion.errors import CheckpointError
 
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
-"""(into, start) -> None: fills `into` with the part of a tensor that begins at the index `start`, of the shape of `into`."""
+"""(into, start) -> None: fills `into` with a part of a tensor, which begins at the index `start` and has the shape of `into`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A lazy tensor: one of a file, or the result of functions of torch on such, which read nothing when they are called.
+    """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors, which read nothing when called.
 
-    So the conversions of transformers run unchanged. For the result of stack, cat, split, chunk and transpose only the needed
-    parts are read; any other function computes its whole result, once for each part that is needed.
+    So the conversions of transformers run unchanged. For results of stack, cat, split, chunk and transpose only the needed
+    parts are read; any other function computes its whole result, once for each needed part.
     """
 
     shape: torch.Size
@@ -81,7 +81,7 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return every tensor of a folder of safetensors by name, without reading values. Raises as `read_folder`."""
+    """Return name -> lazy tensor of a folder of safetensors; reads no values. Raises the errors of `read_folder`."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
@@ -92,18 +92,18 @@ def rows_of_folder(folder: Path) -> dict[str, Rows]:
 def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
     """Fill `into` with the part of a stored tensor that begins at `at`.
 
-    It is read and not mapped, because pages of a mapped file count as memory of this process.
+    Files are read and not mapped, because pages of a mapped file count as memory of this process.
     """
     index = tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))
     try:
         with closing(LocalReader(path)) as reader:
             fill_part(into, reader, stored.at, DTYPES[stored.dtype], stored.shape, index)
     except OSError as error:
-        raise CheckpointError(f"{path}, where {stored.name} lies: {error}") from error
+        raise CheckpointError(f"{path}, which contains {stored.name}: {error}") from error
 
 
 def as_rows(value: Any) -> Rows:
-    """Return `value` if it is a lazy tensor, or a tensor in memory as a lazy one."""
+    """Return `value` as a lazy tensor: itself, or a tensor in memory wrapped in `Rows`."""
     if isinstance(value, Rows):
         return value
 
@@ -167,7 +167,7 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the lazy result of `func`: runs it on meta tensors now, for shapes, and on values when they are needed."""
+    """Return the lazy result of `func`, which runs on meta tensors in this call, for shapes, and on values when needed."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

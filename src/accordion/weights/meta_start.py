@@ -18,17 +18,17 @@ SOURCE = "_accordion_weights"  # attribute of a module with the folder of its we
 
 
 def remember_source(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Store in `model` the folder of its weights, for `fill_from_source`; also used if `model` becomes part of another."""
+    """Store the path of its weights in `model`, for `fill_from_source` of this model or of one that it is a part of."""
     vars(model)[SOURCE] = os.fspath(folder)
 
 
 def source_of(model: nn.Module) -> str | None:
-    """Return the folder that `remember_source` stored in `model` or a module in it; None if there is none, or it was loaded."""
+    """Return the folder that `remember_source` stored in `model` or a module in it; None if there is none any more."""
     return next((vars(module)[SOURCE] for module in model.modules() if SOURCE in vars(module)), None)
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder stored in it, if there is one, once. Called by all ranks together."""
+    """Load the weights of a sharded model from the folder that `source_of` returns, and forget the folder. Collective."""
     folder = source_of(model)
     if folder is None:
         return
@@ -50,7 +50,7 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
         left = Team.of(model.parameters()).agree(lambda: buffers.compute_left(ignore=saved))
         if left:
             raise UsageError(
-                f"{len(left)} buffers of the meta device are in no checkpoint and no module computes them: {', '.join(left)}; "
+                f"{len(left)} buffers of the meta device are in no checkpoint, and no module computes them: {', '.join(left)}; "
                 "compute them in the `reset_parameters` of their modules."
             )
         load(path, model)

@@ -27,28 +27,28 @@ from accordion.weights.initialise import blank, check_adapters, follow_loaded, i
 from accordion.weights.lazy_tensors import Rows, as_rows, rows_of_folder
 
 PREFIXES = ("model.", "transformer.", "module.", "base_model.model.")  # nested models, DistributedDataParallel, PEFT
-INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # PEFT's adapter layers keep the model's own weights there
+INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # the last two: weights of the model in PEFT's adapter layers
 # Buffers that old versions of transformers saved and new ones compute.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-COMPARE_BYTES = 16 * 2**20  # how much of two tensors is read at a time to compare them
+COMPARE_BYTES = 16 * 2**20  # largest part of a tensor that is read at a time to compare two tensors
 
 
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
     """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
 
     Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs at most 16 MiB more. Names
-    may differ by the usual prefixes; for models of transformers, names and layouts of other versions are converted as it does.
-    Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few parameters that
-    transformers never saves, are computed by the modules' own code. Layers inside PEFT's adapters are found by the names they
-    have without adapters; parameters that adapters add may be missing, as if they were ignored, and copies of layers that PEFT
-    trains (`modules_to_save`) begin with the weights of these layers.
+    may differ by the usual prefixes. For models of transformers, names and layouts of other versions are converted as
+    transformers does. Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few
+    parameters that transformers never saves, are computed by the modules' own code. In PEFT models, layers with adapters have
+    the names that they have without; parameters that adapters add may be missing, as if they were in `ignore`; and copies of
+    layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
         ignore: shell patterns of names that may be missing in the folder or in the model. Such parameters keep their values;
-            those from the meta device that have none are initialised as by `initialise`, with the first rank's seed.
-    Raises `CheckpointError` on every rank before any weight changes, which names every missing, extra or misshapen tensor.
+            those from the meta device without a value are initialised as by `initialise`, with the first rank's seed.
+    Raises `CheckpointError` on every rank, before any weight changes, that names all missing, extra and misshapen tensors.
     """
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
@@ -68,7 +68,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
             if left:
                 kinds = "buffers and parameters" if left_out else "buffers"
                 raise UsageError(
-                    f"{len(left)} {kinds} of the meta device are not in {source} and no module computes them: "
+                    f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: "
                     f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
                     "meta device."
                 )
@@ -77,7 +77,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
                 wanted = names_of(model)
                 for name, f in tensors.items():
                     rows, into = _rows_of_rank(f.rows, wanted[name], engine), local_data(wanted[name])
-                    assert rows.shape == into.shape, f"{name}: this rank holds {into.shape} and reads {rows.shape}"
+                    assert rows.shape == into.shape, f"{name}: this rank has {into.shape} and reads {rows.shape}"
                     if into.numel():
                         rows.fill(into, (0,) * into.dim())
 
@@ -87,7 +87,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
 
 def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
-    """Return ids of parameters from the meta device that are ignored by name and have no value on any rank. Collective."""
+    """Return the ids of parameters from the meta device that match `ignore` or are of adapters, and have no value. Collective."""
     added = added_by_adapters(model)
     ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
     params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
@@ -96,7 +96,7 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if it exists, else download the model of that name from the hub. Raises `CheckpointError`."""
+    """Return `folder` if it exists, else the download of the model of that name from the hub. Raises `CheckpointError`."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -106,17 +106,17 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # of many kinds, from a missing package to a proxy
+    except Exception as error:  # the hub raises errors of many kinds, and its package may be missing
         text = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{str(folder)!r} is no folder, and the hub did not give it: {text}") from error
+        raise CheckpointError(f"{str(folder)!r} is no folder, and its download from the hub failed: {text}") from error
 
 
-# -- which tensor is which
+# -- matching of names
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTensor:
-    """A tensor of the folder for one of the model; `stored_as`: its names in the folder, several if it is made of several."""
+    """The values in a folder for one tensor of a model. `stored_as`: names in the folder, several if they are combined."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -127,15 +127,15 @@ class Matched:
     """The tensors of a folder matched with those of a model."""
 
     stored: dict[str, FoundTensor]  # by the model's names
-    first: dict[int, str]  # id of a model's tensor -> the first of its names that is in `stored`
-    ties: list[tuple[str, str]]  # pairs of names of one tensor of the model that the folder has twice
+    first: dict[int, str]  # id of a model's tensor -> the first of its names in `stored`
+    ties: list[tuple[str, str]]  # (first name, other name) of each tied tensor of the model that the folder has twice
     computed: set[int]  # ids of parameters that transformers never saves and the model's own code computes
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Raise `CheckpointError` if names or shapes of a folder do not fit an unsharded model, which may be on meta.
+    """Raise `CheckpointError` if names or shapes in `folder` do not fit an unsharded model, which may be on meta.
 
-    Raises `UsageError` if its tensors are those of a quantised model.
+    Raises `UsageError` if `folder` has a quantised model.
     """
     stored = rows_of_folder(folder)
     check_quantised({}, str(folder), stored.keys() - names_of(model).keys())
@@ -145,7 +145,7 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, FoundTensor], set[int]]:
-    """Return the tensors to read by the model's names, tied ones once; and ids of parameters for the model's own code."""
+    """Return (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes)."""
     matched = match(model, folder, rows_of_folder(folder), ignore)
     wanted, unequal = names_of(model), []
     for first, second in matched.ties:
@@ -158,13 +158,13 @@ def _fitting(
 
 
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
-    """Match the tensors `stored` in a folder, by its names, with those of the model. Reads no values.
+    """Match the tensors `stored`, by their names in `folder`, with those of `model`. Reads no values.
 
-    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: as of `load_pretrained`.
+    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: as for `load_pretrained`.
     """
     wanted = names_of(model)
     named, extra, wrong = _named(model, stored, wanted)
-    # A copied layer may be tied to one that the folder has.
+    # A copied layer may be tied to a layer that is in the folder.
     by_tensor = {id(wanted[name]): f for name, f in named.items()}
     copies = {copy: by_tensor.get(id(wanted[original])) for copy, original in copies_of_layers(model).items()}
     named |= {copy: f for copy, f in copies.items() if f is not None and copy not in named}
@@ -204,18 +204,18 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return regular expressions of names that may be "missing" or "unexpected" (`kind`) in files of transformers' models."""
+    """Return the regular expressions of names that may be `kind`, "missing" or "unexpected", in files of transformers' models."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> parameter or persistent buffer, without wrappers in the names; tied tensors under each of their names."""
+    """Return name -> parameter or persistent buffer, with wrappers removed from names; a tied tensor has several entries."""
     return named_tensors(model, INSIDE)
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return name of the copy -> name of the original, as in `names_of`, for tensors of `modules_to_save` of PEFT."""
+    """Return name of the copy -> name of the original, without wrappers, for each tensor in PEFT's `modules_to_save`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):
@@ -238,7 +238,7 @@ def _misfits(tensors: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if two tensors of files have the same values; reads at most 16 MiB at a time."""
+    """Return True if two lazy tensors have equal values; reads at most 16 MiB of each at a time."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
@@ -252,7 +252,7 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 def _named(
     model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
-    """Return the stored tensors by the model's names, the stored names that the model lacks, and errors of conversions."""
+    """Return (name in `wanted` -> stored tensor, stored names that `wanted` lacks, error texts of conversions)."""
     tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
     if is_of_transformers(model) and model.base_model_prefix:
@@ -270,7 +270,7 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` of the stored tensor `key`: without wrappers and prefixes, or with one prefix; else None."""
+    """Return the name in `wanted` that equals `key` up to wrappers, removed prefixes and one added prefix; None without any."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:
@@ -286,7 +286,7 @@ def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) ->
 def _converted(
     model: Any, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
-    """Match as `_named`, by the rules with which transformers renames, merges and splits tensors of other versions."""
+    """Do the work of `_named` by the rules with which transformers renames, merges and splits tensors of other versions."""
     from transformers import conversion_mapping, core_model_loading
 
     rules = conversion_mapping.get_model_conversion_mapping(model)
@@ -321,7 +321,7 @@ def _converted(
                 elif target in wanted:
                     tensors[target] = FoundTensor(rows, tuple(keys))
                 else:
-                    wrong.append(f"{', '.join(keys)} become {target}, which the model has not")
+                    wrong.append(f"{', '.join(keys)} become {target}, which the model does not have")
         except Exception as error:  # operations of transformers raise errors of many kinds
             wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
     return tensors, extra, wrong
@@ -331,6 +331,6 @@ def _converted(
 
 
 def _rows_of_rank(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
-    """Return the part of `rows`, stored for the model's `tensor`, that this rank keeps."""
+    """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]

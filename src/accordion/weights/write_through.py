@@ -3,9 +3,9 @@
 While an init function runs, every parameter is registered as a plain full tensor whose storage has no memory. Before each
 operator, the storages of its arguments get memory, filled from the shards if the operator reads them; full tensors of earlier
 operators are written to the shards and freed. So init functions can do anything they do on one device: write through views
-and `.data`, keep lists of parameters, call compound functions like `orthogonal_`, and write into child modules. (In-place
-operators on the DTensors themselves lose writes through views. Full tensors that live from one read of a parameter to the
-next read of another lose writes through references that were kept.)
+and `.data`, keep lists of parameters, call compound functions like `orthogonal_`, and write into child modules. (Two simpler
+designs lose writes: in-place operators on the DTensors lose those through views; full tensors that are freed when another
+parameter is accessed lose those through kept references.)
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from accordion.errors import UsageError
 from accordion.state import sharded_engine
 
 aten = torch.ops.aten
-OVERWRITES = {  # these write their first argument without reading it, so that it need not be gathered
+OVERWRITES = {  # operators that write their first argument without reading it, so that it need not be gathered
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor,
     aten.copy_.default, aten.bernoulli_.float, aten.exponential_.default, aten.random_.default,
     getattr(aten.random_, "from"), aten.log_normal_.default, aten.cauchy_.default, aten.eye.out, aten.eye.m_out,
 }  # fmt: skip
-# These return views of every element: an operator that overwrites the view overwrites the parameter.
+# Operators that return a view of all elements: overwriting the view overwrites the parameter.
 VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.default, aten.transpose.int}
 
 
 class Full:
     """A full parameter whose storage has memory only while an operator uses it.
 
-    `writes_shard`: values written into it are written to the shard; else they are dropped. `filled`: the memory has a value.
+    `writes_shard`: values written into `tensor` are written to the shard, else dropped. `filled`: the memory has values.
     """
 
     __slots__ = ("data", "filled", "num_bytes", "param", "storage", "tensor", "writes_shard")
@@ -70,7 +70,7 @@ class Fulls(_torch.DispatchMode):
         self.written: set[int] = set()  # ids of the storages that an operator wrote
 
     def replace(self, param: Param, places: Iterable[tuple[nn.Module, str]], writes_shard: bool) -> None:
-        """Register one full tensor in place of the shard of `param` at some places (module, attribute)."""
+        """Register a new `Full` in place of the shard of `param` at `places` (module, attribute). `writes_shard`: see `Full`."""
         full = Full(param, self._device, writes_shard)
         self.all.append(full)
         self._by_storage[id(full.storage)] = full
@@ -97,7 +97,7 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors that have memory to the shards and free them, unless numpy shares their memory."""
+        """Write all full tensors with memory to the shards and free them, except those in `but` and those that numpy shares."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)
@@ -107,7 +107,7 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def settle(self, module: nn.Module) -> None:
-        """Write values that an init assigned (`weight.data = ...`, `module.weight = Parameter(...)`) to the shards."""
+        """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards."""
         for _, attr, full in self._places.get(id(module), []):
             assigned = module._parameters.get(attr)
             storage = None if assigned is None else assigned.untyped_storage()
@@ -132,16 +132,16 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def places(self) -> list[tuple[nn.Module, str, Full]]:
-        """Return (module, attribute, full tensor) of each place at which one is registered."""
+        """Return (module, attribute, full tensor) for each registered full tensor, several times for a tied one."""
         return [place for places in self._places.values() for place in places]
 
     def restore(self) -> None:
-        """Register the shards again."""
+        """Register the shards in place of the full tensors."""
         for module, attr, full in self.places():
             module._parameters[attr] = full.param.sharded
 
     def unwritten(self) -> list[Param]:
-        """Return the parameters that no operator wrote, except those whose values are dropped."""
+        """Return the parameters that nothing was written into, except those whose values are dropped."""
         candidates = [full for full in self.all if full.writes_shard]
         return [full.param for full in candidates if id(full.storage) not in self.written]
 
@@ -153,8 +153,8 @@ def init_mode(
     """Context manager in which parameters are plain full tensors, and values written into them are written to the shards.
 
     Every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others are
-    dropped. `drafts`: places (module, attribute) of tied parameters that get a full tensor of their own, whose values are
-    dropped, as they are on one device if parameters are tied after an init.
+    dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
+    dropped, as on one device if parameters are tied after an init.
     """
     engine = sharded_engine(model, "init_mode")
     if engine.suspended:
@@ -183,8 +183,8 @@ def init_mode(
 
 
 def gather_into(full: Tensor, param: Param) -> None:
-    """Fill the contiguous full tensor `full` from the shards of all ranks in place: a sum of integers, as others have zeros."""
-    full.zero_()
+    """Fill the contiguous full tensor `full` from the shards of all ranks in place. Collective."""
+    full.zero_()  # each element is zero on all ranks but its owner, so a sum of the bits as integers is the value
     own_part(full, param).copy_(_torch.local_of(param.sharded))
     over = [] if param.cut.dim is None else list(param.context.cut_communicators)
     over += [] if param.around is None else param.around.communicators
@@ -193,7 +193,7 @@ def gather_into(full: Tensor, param: Param) -> None:
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments of an operator that have a storage."""
+    """Yield the strided tensors but DTensors in the arguments of an operator, `tree`."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
             yield leaf

@@ -18,7 +18,7 @@ NAME = "still"
 
 
 class Done(dist.Work):
-    """Finished work."""
+    """A `Work` that has ended, returned by all collectives of `StillGroup`."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -31,7 +31,7 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """The process group of this module. While `moves` is True, gathers copy as in torch's fake group, so that setup works."""
+    """A group without other ranks. While `moves` is True, gathers copy as in torch's fake group, as the setup of models needs."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)

@@ -1,4 +1,4 @@
-"""Rank processes that stay alive between measurements: those of each contender run a method when asked, and block otherwise."""
+"""Rank processes that stay alive between measurements: each runs a method at the request of its parent, and blocks otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BenchError(AccordionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The rank of one process and its settings. `group`: real ranks, or a simulated group in which only this rank exists."""
+    """Settings of one rank process. `group`: "real" ranks, or a simulated group of this rank alone, torch's or `null_group`'s."""
 
     rank: int
     num_ranks: int
@@ -43,7 +43,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The settings of the ranks of each team. A simulated group has one process, the first of its `num_ranks` ranks.
+    """Settings of the ranks of a `WorkerTeam`. A simulated `group` has one process, the first of its `num_ranks` ranks.
 
     `timeout_s`: a team that does not answer within it is killed; the default is the timeout of gloo.
     """
@@ -74,7 +74,7 @@ class World:
 
 
 class WorkerTeam:
-    """Context manager of the rank processes of one contender; the exit kills them.
+    """Context manager that starts the rank processes of one contender, as `world` describes; the exit kills them.
 
     `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
     module, since it is pickled by name. `environ`: environment variables, set before `make` is called.
@@ -154,7 +154,7 @@ class WorkerTeam:
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Ask one team after the other, `rounds` times (A B C A B C); return a list of the ranks' answers per round, by team."""
+    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team -> round -> ranks' results."""
     answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:
@@ -165,7 +165,7 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank: join its process group, call `make`, then answer requests until the parent closes the connection."""
+    """Run a rank process: join the group, call `make`, then run the requested methods until the parent closes `conn`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
@@ -196,7 +196,7 @@ def _serve(
 
 
 def join(seat: Seat) -> None:
-    """Initialize the process group of this process as rank `seat.rank`."""
+    """Initialize the process group of this process as `seat` describes, and set its device."""
     if seat.device.type != "cpu":
         torch.accelerator.set_device_index(seat.device.index)
     if seat.group == "real":

@@ -1,4 +1,4 @@
-"""Copies the inputs of recomputed blocks off the device during the forward, and back before they are used in the backward."""
+"""Copies the inputs of recomputed units off the device during the forward, and back before they are used in the backward."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger("accordion")
 
 
 class ActivationOffload:
-    """Offloads the inputs of a model's recomputed units, into stores that are created in the first forward and reused.
+    """Offloads the inputs of a model's recomputed units into stores that are created in the first forward and reused.
 
-    `side_streams`: for copies to the device, and from it.
+    `side_streams`: (for copies to the device, for copies from the device).
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class ActivationOffload:
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._reported_bytes = (0, 0)  # (host, disk) in the last log message
         self._last: weakref.ref[OffloadedInput] | None = None
-        self._storing: tuple[Transfer | Stored, Tensor, int] | None = None  # copy under way, its source and its version
+        self._storing: tuple[Transfer | Stored, Tensor, int] | None = (
+            None  # copy under way, the copied input and its version
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -56,7 +58,7 @@ class ActivationOffload:
         return sum(store.disk_bytes for store in self._stores.values())
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
-        """Start copying an input to `place`, a tier. First finishes the copy of the last input, whose memory is then freed."""
+        """Start copying the input `tensor` to the tier `place`. First finishes the copy of the last input, to free its memory."""
         self.finish_store()
         if place not in self._stores:
             folder, common = folder_of(place), (self.device, self._side_streams)
@@ -72,7 +74,7 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if the input was changed during the copy."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -84,19 +86,19 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Call in a backward: inputs that are offloaded from now on belong to another forward. Logs the bytes if they changed."""
+        """Call in a backward: inputs that are offloaded later belong to another forward. Logs the sizes of stores that grew."""
         self._last, sizes = None, (self.host_bytes, self.disk_bytes)
         if sizes != self._reported_bytes:
             self._reported_bytes = sizes
             log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *sizes)
 
     def report(self, error: OffloadError) -> None:
-        """Report an error to other ranks, which may wait for this one in the backward."""
+        """Report `error` to the other ranks, which may be waiting for this rank in the backward."""
         self._side_streams[0].waiter.tell(f"failed: {type(error).__name__}: {error}")
 
 
 class OffloadedInput:
-    """One input off the device; `before` is the input that was offloaded before it in the same forward."""
+    """One offloaded input. `before`: the input that was offloaded last before it in the same forward."""
 
     def __init__(
         self,
@@ -107,12 +109,12 @@ class OffloadedInput:
     ) -> None:
         self._owner, self._slot, self._before = activation_offload, slot, before
         self._fetched: tuple[Transfer, Tensor] | None = None
-        self._live: Tensor | None = tensor  # until the block's forward has ended
-        self._like = torch.empty_like(tensor, device="meta")  # its shape, and its strides if it is dense
+        self._live: Tensor | None = tensor  # until the unit's forward has ended
+        self._like = torch.empty_like(tensor, device="meta")  # its shape and dtype, and its strides if it is dense
         self.storing = slot.store(tensor, self._like)
 
     def leave(self) -> None:
-        """Release the input on the device. Call when the block's forward has ended."""
+        """Drop the reference to the input on the device. Call when the unit's forward has ended."""
         self._live = None
 
     def fetch(self) -> None:
@@ -125,7 +127,7 @@ class OffloadedInput:
             self._fetched = self._slot.fetch(tensor), tensor
 
     def tensor(self) -> Tensor:
-        """Return the input itself during its forward, and later its copy, a leaf tensor that requires a gradient."""
+        """Return the input itself during the unit's forward, and later a copy of it, a leaf that requires a gradient."""
         if self._live is not None:
             return self._live
         self._owner.begin_backward()
@@ -135,7 +137,7 @@ class OffloadedInput:
                 before = None if self._before is None else self._before()  # the backward needs it next
                 if before is not None:
                     before.fetch()
-                assert self._fetched is not None, "it was fetched"
+                assert self._fetched is not None, "fetch() was called"
                 move, tensor = self._fetched
                 move.land()
         except OffloadError as error:

@@ -1,4 +1,4 @@
-"""Stores for inputs of recomputed blocks: host memory, or a file that is accessed through a few buffers of host memory."""
+"""Stores for inputs of recomputed units: host memory, or a file that is accessed through a few buffers of host memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker, page_aligned
 from accordion.offload.disk_shards import CHUNK_BYTES
 from accordion.offload.swap_file import SwapFile
 
-GROWTH = 8  # a buffer that replaces a smaller one is larger than requested by one part in this many
-NUM_STAGES = 3  # host buffers for a file: one is filled, one is written or read, one waits
-STORES, FETCHES = "takes activations from the device", "brings activations back"
+GROWTH = 8  # a buffer that replaces a smaller one is larger than requested by 1 / GROWTH
+NUM_STAGES = 3  # host buffers for a file: one is copied into, one is written or read, one waits
+STORES, FETCHES = "copies activations to the host", "copies activations to the device"
 
 
 class HostActivationStore:
-    """Host memory for inputs: as many buffers as inputs were ever stored at once, each as large as its largest input."""
+    """Host memory for inputs: a buffer for each input that is stored at a time, at least as large as that input."""
 
     disk_bytes = 0
 
@@ -66,17 +66,17 @@ class HostSlot:
         self._fetch: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
-        """Start copying the input `tensor` to the host. `like`: has its shape and dtype, and dense strides."""
+        """Start copying the input `tensor` to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
         return self._store.side_streams[1].copy(copying(shaped(self._buffer.memory, like), tensor), [tensor], STORES)
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input back into `into`, on the device, of the shape and strides of `like`."""
+        """Start copying the input into `into`, on the device, of the shape and strides of `like`."""
         copies = copying(into, shaped(self._buffer.memory, into))
         self._fetch = self._store.side_streams[0].copy(copies, [into], FETCHES)
         return self._fetch
 
     def free(self, is_fetched: bool) -> None:
-        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and not waited for."""
+        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
         if is_fetched and self._fetch is not None:
             self._fetch.join(self._store.side_streams[1])
@@ -85,7 +85,7 @@ class HostSlot:
 
 
 class DiskActivationStore:
-    """A file for inputs, which are copied and read through `NUM_STAGES` host buffers.
+    """A file for inputs, which are written and read through `NUM_STAGES` host buffers.
 
     The file grows if no free range is large enough: in the first forwards, and when inputs get larger.
     """
@@ -115,7 +115,7 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes` in the smallest free range that fits, or at the end. Raise `OffloadError` without room."""
+        """Return a slot of `num_bytes` in the smallest free range that fits, or at the end. Raises `OffloadError`."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -144,7 +144,7 @@ class DiskActivationStore:
         self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, at least `num_bytes` large, after waiting for its last use."""
+        """Return the least recently used host buffer, of at least `num_bytes`, after its last use has ended."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
@@ -170,18 +170,18 @@ class Stage:
         self.uses: list[Callable[[], None]] = []  # each waits for one use of the buffer
 
     def clear(self) -> None:
-        """Wait for all uses of the buffer. Raise the error of one that failed, once."""
+        """Wait for all uses of the buffer. Raise the error of a failed one, once."""
         self.content = None
         while self.uses:
             self.uses.pop(0)()
 
     def memory(self, num_bytes: int) -> Tensor:
-        assert self.buffer is not None, "it was made to fit"
+        assert self.buffer is not None, "stage() has allocated it"
         return self.buffer.memory[:num_bytes]
 
 
 class Moves:
-    """Reads or writes of a file on threads. One thread waits until `after` returns, so that the others are free."""
+    """Reads or writes of a file, `parts`, on threads. One thread waits until `after` returns, so that the others are free."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, after: Callable[[], None], parts: Sequence[Callable[[], None]]
@@ -195,7 +195,7 @@ class Moves:
         return [self._pool.submit(part) for part in parts]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all, as the work of a collective does; other arguments are ignored. Raise the error of one that failed."""
+        """Wait for all parts, as `Work.wait` of a collective; ignores arguments. Raise the error of a part that failed."""
         self.settle()
         try:
             for future in self._started.result():
@@ -204,11 +204,11 @@ class Moves:
             failed = error.with_traceback(None)
         else:
             return
-        # A new error: the traceback of a raised one refers to the caller's frames, and so to the graph that refers to this.
+        # A new error: the traceback of a raised one refers to the caller's frames, and these to the graph with this object.
         raise OffloadError(*failed.args) from failed.__cause__
 
     def settle(self) -> None:
-        """Wait for all, and ignore errors."""
+        """Wait for all parts, and ignore errors."""
         wait([self._started])
         if self._started.exception() is None:
             wait(self._started.result())
@@ -226,7 +226,7 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> Stored:
-        """Start copying the input `tensor` to the host and writing it. `like`: has its shape and dtype, and dense strides."""
+        """Start copying the input `tensor` to the host and writing it to the file. `like`: as for `HostSlot.store`."""
         stage = self.activation_store.stage(self.num_bytes)
         memory = stage.memory(self.num_bytes)
         copy = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
@@ -240,7 +240,7 @@ class DiskSlot:
         assert self._stored is not None, "what is fetched was stored"
         store, stage, reads = self.activation_store, self._stage, None
         if stage.content is not self:
-            self._stored.finish()  # it has ended, because its buffer was reused: this raises its error
+            self._stored.finish()  # the write has ended, because its buffer was reused: this raises its error
             stage = store.stage(self.num_bytes)
             reads = store.move(store.file.read, self.start, stage.memory(self.num_bytes), lambda: None)
         memory, self._reads = shaped(stage.memory(self.num_bytes), into), reads
@@ -255,7 +255,7 @@ class DiskSlot:
         return self._fetch
 
     def _end(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, and ignore its `OffloadError` if the input is not needed any more."""
+        """Call `wait`, and ignore an `OffloadError` if the input is not needed any more."""
         try:
             wait()
         except OffloadError:
@@ -263,7 +263,7 @@ class DiskSlot:
                 raise
 
     def free(self, is_fetched: bool) -> None:
-        """Free the range; callable on any thread. `is_fetched`: a copy to the device was started and not waited for."""
+        """Free the range; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if is_fetched and self._fetch is not None:
@@ -273,7 +273,7 @@ class DiskSlot:
 
 
 class Stored:
-    """A copy of an input to a host buffer, followed by its write to the file; answers to `land` as a `Transfer` does."""
+    """A copy of an input to a host buffer, followed by its write to the file; has the method `land` of a `Transfer`."""
 
     def __init__(self, store: DiskActivationStore, start: int, memory: Tensor, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -292,7 +292,7 @@ class Stored:
         self._begin()
 
     def finish(self) -> None:
-        """Wait until the host buffer can be reused: after the write or, if that was cancelled before it began, the copy."""
+        """Wait until the host buffer can be reused: until the write has ended, or the copy if the write was cancelled."""
         self.land()
         if self._writes is None:
             self._transfer.block()
@@ -316,7 +316,7 @@ def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def shaped(memory: Tensor, like: Tensor) -> Tensor:
-    """Return a view of the beginning of `memory`, 1-D uint8, with dtype, shape and strides of the dense tensor `like`."""
+    """Return a view of the first bytes of `memory`, 1-D uint8, with dtype, shape and strides of the dense tensor `like`."""
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 

@@ -23,7 +23,7 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory for the states of several parameters, on the host or on the device; answers to `mapped` as a `SwapFile` does."""
+    """Memory for the states of several parameters, on the host or on the device; has the method `mapped` of a `SwapFile`."""
 
     whole: Tensor  # 1-D uint8
     owner: object = None  # keeps the memory pinned
@@ -37,9 +37,9 @@ class Memory:
 class StateBlock:
     """States of the parameters of one unit, param group and dtype: for each state a contiguous run of `numel` elements.
 
-    Args: `keys`: name -> dtype of the states that have the parameter's shape; `starts`: name -> offset in bytes of its run;
-    `itemsize`: the smallest one of all tensors that are stepped with the states; `max_numel`: elements of the largest chunk;
-    `disk_bytes`, `total_bytes`: bytes per element of parameter, gradient and row together: those on disk, and all.
+    Args: `keys`: name -> dtype of the states that have the parameter's shape; `starts`: name -> offset of the run in bytes;
+    `itemsize`: the smallest of parameter, gradient, row (a copy in the gathered dtype) and states; `max_numel`: elements of the
+    largest chunk; `total_bytes`: bytes per element of parameter, gradient and row; `disk_bytes`: those of them on disk.
     """
 
     store: SwapFile | Memory
@@ -78,7 +78,7 @@ class ParamStep:
 
     entry: Entry
     place: StatePlace
-    present: frozenset[str]  # states that the parameter has already; others begin as zeros
+    present: frozenset[str]  # names of the states that exist already; others begin as zeros
     shard_buffer: tuple[OffDeviceShards, int] | None = None  # with its index there; None if it is on the device
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
@@ -103,7 +103,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of a parameter; `local`, `grad`, `row`: indices of the chunk's spans with its shard and so on."""
+    """Elements [low, high) of a parameter. `local`, `grad`, `row`: indices in `Chunk.spans` of its shard, gradient and row."""
 
     todo: ParamStep
     low: int
@@ -134,7 +134,7 @@ def chunk_numel(itemsize: int, total: int) -> int:
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Split the step of some parameters into chunks, in the order of their states. Other parameters are not in any chunk."""
+    """Split the step of the parameters `todos` into chunks, in the order of their states. No other parameter is in a chunk."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
@@ -182,7 +182,7 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 
 def _span_of(whole: Tensor | FileRange, low: int, high: int, *, writes: bool, reads: bool = True) -> Span:
-    """Return the span of elements [low, high) of a 1-D tensor or of a file range."""
+    """Return the `Span` of the elements [low, high) of `whole`."""
     if isinstance(whole, FileRange):
         at = whole.offset + low * whole.dtype.itemsize
         return Span(whole.dtype, high - low, reads, writes, file=whole.file, offset=at)

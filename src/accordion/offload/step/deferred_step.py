@@ -62,9 +62,9 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that only a wrapped one can step.
+    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that only a wrapped optimizer can step.
 
-    These are parameters that are stepped in the backward, or chunk by chunk: it would keep all of their states in memory.
+    These are parameters that are stepped in the backward or chunk by chunk.
     """
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"]):
@@ -99,7 +99,7 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 class UnitStep:
     """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended.
 
-    `todos`: those that are stepped chunk by chunk, with their states in `states`.
+    `todos`: parameters of `entries` that are stepped chunk by chunk, with their states in `states`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class LateStep:
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
-    """Allocate the states of parameters that are stepped chunk by chunk and have none. Return the optimizer copy it used.
+    """Allocate the states of parameters that are stepped chunk by chunk and have none. Return the used optimizer copy.
 
     Returns None if no parameter is stepped chunk by chunk. Raises `OffloadError` or `UsageError` if there is no room.
     """
@@ -199,7 +199,7 @@ def tiers_of(engine: Engine) -> Tiers:
 
 @contextmanager
 def reported(engine: Engine) -> Iterator[None]:
-    """Context manager that reports an exception to the other ranks, which would wait for this one, and raises it again."""
+    """Context manager that reports an exception to the other ranks, which may wait for this rank, and raises it again."""
     try:
         yield
     except Exception as error:
@@ -216,10 +216,10 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient, with the gradients and hyperparameters of this moment.
+    """Step every parameter of `optimizer` that has a gradient, with the gradients and hyperparameters at the time of this call.
 
     Steps on the device end before this returns. Steps on the host run on a thread during the next forward, and the gather of
-    each unit waits for its own.
+    each unit waits for the step of that unit.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -253,12 +253,14 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 
 def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
     local = local_of(p)
-    torch.autograd.graph.increment_version(local)  # now, because the thread's own increment comes at any time
+    torch.autograd.graph.increment_version(
+        local
+    )  # in this call, because the thread that steps increments it at any time
     return Entry(group, p, local, local_of(grad), optimizer.state[p])
 
 
 def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: OptimizerCopy) -> None:
-    """Step the parameters of one unit with `step_in_backward` in the backward under way, and set their gradients to None."""
+    """If `unit` has `step_in_backward`, start the step of its parameters in a backward, and set their gradients to None."""
     if not tiers_of(engine).offloads[unit.index].step_in_backward:
         return
     param_ids, entries = {id(p.sharded) for p in unit.params}, []
@@ -312,7 +314,7 @@ def _start(
 
 
 def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
-    """Step parameters on the device, whose data comes chunk by chunk, and wait until all chunks are copied and written back."""
+    """Step parameters on the device chunk by chunk, and wait until all chunks are copied back and written."""
     chunks = list(chunks_of(todos))
     stream = states.over_device(chunks)
     count = len(chunks)

@@ -39,8 +39,8 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 class OptimizerCopy:
     """A copy of `optimizer` with its hyperparameters at the time of the call, which can step some of its parameters later.
 
-    `after`: the values that a step changes besides parameters and their states: groups, states of no parameter, attributes.
-    None for optimizers of torch, whose steps change none. `kind`: the optimizer's class before it was wrapped.
+    `after`: the other values that the optimizer has after a step: a dict of each param group, of states without a parameter,
+    and of attributes. None for optimizers of torch, whose steps change none. `kind`: the optimizer's class before wrapping.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -77,7 +77,7 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return the new state of each, by its tensor.
 
-        Raises `UsageError` if other values differ from `after`: then the step depends on which parameters it is given.
+        Raises `UsageError` if a value differs from `after`: then the result of a step depends on the choice of parameters.
         """
         if not todo:
             return {}
@@ -113,7 +113,7 @@ class OptimizerCopy:
         return clone
 
     def _extras(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
-        """Return what a stepped copy has besides its parameters and their states, in the form of `after`."""
+        """Return the values of `clone`, a stepped copy, except parameters and their states, as dicts in the order of `after`."""
         values = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
         values.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
         param_ids = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
@@ -132,7 +132,7 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of a state that has not the parameter's shape; on the device of `local` if the step needs it there."""
+        """Return a copy of the state `value`, not of the parameter's shape; on the device of `local` if the step needs that."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -203,7 +203,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # A tensor of zeros with a gradient, to find out what a step does.
+    # A tensor of zeros with a gradient, to observe the effects of a step.
     small = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
     small.grad = torch.zeros_like(small)
     return small
@@ -228,7 +228,7 @@ def local_state(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, local: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, those of `p`; tensors of the shape of `local` as DTensors like `p`."""
+    """Write the states `inner` of a step into `outer`, the states of `p`; those of the shape of `local` as DTensors like `p`."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):

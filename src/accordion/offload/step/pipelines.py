@@ -36,7 +36,7 @@ class HostPipeline:
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
         """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is written.
 
-        Blocks until a buffer is free, so that other work for the threads waits for a few chunks, and not for all of a step.
+        Blocks until a buffer is free, so that other work for the threads waits for a few chunks, not for all chunks of a step.
         """
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.keys)]):
@@ -118,9 +118,9 @@ class Stream:
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span: its memory if the step can use that, else the next part of `buffer`, 1-D uint8.
+    """Return one tensor per span of `chunk`: its memory if the step can use that, else the next part of `buffer`, 1-D uint8.
 
-    Args: `device`: use only memory on this device. With "cpu", copy all spans, so that it works as an accelerator does.
+    Args: `device`: use only memory on this device. With "cpu", use `buffer` for all spans, as for an accelerator.
     """
     result: list[Tensor] = []
     at = 0
@@ -135,7 +135,7 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Read the spans of a chunk that are in files, and set states that do not exist yet to zero."""
+    """Read the spans of `chunk` that are in files into `views`, and set states on the host that do not exist yet to zero."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if span.file is not None and span.reads:
             span.file.read(span.offset, whole_pages(view, span))
@@ -144,7 +144,7 @@ def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Write the spans of a chunk that changed and are in files."""
+    """Write the changed spans of `chunk` that are in files from `views`."""
     for span, view in zip(chunk.spans, views, strict=True):
         if span.file is not None and span.writes:
             span.file.write(span.offset, whole_pages(view, span))
@@ -177,7 +177,7 @@ class DevicePipeline:
         buffer = self._buffers[slot]
         views = views_of(chunk, buffer, buffer.device)
         pairs = [(v, h) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.reads]
-        transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
+        transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the device")
         self._fetched[which] = (transfer, chunk, views, host_views)
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
@@ -192,7 +192,7 @@ class DevicePipeline:
         """Start copying chunk number `which`, which was stepped, to the host and writing it back."""
         _, chunk, views, host_views = self._fetched.pop(which)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
-        transfer = self._store_stream.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
+        transfer = self._store_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the host")
         if self._store_stream.late:
             transfer.synchronize()
         self._stores[which % NUM_DEVICE_BUFFERS] = transfer
@@ -205,7 +205,7 @@ class DevicePipeline:
         self._inner.finish()
 
     def abandon(self) -> None:
-        """After an error, wait for all copies under way, so that their buffers can be used or freed."""
+        """After an error, wait for all copies, reads and writes under way, so that their buffers can be reused or freed."""
         for transfer in [*self._stores.values(), *(transfer for transfer, *_ in self._fetched.values())]:
             transfer.synchronize()
         self._inner.abandon()

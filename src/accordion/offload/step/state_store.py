@@ -32,7 +32,7 @@ class Wanted:
     group: int
     param: Tensor
     local: Tensor
-    shard_buffer: tuple[OffDeviceShards, int] | None  # and its index there; None if it is on the device
+    shard_buffer: tuple[OffDeviceShards, int] | None  # (shard buffer, index in it); None if it is on the device
 
 
 class States:
@@ -154,7 +154,7 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Copy states that a load has put into `state`, the optimizer's, into this store, and replace them there by views."""
+        """Copy states that a load has put into `state`, the optimizer's, to this store, and put views of the store there."""
         for p, place, _ in self._places.values():
             for key in place.shown if p in state else ():
                 value = state[p].get(key)
@@ -164,13 +164,13 @@ class States:
                     self.is_exposed = True
 
     def flush(self) -> None:
-        """Write what a caller changed in the states to their files."""
+        """Write changes that a caller made to the states to their files."""
         for file in self.files:
             file.flush()
         self.is_exposed = False
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
-        """Return the steps of those `entries` that are stepped chunk by chunk and have a row on this rank."""
+        """Return the steps of the `entries` that are stepped chunk by chunk and have elements on this rank."""
         steps = []
         for entry in entries:
             if id(entry.param) in self._places:
@@ -182,14 +182,14 @@ class States:
         return steps
 
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
-        """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use its buffers."""
+        """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use the same buffers."""
         self.host_pipeline.drain()
         stream = Stream(chunks, self._pool(), self._buffers)
         return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
 
 
 def _element_bytes(members: Sequence[Wanted]) -> tuple[int, int, int]:
-    """Return (smallest itemsize, most bytes per element on disk, most bytes in total) of a parameter, its gradient and row."""
+    """Return (smallest itemsize, bytes per element on disk, bytes per element) of parameter, gradient and row, at most."""
     smallest, on_disk, in_all = [], [], []
     for w in members:
         num_bytes, (shard_buffer, i) = w.local.dtype.itemsize, w.shard_buffer or (None, 0)

@@ -44,9 +44,9 @@ class InBackward(Observer):
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """The gradients of `unit` are reduced: step the unit before it. Raise `UsageError` if that breaks the promise."""
+        """Called when the gradients of `unit` are reduced: step the unit reduced before. Raise `UsageError` if `PROMISE` fails."""
         task = _torch.current_graph_task()
-        if task != self._task:  # drop what is left of a backward that raised
+        if task != self._task:  # drop the state of a backward that raised
             self._task, self._waiting = task, None
             self._seen.clear()
             self._optimizer_copies.clear()
@@ -99,7 +99,7 @@ class InBackward(Observer):
 
 
 def refuse_in_backward(engine: Engine, what: str) -> None:
-    """Raise `UsageError`, which names `what` was asked for, if a unit of `engine` is stepped in the backward."""
+    """Raise `UsageError` if a unit of `engine` is stepped in the backward. `what`: the feature that excludes this."""
     steps: object = getattr(engine.context.shard_buffers, "in_backward", None)
     if steps is not None:
         raise UsageError(f"{PROMISE}; {what} cannot be used with it: leave out one of the two.")
