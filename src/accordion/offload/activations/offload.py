@@ -45,9 +45,7 @@ class ActivationOffload:
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._reported_bytes = (0, 0)  # (host, disk) in the last log message
         self._last: weakref.ref[OffloadedInput] | None = None
-        self._storing: tuple[Transfer | Stored, Tensor, int] | None = (
-            None  # copy under way, the copied input and its version
-        )
+        self._storing: tuple[Transfer | Stored, Tensor, int] | None = None  # copy under way, input and its version
 
     @property
     def host_bytes(self) -> int:

@@ -253,9 +253,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 
 def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
     local = local_of(p)
-    torch.autograd.graph.increment_version(
-        local
-    )  # in this call, because the thread that steps increments it at any time
+    torch.autograd.graph.increment_version(local)  # not by the thread, whose own increment comes at any time
     return Entry(group, p, local, local_of(grad), optimizer.state[p])
 
 

@@ -44,7 +44,7 @@ class InBackward(Observer):
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """Called when the gradients of `unit` are reduced: step the unit reduced before. Raise `UsageError` if `PROMISE` fails."""
+        """When the gradients of `unit` are reduced: step the unit reduced before. Raise `UsageError` if `PROMISE` fails."""
         task = _torch.current_graph_task()
         if task != self._task:  # drop the state of a backward that raised
             self._task, self._waiting = task, None
