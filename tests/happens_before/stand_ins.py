@@ -1,9 +1,9 @@
-"""What makes a dummy call of a device on a CPU: streams, an NCCL-like group of one rank, threads that do not run ahead."""
+"""Stand-ins for a device on a CPU: streams, an NCCL-like group of one rank, threads that do not run ahead."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -27,9 +27,9 @@ from accordion.offload.tiers import Tiers
 from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before.checker import Checker, Event, Stream, where
 
-SHARD, TOPOLOGY = (sys.modules[f"accordion.shard.{name}"] for name in ("api", "topology"))
-COMMUNICATOR = sys.modules["accordion.engine.communicator"]
-FORWARD_WRITES = sys.modules["accordion.safety.forward_writes"]
+SHARD, TOPOLOGY = (importlib.import_module(f"accordion.shard.{name}") for name in ("api", "topology"))
+COMMUNICATOR = importlib.import_module("accordion.engine.communicator")
+FORWARD_WRITES = importlib.import_module("accordion.safety.forward_writes")
 NO_KERNEL = (
     "aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_", "aten.alias",
     "aten.empty_like", "aten.empty_strided", "aten._local_scalar_dense", "aten.equal", "prim.device",
