@@ -1,4 +1,4 @@
-"""Where tests compute: `--device` chooses, each rank is told by its pool, and the programs that ranks run ask `device()`."""
+"""The device of the tests: `--device` chooses it, the pool passes it to each rank, and programs call `device()`."""
 
 from __future__ import annotations
 

@@ -248,11 +248,11 @@ def test_tensor_outside_of_its_storage_is_refused(tmp_path, shape):
 
 def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    said = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "save it again")
+    errors = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "save it again")
     torch.save({"a": torch.ones(2), "x": Path("x")}, tmp_path / "names.pt")
-    said += assert_refused(tmp_path / "names.pt", tmp_path, "PosixPath, which is not allowed")
-    assert "weights_only" not in said
-    assert "safe_globals" not in said
+    errors += assert_refused(tmp_path / "names.pt", tmp_path, "PosixPath, which is not allowed")
+    assert "weights_only" not in errors
+    assert "safe_globals" not in errors
 
 
 # -- load_pretrained

@@ -1,4 +1,4 @@
-"""What is asked of a process group whose backend orders by streams, where it is checked and where it is the second one."""
+"""Calls to a process group with a stream-ordered backend, also a checked one and a second one."""
 
 from __future__ import annotations
 

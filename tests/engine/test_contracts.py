@@ -1,4 +1,4 @@
-"""What every implementation of the engine's parts keeps: shard buffers, full memory, communicators, observers."""
+"""Contracts of the engine's parts: shard buffers, full memory, communicators, observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a side stream leaves behind where something fails on it, and where a caller computes on several streams."""
+"""A side stream after an error on it, and under a caller that computes on several streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen in and around a step: modes, units called twice or in another order, exceptions, shared gradients."""
+"""Unusual steps: modes, units called twice or in another order, exceptions, shared gradients."""
 
 from __future__ import annotations
 

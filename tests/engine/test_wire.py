@@ -1,4 +1,4 @@
-"""What goes between ranks in a step: which collectives, how many bytes, and no copies of large parameters around them."""
+"""Communication of a step: collectives, bytes, and no copies of large parameters around them."""
 
 from __future__ import annotations
 

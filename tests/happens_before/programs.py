@@ -1,4 +1,4 @@
-"""What runs under the checker: models, and the steps that a rank of theirs does."""
+"""Programs for the checker of stream order: models, and one rank's steps."""
 
 from __future__ import annotations
 

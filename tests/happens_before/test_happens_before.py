@@ -41,7 +41,7 @@ SCATTERED = replace(acc.FULL_SHARD, reduce="reduce_scatter")
 
 
 def steps(precision: acc.Precision | None = BF16, **options: object) -> Steps:
-    """With what is not an option of `shard` told apart."""
+    """Separate the options of `shard` from the others."""
     own = {name: options.pop(name) for name in list(options) if name in Steps.__dataclass_fields__}
     if precision is not None:
         options["precision"] = precision

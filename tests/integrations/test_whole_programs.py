@@ -1,4 +1,4 @@
-"""What people do to a sharded model of a library works, or the error has a note with alternatives."""
+"""Common uses of a library's sharded model work, or raise an error with a note on alternatives."""
 
 from __future__ import annotations
 

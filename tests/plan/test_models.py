@@ -1,4 +1,4 @@
-"""What is planned: the presets, as large as their makers say, and models that are no language model of one stack."""
+"""Models that are planned: presets of the published sizes, and models other than one decoder stack."""
 
 from __future__ import annotations
 

@@ -113,12 +113,12 @@ def test_sizes_change_equally_under_another_strategy_and_checkpointing(sharding)
     """The change of a larger micro-batch is traced once for all of them."""
     base, more = (traced(2, 8, batch) for batch in (3, 6))
     mine, other = (traced(2, 8, batch, **sharding) for batch in (3, 6))
-    made = resized_like(mine, base, more)
-    assert peak_of(made).num_bytes == peak_of(other).num_bytes != peak_of(mine).num_bytes
-    assert peak_of(made).breakdown == peak_of(other).breakdown
+    resized = resized_like(mine, base, more)
+    assert peak_of(resized).num_bytes == peak_of(other).num_bytes != peak_of(mine).num_bytes
+    assert peak_of(resized).breakdown == peak_of(other).breakdown
     for expandable in (True, False):
-        assert reserved_bytes(made, expandable=expandable) == reserved_bytes(other, expandable=expandable)
-    assert [(e.num_bytes, e.flops) for e in made.events if isinstance(e, Op)] == [
+        assert reserved_bytes(resized, expandable=expandable) == reserved_bytes(other, expandable=expandable)
+    assert [(e.num_bytes, e.flops) for e in resized.events if isinstance(e, Op)] == [
         (e.num_bytes, e.flops) for e in other.events if isinstance(e, Op)
     ]
     lost = replace(mine, events=[e for e in mine.events if not isinstance(e, Op)])

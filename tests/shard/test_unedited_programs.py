@@ -1,4 +1,4 @@
-"""What programs written for unsharded models do to a sharded one: right, or refused in a sentence that names the place."""
+"""Programs written for unsharded models work on a sharded one, or raise an error that names the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a pass that fails the host waits for nothing on a device, in which a collective may never end."""
+"""After a pass that fails, the host does not wait for the device, where a collective may never end."""
 
 from __future__ import annotations
 

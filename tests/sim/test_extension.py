@@ -1,4 +1,4 @@
-"""Where the simulator cannot be built, a sentence says what is missing."""
+"""If the simulator cannot be built, the skip names the missing tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gather takes on a device: which kernels, how much memory on its own stream, and which dtypes it moves."""
+"""All-gathers on a device: kernels, memory on their stream, and dtypes."""
 
 from __future__ import annotations
 

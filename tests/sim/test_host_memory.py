@@ -1,4 +1,4 @@
-"""What lies on the host lies there whatever the default device is, and what a scaler does to gradients there is right."""
+"""Host memory stays on the host under any default device, and a scaler's gradients there are right."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""What torch itself does on the simulator: modules, operators, optimizers and programs, each beside the CPU."""
+"""torch on the simulator: modules, operators, optimizers and programs give the CPU's results."""
 
 from __future__ import annotations
 

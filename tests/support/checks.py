@@ -1,4 +1,4 @@
-"""What world tests share: meshes of a strategy, losses and gradients without sharding, comparisons."""
+"""Shared by tests that start ranks: meshes of a strategy, losses and gradients without sharding, comparisons."""
 
 from __future__ import annotations
 

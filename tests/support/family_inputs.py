@@ -1,4 +1,4 @@
-"""What a family of transformers is fed: random batches of ids, pixels and waves, and the loss that it makes of them."""
+"""Random inputs for a model family of transformers (ids, pixels, waves), and the loss of its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of offload share: places for everything, scenarios trained with them and without, comparisons."""
+"""Shared by the tests of offload: offloads to every tier, training with and without them, comparisons."""
 
 from __future__ import annotations
 

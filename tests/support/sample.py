@@ -1,4 +1,4 @@
-"""What of a grid the usual run takes; the whole of it runs under `make test-all`."""
+"""Choose the part of a parameter grid that `make test` runs; `make test-all` runs all of it."""
 
 from __future__ import annotations
 

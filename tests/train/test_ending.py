@@ -1,4 +1,4 @@
-"""What ends a run early, and trackers of figures: decisions of one process, without ranks."""
+"""Early ends of a run, and trackers of metrics: decisions of one process, without ranks."""
 
 from __future__ import annotations
 

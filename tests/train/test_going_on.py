@@ -1,4 +1,4 @@
-"""What a run keeps, what it resumes from and how it ends: runs of one process, through `accordion.fit`."""
+"""Runs in one process through `accordion.fit`: files that stay, resuming, and ends."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training step takes, known before launch; read api, search, predict, trace, in this order."""
+"""Memory and time of a training step, before launch; read api, search, predict, trace, in this order."""

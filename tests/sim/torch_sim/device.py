@@ -1,4 +1,4 @@
-"""What Python asks of the device: the module `torch.sim`, as `torch.cuda` is, and the process groups."""
+"""The device's Python interface: the module `torch.sim`, like `torch.cuda`, and the process groups."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
         f"torch {assumed['torch']}, {plan.space.optimizer}; GPU: {plan.cluster.gpu.source}",
         f"efficiency: {plan.cluster.gpu.efficiency_is}",
-        f"times are {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
+        f"times are {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} count as equal",
     ]
     if plan.is_tight:
         notes.insert(
