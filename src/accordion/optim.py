@@ -404,7 +404,8 @@ def clip_norm_of(
     for engine in engines:
         refuse_in_backward(engine, "clip_grad_norm_")
         engine.synchronize()
-        engine.observers.gradients_are_clipped(float(max_norm), float(norm_type))
+        for notify in engine.observers.gradients_are_clipped:
+            notify(float(max_norm), float(norm_type))
     owned = [(one, param) for one in engines for unit in one.units for param in unit.params]
     parts: dict[tuple[int, ...], NormPart] = {}
     scaled: list[Tensor] = []

@@ -45,7 +45,7 @@ class AwaitReduce(torch.autograd.Function):
         for call, parts in calls:  # empty if the unit sums locally (no_sync) since that forward
             engine = call.engine
             accumulates = engine.accumulates()
-            waits = parts[0].goes_on and accumulates and not engine.observers.reads_gradients
+            waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
             if waits and not any(_torch.grads_of(call.trained.params)[1]):
                 for part in parts:
                     part.arrive()
@@ -68,7 +68,8 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()
-    engine.observers.gradients_arrive(call.unit)
+    for notify in engine.observers.gradients_arrive:
+        notify(call.unit)
     params = call.trained.params
     earlier, listens = _torch.grads_of(params)  # the gradients so far, and True for parameters with hooks
     if not accumulates:
@@ -79,7 +80,7 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         listens = [has_hooks or not (g is None or isinstance(g, DTensor)) for has_hooks, g in pairs]
         adding = [not leave and g is not None for leave, g in zip(listens, earlier, strict=True)]
     any_listens = True in listens
-    decide = any_listens or engine.observers.reads_gradients  # gradients are read before the backward ends
+    decide = any_listens or bool(engine.observers.gradients_arrive)  # gradients are read before the backward ends
     grads = engine.as_gradients(call.unit, call.trained, parts, adding, decide)
     if parts in engine.reduces_under_way:  # not before: after an error `recover` cleans up the reduces under way
         engine.reduces_under_way.remove(parts)
@@ -144,7 +145,8 @@ class Gather(torch.autograd.Function):
             raise UsageError(
                 f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
             )
-        engine.observers.full_gradients(unit, grads)
+        for notify in engine.observers.full_gradients:
+            notify(unit, grads)
         if not call.trained.indices:
             return None, None
         if not call.reduces:

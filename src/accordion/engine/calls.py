@@ -93,7 +93,8 @@ class Call:
         if node is None or unit.views_inputs or not _torch.will_execute(node):
             self._watch_inputs(task)
         engine.join(task, self)
-        engine.observers.unit_returns(unit, self)
+        for notify in engine.observers.unit_returns:
+            notify(unit, self)
         if self.needs_full_in_backward:
             self._take_lease(task, fulls)
         engine.gather_ahead(BACKWARD, unit)

@@ -112,7 +112,8 @@ class Engine:
             changed |= unit.see_trained()
         if changed:
             self.root_call += 1
-        self.observers.forward_begins(torch.is_grad_enabled(), self.sync)
+        for notify in self.observers.forward_begins:
+            notify(torch.is_grad_enabled(), self.sync)
         if self.kept_leases:
             stale = not all(lease.unit.is_full for lease in self.kept_leases)
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
@@ -141,13 +142,16 @@ class Engine:
         if error is None and not torch.is_grad_enabled():
             # A step that writes shards may follow without a backward in which the host waits for their readers.
             self.synchronize()
-        self.observers.forward_ends(error)
+        for notify in self.observers.forward_ends:
+            notify(error)
 
     def unshard(self, unit: Unit) -> None:
         """Begin to gather a unit, unless it is gathered or a gather is under way."""
-        self.observers.memory_is_for(GATHERED)
+        for notify in self.observers.memory_is_for:
+            notify(GATHERED)
         unit.unshard()
-        self.observers.memory_is_for(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
 
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if it is not, take a lease and return the version of the shards; see `Unit.acquire`."""
@@ -183,7 +187,8 @@ class Engine:
         """Forget everything under way, after a forward that was interrupted (torch runs no hooks then)."""
         for hooks in self.hooks:
             hooks.forget()
-        self.observers.interrupted()
+        for notify in self.observers.interrupted:
+            notify()
         self.recover()
         self.kept_leases.clear()
         self.depth = 0
@@ -235,7 +240,8 @@ class Engine:
             while self.failed_reduces:
                 self.failed_reduces.pop(0).finish(decide=False)
             self.order.begin(BACKWARD)
-            self.observers.backward_begins()
+            for notify in self.observers.backward_begins:
+                notify()
         self._tasks[task] = []
         _torch.queue_callback(partial(self._end_of, task))
 
@@ -253,25 +259,31 @@ class Engine:
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add this rank's full gradients of the parameters `indices` to their local sums (no_sync)."""
         self.writes_here()
-        self.observers.memory_is_for(GRADIENTS)
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         unit.local_sums.add(indices, grads)
-        self.observers.memory_is_for(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        self.observers.memory_is_for(GRADIENTS)
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         parts = unit.reduce(trained, grads, ours)
-        self.observers.memory_is_for(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
         return parts
 
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
         """Return the gradients of `Unit.as_gradients`, and add their copies to `arriving`."""
-        self.observers.memory_is_for(GRADIENTS)
+        for notify in self.observers.memory_is_for:
+            notify(GRADIENTS)
         grads, copies = unit.as_gradients(trained, parts, adding, decide)
-        self.observers.memory_is_for(None)
+        for notify in self.observers.memory_is_for:
+            notify(None)
         self.arriving += copies
         return grads
 
@@ -328,7 +340,8 @@ class Engine:
         self.drop_kept(lambda lease: lease.root == IN_BACKWARD or lease.root in self._walked)
         self._walked.clear()
         self.order.end(BACKWARD)
-        self.observers.backward_ends()
+        for notify in self.observers.backward_ends:
+            notify()
         # As autograd does for its own accumulation, let the caller's stream wait for those that wrote gradients.
         self.context.reduce_stream.join(self._wrote_on)
         self._wrote_on.clear()
@@ -344,7 +357,8 @@ class Engine:
             for unit in self.units:
                 unit.mark_stale()
         self.reshard_unused()
-        self.observers.backward_ended(reduced)
+        for notify in self.observers.backward_ended:
+            notify(reduced)
 
     def reduce_sums(self) -> None:
         """Reduce the local sums of earlier backwards, between backwards. A collective."""
@@ -360,7 +374,7 @@ class Engine:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
             parts = self.reduce(unit, trained, None, none_ours)
-            decide = any(_torch.grads_of(trained.params)[1]) or self.observers.reads_gradients
+            decide = any(_torch.grads_of(trained.params)[1]) or bool(self.observers.gradients_arrive)
             grads = self.as_gradients(unit, trained, parts, none_ours, decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]

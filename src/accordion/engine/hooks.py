@@ -123,7 +123,8 @@ class Hooks:
         try:
             if _torch.transforms_active():
                 raise transform_error()
-            engine.observers.unit_is_called()
+            for notify in engine.observers.unit_is_called:
+                notify()
         except BaseException:
             self._calls.append(None)  # for `after`, which torch runs now and which must not take another thread's call
             raise
@@ -137,15 +138,18 @@ class Hooks:
             by_read or bool(unit.trained.indices) or self._passes_gradients(args, kwargs)
         )
         if not _torch.is_in_backward():
-            engine.observers.unit_enters(unit, differentiable, by_read)
+            for enters in engine.observers.unit_enters:
+                enters(unit, differentiable, by_read)
         else:
             unit.see_trained()  # a forward since that of this backward may have trained other parameters
             if not unit.leases:  # with a lease it is not gathered
-                engine.observers.unit_returns(unit, None)
+                for returns in engine.observers.unit_returns:
+                    returns(unit, None)
         call, fulls = self._begin(differentiable, by_read)  # if it raises, `after` finds no call
         self._calls.append((call, fulls))
         unit.module_params.show(fulls)
-        engine.observers.unit_is_full(call, fulls)
+        for watch in engine.observers.unit_is_full:
+            watch(call, fulls)
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -280,7 +284,8 @@ class Hooks:
         for tensor in watched:
             if id(tensor) not in replaced and tensor.grad_fn is not None:
                 _torch.on_gradient(tensor, begin)
-        engine.observers.outputs_are_ready(call, fulls, out, inputs)
+        for notify in engine.observers.outputs_are_ready:
+            notify(call, fulls, out, inputs)
         return out
 
     def _make_pre_backward_node(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
@@ -311,7 +316,8 @@ class Hooks:
         """Begin a call that other ranks make and this one skipped, so that its collectives have all ranks; see `_begin`."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
-        self.engine.observers.unit_is_full(call, fulls)
+        for watch in self.engine.observers.unit_is_full:
+            watch(call, fulls)
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:

@@ -110,40 +110,25 @@ class Observer:
 MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
-def _nothing(*args: Any) -> None:
-    """Called at a moment without observers."""
-
-
-def _in_turn(callbacks: Sequence[Callable[..., Any]]) -> Callable[..., None]:
-    def notify(*args: Any) -> None:
-        for callback in callbacks:
-            callback(*args)
-
-    return notify
-
-
 class Observers:
-    """The observers of one model: each moment is a function that calls all observers of it.
+    """The observers of one model. A moment without observers costs the check of an empty tuple."""
 
-    `unit_leaves` is the tuple of the observers' methods, since each one may replace the output.
-    """
-
-    unit_is_called: Callable[[], None]
-    forward_begins: Callable[[bool, bool], None]
-    unit_enters: Callable[[Unit, bool, bool], None]
-    unit_is_full: Callable[[CallInForward, Sequence[Tensor]], None]
+    unit_is_called: tuple[Callable[[], None], ...]
+    forward_begins: tuple[Callable[[bool, bool], None], ...]
+    unit_enters: tuple[Callable[[Unit, bool, bool], None], ...]
+    unit_is_full: tuple[Callable[[CallInForward, Sequence[Tensor]], None], ...]
     unit_leaves: tuple[Callable[[CallInForward, Any, BaseException | None], Any], ...]
-    outputs_are_ready: Callable[[CallInForward, Sequence[Tensor], Any, Any], None]
-    forward_ends: Callable[[BaseException | None], None]
-    backward_begins: Callable[[], None]
-    unit_returns: Callable[[Unit, CallInForward | None], None]
-    full_gradients: Callable[[Unit, Sequence[Tensor | None]], None]
-    gradients_arrive: Callable[[Unit], None]
-    backward_ends: Callable[[], None]
-    backward_ended: Callable[[bool], None]
-    gradients_are_clipped: Callable[[float, float], None]
-    memory_is_for: Callable[[Purpose | None], None]
-    interrupted: Callable[[], None]
+    outputs_are_ready: tuple[Callable[[CallInForward, Sequence[Tensor], Any, Any], None], ...]
+    forward_ends: tuple[Callable[[BaseException | None], None], ...]
+    backward_begins: tuple[Callable[[], None], ...]
+    unit_returns: tuple[Callable[[Unit, CallInForward | None], None], ...]
+    full_gradients: tuple[Callable[[Unit, Sequence[Tensor | None]], None], ...]
+    gradients_arrive: tuple[Callable[[Unit], None], ...]
+    backward_ends: tuple[Callable[[], None], ...]
+    backward_ended: tuple[Callable[[bool], None], ...]
+    gradients_are_clipped: tuple[Callable[[float, float], None], ...]
+    memory_is_for: tuple[Callable[[Purpose | None], None], ...]
+    interrupted: tuple[Callable[[], None], ...]
 
     def __init__(self) -> None:
         self._attached: list[Observer] = []
@@ -168,12 +153,5 @@ class Observers:
 
     def _sort(self) -> None:
         for name in MOMENTS:
-            overriding = [o for o in self._attached if getattr(type(o), name) is not getattr(Observer, name)]
-            callbacks = [getattr(o, name) for o in overriding]
-            if name == "unit_leaves":
-                self.unit_leaves = tuple(callbacks)
-            elif len(callbacks) == 1:  # the common case, without a loop
-                setattr(self, name, callbacks[0])
-            else:
-                setattr(self, name, _in_turn(callbacks) if callbacks else _nothing)
-        self.reads_gradients = self.gradients_arrive is not _nothing
+            observers = [o for o in self._attached if getattr(type(o), name) is not getattr(Observer, name)]
+            setattr(self, name, tuple([getattr(o, name) for o in observers]))
