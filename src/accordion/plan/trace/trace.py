@@ -24,6 +24,7 @@ from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
 from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
+from accordion.safety.liveness.wording import place_of
 
 CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and backward (torch's default on Hopper)
 
@@ -172,14 +173,9 @@ def _as_fakes(model: nn.Module) -> None:
 
 def _value_error(error: BaseException) -> str:
     """Return the error message that names the operator and the line of the model that need the values of a tensor."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in f.filename and "/accordion/" not in f.filename
-    ]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     reason = str(error).splitlines()[0] or type(error).__name__
     return (
-        f"the model needs the values of a tensor{place}: {reason}; a trace has none. Pass a loss and a batch that avoid "
+        f"the model needs the values of a tensor{place and f' {place}'}: {reason}; a trace has none. Pass a loss and a batch that avoid "
         "it, or a model in which that line is replaced by its worst case."
     )
