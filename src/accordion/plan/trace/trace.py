@@ -176,6 +176,6 @@ def _value_error(error: BaseException) -> str:
     place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     reason = str(error).splitlines()[0] or type(error).__name__
     return (
-        f"the model needs the values of a tensor{place and f' {place}'}: {reason}; a trace has none. Pass a loss and a batch that avoid "
-        "it, or a model in which that line is replaced by its worst case."
+        f"the model needs the values of a tensor{' ' if place else ''}{place}: {reason}; a trace has none. Pass a loss and a "
+        "batch that avoid it, or a model in which that line is replaced by its worst case."
     )
