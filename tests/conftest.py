@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, here and in all that tests start: two workers with two threads each wait for each other in busy
-# loops, which takes more of two cores than the sums do. What counts threads asks for its own number of them.
+# Set before torch is imported, for this process and all that tests start: the threads of two workers would wait for each
+# other in busy loops and slow both down. Tests that count threads set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -21,12 +21,12 @@ from hypothesis import settings
 
 from tests import devices, pool
 
-settings.register_profile("shared machine", deadline=None)  # rank processes may take the cores for a while
+settings.register_profile("shared machine", deadline=None)  # rank processes may occupy the cores for a while
 settings.load_profile("shared machine")
 
-GLOO_TAKES = ("cuda",)  # beside the CPU
-RANKS = {"world", "device_world", "crowded_world"}  # fixtures of who computes where `--device` says
-UNAVAILABLE = pytest.StashKey[str | None]()  # why the device that was asked for is not to be had
+GLOO_TAKES = ("cuda",)  # besides the CPU
+RANKS = {"world", "device_world", "crowded_world"}  # fixtures whose ranks compute on the device of `--device`
+UNAVAILABLE = pytest.StashKey[str | None]()  # the reason why the requested device is not available
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         default="cpu",
         choices=["cpu", "sim"],
-        help="where the ranks of `world` compute: the CPU or a simulated accelerator, which is built first (tests/sim)",
+        help="device of the ranks of `world`: the CPU or a simulated accelerator, which is built first (tests/sim)",
     )
 
 
@@ -43,15 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def backends(device_type: str) -> str:
-    """Gloo for what lies on the CPU, and what torch takes for the device itself."""
+    """Return the backends of a process group: gloo for CPU tensors, and torch's default backend for `device_type`."""
     return f"cpu:gloo,{device_type}:{torch.distributed.get_default_backend_for_device(device_type)}"
 
 
 @pytest.fixture(scope="session")
 def world(pytestconfig: pytest.Config) -> Iterator[pool.Pool]:
-    """Four ranks on the CPU, or where `--device` says: `world.run(num_ranks, fn, *args)` calls `fn(mesh, *args)` on each.
+    """Yield four ranks on the device of `--device`.
 
-    It returns their results. `fn` makes its tensors on `tests.devices.device()`.
+    `world.run(num_ranks, fn, *args)` calls `fn(mesh, *args)` on each rank and returns the results. `fn` creates its
+    tensors on `tests.devices.device()`.
     """
     device = pytestconfig.getoption("device")
     ranks = pool.Pool() if device == "cpu" else pool.Pool(pool.RANKS, device, backends(device))
@@ -61,7 +62,7 @@ def world(pytestconfig: pytest.Config) -> Iterator[pool.Pool]:
 
 @pytest.fixture(scope="session")
 def device_world() -> Iterator[pool.Pool]:
-    """As `world`, with one rank for each accelerator of this machine, up to four; for tests marked `accelerator`."""
+    """Yield one rank for each accelerator of this machine, at most four, for tests marked `accelerator`."""
     device = torch.accelerator.current_accelerator()
     assert device is not None, "a test that uses device_world needs the marker `accelerator`"
     count = min(pool.RANKS, torch.accelerator.device_count())
@@ -72,7 +73,7 @@ def device_world() -> Iterator[pool.Pool]:
 
 @pytest.fixture(scope="session")
 def crowded_world() -> Iterator[pool.Pool]:
-    """As `world`, four ranks that share the accelerators of this machine over gloo; NCCL takes one rank an accelerator."""
+    """Yield four ranks that share the accelerators of this machine over gloo (NCCL allows one rank per accelerator)."""
     device = torch.accelerator.current_accelerator()
     assert device is not None, "a test that uses crowded_world needs the marker `accelerator`"
     ranks = pool.Pool(pool.RANKS, device.type, "gloo" if device.type in GLOO_TAKES else backends(device.type))
@@ -82,19 +83,22 @@ def crowded_world() -> Iterator[pool.Pool]:
 
 @pytest.fixture(scope="session")
 def run_fake() -> Callable[..., Any]:
-    """`run_fake(num_ranks, rank, fn, *args)` calls `fn(mesh, *args)` as that rank of a world that does not exist."""
+    """Return `run_fake(num_ranks, rank, fn, *args)`, which calls `fn(mesh, *args)` as rank `rank` of a fake process group."""
     return pool.run_fake
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker's fork server imports while the worker collects, and before `accordion bench` starts one with less in it."""
+    """Start the worker's fork server, which imports torch while the worker collects tests.
+
+    It must start before `accordion bench` starts a fork server with fewer imports.
+    """
     if hasattr(session.config, "workerinput"):
         pool.fork_context()
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # collections look only at what tests made, and not at all that was imported
+    gc.freeze()  # the garbage collector skips imported objects
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -126,24 +130,24 @@ def why_not_here(item: pytest.Item, device: str) -> str | None:
 
 @pytest.fixture
 def no_waiting(tmp_path: Path) -> Iterator[None]:
-    """Who opens a pipe without a writer waits for good: one comes to those below `tmp_path`, and the test fails.
+    """Fail the test if it waits for a writer of a named pipe below `tmp_path`.
 
-    From a thread, since code that is not Python's goes on to wait after a signal.
+    A thread opens such pipes for writing, since a signal does not end a wait in code that is not Python's.
     """
-    done, found = threading.Event(), list[str]()
+    done, pipes = threading.Event(), list[str]()
 
     def write() -> None:
         while not done.wait(5.0):
             for folder, _, names in os.walk(tmp_path):
                 for path in (os.path.join(folder, name) for name in names):
-                    with suppress(OSError):  # gone, or a pipe for which nobody waits
+                    with suppress(OSError):  # removed, or a pipe that has no reader
                         if stat.S_ISFIFO(os.lstat(path).st_mode):
                             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-                            found.append(path)
+                            pipes.append(path)
 
     writer = threading.Thread(target=write)
     writer.start()
     yield
     done.set()
     writer.join()
-    assert not found, "it waits for a pipe"
+    assert not pipes, "the test waited for a pipe"
