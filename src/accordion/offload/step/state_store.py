@@ -43,10 +43,9 @@ class States:
         device: torch.device,
         pool: Callable[[], Any],
         side_streams: tuple[SideStream, SideStream],
-        checksums: bool,
         make_arena: ArenaMaker,
     ) -> None:
-        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
+        self._device, self._pool, self._side_streams = device, pool, side_streams
         self._make_arena = make_arena
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which it keeps alive
         self.files: list[SwapFile] = []
@@ -127,7 +126,7 @@ class States:
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
         folder = folder_of(place)
         if folder is not None:
-            self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
+            self.files.append(SwapFile(folder, num_bytes))
             return self.files[-1]
         if place == DEVICE:
             return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
