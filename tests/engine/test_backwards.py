@@ -350,7 +350,7 @@ def recomputed(mesh, name: str, manner: str) -> None:
     sampled(  # poisoned, which three ranks are, in every manner where a unit is recomputed twice
         [(name, manner, num_ranks) for name in RECOMPUTED for manner in MANNERS for num_ranks in FEW],
         lambda name, manner, num_ranks: (
-            manner in ("reentrant", "not reentrant") if num_ranks == 2 else name == "around and inside of units"
+            num_ranks == 3 and (manner == "reentrant" or name == "around and inside of units")
         ),
     ),
 )

@@ -120,7 +120,7 @@ ROWS = [(num_ranks, place) for num_ranks in (8, 64, 1024) for place in ("first",
 
 @pytest.mark.parametrize(
     ("num_ranks", "place"),
-    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((8, "last"), (1024, "middle"))),
+    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((1024, "middle"),)),
 )
 def test_shards_bytes_and_collectives_at_any_size(run_fake, num_ranks, place):
     rank = {"first": 0, "middle": num_ranks // 2 + 1, "last": num_ranks - 1}[place]

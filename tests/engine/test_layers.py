@@ -113,8 +113,9 @@ def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(
     ("strategy", "debug"),
     [
-        ("full_shard", ()),
-        ("shard_grad_op", ("streams",)),
+        ("full_shard", ("streams",)),
+        pytest.param("full_shard", (), marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", ("streams",), marks=pytest.mark.slow),
         pytest.param("shard_optim", ("streams",), marks=pytest.mark.slow),
     ],
 )

@@ -38,7 +38,7 @@ TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
     ),
     "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "wrapped": True}),
 }
-USUAL = ("uneven", "bf16", "recomputed", "accumulated", "late and filled", "on disk")
+USUAL = ("uneven", "accumulated", "late and filled")
 
 
 def ends_alike(mesh: Any, case: str) -> None:

@@ -73,13 +73,13 @@ def abandoned(mesh, strategy: acc.Strategy) -> None:
         assert_at_rest(model)
 
 
-@under("full_shard", "no_shard", "hybrid_shard_optim")
+@under("full_shard", "hybrid_shard_optim")
 def test_forwards_that_nothing_walks_back_leave_nothing_behind(world, strategy):
     """What they keep gathered for a backward ends with the first step after them."""
     run_under(world, strategy, abandoned)
 
 
-@under("full_shard", "shard_optim", "hybrid_shard")
+@under("full_shard", "shard_optim")
 def test_training_goes_on_after_eval_no_grad_and_inference_mode(world, strategy):
     run_under(world, strategy, modes)
 
@@ -121,7 +121,7 @@ def grad_of(mesh, strategy: acc.Strategy) -> None:
     assert names == [name for name, _ in model.named_parameters()]
 
 
-@under("shard_grad_op", "no_shard", "hybrid_shard")
+@under("full_shard", "no_shard")
 def test_autograd_grad_of_parameters(world, strategy):
     run_under(world, strategy, grad_of)
 
@@ -145,7 +145,7 @@ def param_hooks(mesh, strategy: acc.Strategy) -> None:
     assert len(finished) == 3
 
 
-@under("full_shard", "shard_optim", "hybrid_shard_optim")
+@under("full_shard", "hybrid_shard_optim")
 def test_hooks_of_parameters_fire_once_a_backward(world, strategy):
     run_under(world, strategy, param_hooks)
 
@@ -182,7 +182,7 @@ def exceptions(mesh, strategy: acc.Strategy) -> None:
             assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
-@under("full_shard", "shard_grad_op", "hybrid_shard")
+@under("full_shard", "shard_grad_op")
 def test_a_step_after_one_that_raised_is_a_good_one(world, strategy):
     run_under(world, strategy, exceptions)
 
@@ -228,7 +228,7 @@ def shared_gradients(mesh, strategy: acc.Strategy) -> None:
         assert torch.equal(mine.seen[0], theirs.seen[0]), "a hook's gradient was written into"
 
 
-@under("full_shard", "no_shard", "hybrid_shard")
+@under("full_shard", "no_shard")
 def test_gradients_that_autograd_shares_stay_what_they_are(world, strategy):
     run_under(world, strategy, shared_gradients)
     if strategy == "full_shard":

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device, here
-from tests.support.checks import (
-    logged,
-)
+from tests.support.checks import logged
 from tests.support.compare import (
     Case,
     Pair,
@@ -25,6 +23,7 @@ from tests.support.compare import (
     seeded,
 )
 from tests.support.reference import params_of
+from tests.support.sample import sampled
 
 
 class Stack(nn.Module):
@@ -65,6 +64,7 @@ MERGED = {  # what is one parameter; names as the log gives them
     "between root and a unit": [{"lift.weight", "blocks.1.a.weight"}],
     "two parameters over one storage": [{"embed.weight", "head.weight"}],
 }
+IN_MODULES = [tie for tie in MERGED if tie != "two parameters over one storage"]
 
 
 def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
@@ -91,7 +91,7 @@ def tied_training(mesh, tie: str) -> None:
         assert not lines, "the first rank alone says it"
 
 
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
+@pytest.mark.parametrize("tie", IN_MODULES)
 @on_ranks
 def test_tied_weights_train_as_one_and_the_log_names_them(world, tie, num_ranks):
     world.run(num_ranks, tied_training, tie)
@@ -145,7 +145,7 @@ def tied_meta(mesh, tie: str) -> None:
         rest(model)
 
 
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
+@pytest.mark.parametrize("tie", sampled(IN_MODULES, "across sibling units".__eq__))
 @on_ranks
 def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(world, tie, num_ranks):
     world.run(num_ranks, tied_meta, tie)
@@ -181,10 +181,9 @@ def tied_states(mesh, tie: str, path: str) -> None:
     untied.load_state_dict({n: t for n, t in state.items() if n != "lift.weight"})
 
 
-@pytest.mark.parametrize("tie", MERGED)
+@pytest.mark.parametrize(
+    "tie", sampled(MERGED, {"across sibling units", "two parameters over one storage"}.__contains__)
+)
 @on_ranks
 def test_tied_weights_in_full_state_dict_save_and_load(world, tie, num_ranks, tmp_path):
     world.run(num_ranks, tied_states, tie, str(tmp_path / "checkpoint"))
-
-
-# -- over units

@@ -111,7 +111,7 @@ def backwards(mesh, how: str, trained: str) -> None:
 
 
 ROWS = [(how, trained) for how in WAYS for trained in TRAINED]
-USUAL = turns(WAYS, TRAINED) | {(how, "adapters") for how in WAYS}
+USUAL = turns(WAYS, TRAINED)
 
 
 @pytest.mark.parametrize(("how", "trained"), sampled(ROWS, lambda *row: row in USUAL))

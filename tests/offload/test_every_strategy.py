@@ -16,16 +16,12 @@ from accordion.offload.estimate import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss
+from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss, under
 from tests.support.offloads import HOST, MIXED, OPTIMIZER, SCENARIOS, disk, disk_of_all, fresh, places, same_as_without
 from tests.support.reference import local_of
 
-SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
 
-
-@pytest.mark.parametrize(
-    "strategy", [s if s in SAMPLE else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
-)
+@under("full_shard", "hybrid_shard_optim")
 def test_no_bit_differs(world, strategy, tmp_path):
     policy = STRATEGIES[strategy]
     which = list(STRATEGIES).index(strategy)
@@ -239,7 +235,7 @@ def saved(mesh, path: str) -> None:
 
 
 def test_callers_see_the_same_as_without_offload(world, tmp_path):
-    world.run(2, addresses)
-    world.run(2, landing)
+    world.run(1, addresses)
+    world.run(1, landing)
     world.run(2, uses, tmp_path)
     world.run(2, saved, str(tmp_path))

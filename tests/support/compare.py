@@ -19,8 +19,8 @@ from tests.support.gathered import gathered
 from tests.support.reference import assert_close, grads_of, params_of
 from tests.support.sample import sampled
 
-# Two compare bit for bit, three divide no rows and are poisoned; what four add to them is met under `make test-all`.
-on_ranks = pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+# Three divide no rows and are poisoned; `make test-all` also compares on two, bit for bit, and on four.
+on_ranks = pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], lambda num_ranks: num_ranks == 3))
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
