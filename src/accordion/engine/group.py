@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, carried
+from accordion.engine.communicator import Axis, Communicator, carried
 from accordion.engine.context import ShardingContext
-from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
+from accordion.engine.full_buffer import FullBuffer, FullMemory
+from accordion.engine.gather import AxisGather
 from accordion.engine.gloo import SendingGather
-from accordion.engine.late_gradients import runs
-from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
+from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message, runs
 from accordion.engine.params import Param
 from accordion.engine.reduce import ReducePlan
 from accordion.engine.shards import NO_VERSION, FlatShards, ShardBuffer

@@ -10,7 +10,7 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine.communicator import carried
 from accordion.engine.context import ShardingContext
-from accordion.engine.gather import FullBuffer
+from accordion.engine.full_buffer import FullBuffer
 from accordion.engine.group import CutGroup, GroupPlan
 from accordion.engine.layout import Cut, aligned, full_offsets
 from accordion.engine.shards import NO_VERSION
