@@ -28,6 +28,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_world
 
 # -- entry points
 
@@ -108,7 +109,8 @@ def test_methods_beside_forward_use_full_parameters(world, num_ranks):
     world.run(num_ranks, entered)
 
 
-def no_entry(mesh) -> None:
+@on_world(1)
+def test_what_cannot_be_an_entry_point_is_named(mesh) -> None:
     model = acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     with pytest.raises(acc.UsageError, match="no method 'enkode'"):
         acc.entry_point(model, "enkode")
@@ -116,10 +118,6 @@ def no_entry(mesh) -> None:
         acc.entry_point(model.first, "forward")
     with pytest.raises(acc.UsageError, match="is no unit"):
         acc.entry_point(Entered(), "encode")
-
-
-def test_what_cannot_be_an_entry_point_is_named(world):
-    world.run(1, no_entry)
 
 
 # -- hooks
@@ -443,14 +441,11 @@ def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind, nu
     world.run(num_ranks, hooks_before, kind)
 
 
-def hooked_twins(mesh) -> None:
+@on_world(1)
+def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(mesh) -> None:
     for hooked in ("first", "last"):
         model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
         model["last"].weight = nn.Parameter(model["first"].weight.data)
         model[hooked].weight.register_hook(lambda g: g)
         with pytest.raises(acc.UsageError, match=r"first\.weight, last\.weight .*hook"):
             acc.shard(model, mesh=mesh)
-
-
-def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(world):
-    world.run(1, hooked_twins)

@@ -22,6 +22,7 @@ from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
 from tests.support.compare import seeded
+from tests.support.ranked import on_world
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -148,19 +149,6 @@ class Scorer(nn.Module):
         return F.linear(self.block(x), self.head.weight)
 
 
-def check_frozen_whole(mesh) -> None:
-    model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
-    acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
-    for step in range(3):
-        seen = []
-        for m in (model, plain):
-            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(device()).requires_grad_()
-            m(x).square().mean().backward()
-            seen.append(x.grad)
-        torch.testing.assert_close(seen[0], seen[1])
-        assert_at_rest(model)
-
-
 @pytest.mark.parametrize(
     ("strategy", "debug"),
     [
@@ -173,8 +161,18 @@ def test_a_frozen_layers_weight_is_read_from_outside(world, strategy: str, debug
     world.run(2, check_frozen, (strategy,), debug)
 
 
-def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(world) -> None:
-    world.run(2, check_frozen_whole)
+@on_world(2)
+def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(mesh) -> None:
+    model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
+    acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
+    for step in range(3):
+        seen = []
+        for m in (model, plain):
+            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(device()).requires_grad_()
+            m(x).square().mean().backward()
+            seen.append(x.grad)
+        torch.testing.assert_close(seen[0], seen[1])
+        assert_at_rest(model)
 
 
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
@@ -262,17 +260,14 @@ def test_ranks_may_differ_in_what_they_read(world) -> None:
     assert all(len(said) == 1 for said in world.run(2, check_apart))
 
 
-def check_recomputed(mesh) -> None:
+@on_world(2)
+def test_recomputed_units_are_blocks(mesh) -> None:
     """Layers alone are not recomputed: there is nothing to save."""
     model, plain = both(mesh, "module", checkpoint_activations="every:2")
     wrapped = [name for name, m in model.named_modules() if "forward" in m.__dict__ and name]
     assert wrapped == ["blocks.0", "blocks.2"]
     for step in range(2):
         check_step(mesh, model, plain, step)
-
-
-def test_recomputed_units_are_blocks(world) -> None:
-    world.run(2, check_recomputed)
 
 
 def test_which_layers_are_units() -> None:

@@ -19,6 +19,7 @@ from tests.devices import device, here
 from tests.support import models, reference
 from tests.support.checks import assert_close, assert_equal, logged, mesh_of, one_loss, run_all, run_under, under
 from tests.support.models import Block
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
@@ -98,7 +99,8 @@ def convolution() -> nn.Sequential:
     return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
 
 
-def batch_norms(mesh) -> None:
+@on_world(2)
+def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
     """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
     plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
     plain[0].to(BF16)
@@ -112,15 +114,12 @@ def batch_norms(mesh) -> None:
     assert model(x).dtype == model[1][0].running_mean.dtype == BF16
 
 
-def test_batch_norms_keep_the_dtype_of_their_statistics(world):
-    world.run(2, batch_norms)
-
-
 def test_each_thing_is_in_the_dtype_that_was_asked_for(world):
     world.run(2, dtypes)
 
 
-def overridden(mesh) -> None:
+@on_world(2)
+def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     kept = acc.Precision(params=FP32)
     for overrides in ({"second": kept}, {"sec*": kept}):
         model = seen()
@@ -145,10 +144,6 @@ def overridden(mesh) -> None:
     assert found == [FP32, FP32, BF16, BF16], "an override may name the dtype of its output"
     with pytest.raises(acc.UsageError, match=r"third.*no unit"):
         acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
-
-
-def test_a_unit_may_have_a_precision_of_its_own(world):
-    world.run(2, overridden)
 
 
 def adapted() -> models.Tiny:
@@ -369,7 +364,8 @@ def test_autocast_saves_no_copy_of_a_weight_where_precision_is_set_and_warns_onc
             assert re.search(r"\d", about[0]), "names the bytes"
 
 
-def matched_inputs(mesh) -> None:
+@on_world(2)
+def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
     torch.manual_seed(0)
     plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
@@ -388,10 +384,6 @@ def matched_inputs(mesh) -> None:
     assert xs[1].grad.dtype == FP32
     assert torch.equal(xs[0].grad, xs[1].grad)
     assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
-
-
-def test_inputs_are_cast_and_their_gradients_come_back(world):
-    world.run(2, matched_inputs)
 
 
 def full_precision_outside(mesh, strategy: acc.Strategy) -> None:

@@ -15,6 +15,7 @@ from accordion.engine.layout import aligned, cut, full_offsets
 from tests.inside import units_of
 from tests.support import checks, models, reference
 from tests.support.meters import Wire
+from tests.support.ranked import on_world
 from tests.support.reference import Scenario
 from tests.support.sample import sampled
 
@@ -41,7 +42,9 @@ TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
 USUAL = ("uneven", "accumulated", "late and filled")
 
 
-def ends_alike(mesh: Any, case: str) -> None:
+@pytest.mark.parametrize("case", sampled(TRAINED, lambda case: case in USUAL))
+@on_world(RANKS)
+def test_training_is_bit_for_bit_that_without_it(mesh: Any, case: str) -> None:
     """With and without: the same losses, gradients and parameters, bit for bit."""
     scenario, options = TRAINED[case]
 
@@ -56,11 +59,6 @@ def ends_alike(mesh: Any, case: str) -> None:
     for name, grad in without.grads.items():
         found = with_it.grads[name]
         assert (grad is None and found is None) or torch.equal(grad, found), name
-
-
-@pytest.mark.parametrize("case", sampled(TRAINED, lambda case: case in USUAL))
-def test_training_is_bit_for_bit_that_without_it(world: Any, case: str) -> None:
-    world.run(RANKS, ends_alike, case)
 
 
 def sent(mesh: Any, secondary: int | None, micros: int, no_sync: bool) -> dict[str, dict[str, int]]:
@@ -117,17 +115,15 @@ def test_micro_batches_that_only_add_up_gather_from_near_ranks_too(world: Any) -
         assert found["forward"][all_ranks] < 3 * once[rank]["forward"][all_ranks]
 
 
-def neighbours(mesh: Any) -> None:
+@on_world(RANKS)
+def test_the_near_ranks_are_those_beside_a_rank(mesh: Any) -> None:
     model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
     first = mesh.get_rank() - mesh.get_rank() % NEAR
     assert all(group.over.ranks == [first, first + 1] for unit in units_of(model) for group in unit.groups)
 
 
-def test_the_near_ranks_are_those_beside_a_rank(world: Any) -> None:
-    world.run(RANKS, neighbours)
-
-
-def kept(mesh: Any) -> None:
+@on_world(RANKS)
+def test_parts_take_what_describe_says_and_go_with_the_backward(mesh: Any) -> None:
     """The parts stand from the forward to the end of the backward, have the bytes that `describe` says, and then go."""
     model = acc.shard(models.wide(), mesh=mesh, secondary=NEAR, units={models.Block})
     blocks = [unit for unit in units_of(model) if unit.name]
@@ -157,11 +153,8 @@ def kept(mesh: Any) -> None:
     assert not any(parts().values()), "no backward follows"
 
 
-def test_parts_take_what_describe_says_and_go_with_the_backward(world: Any) -> None:
-    world.run(RANKS, kept)
-
-
-def sees_writes(mesh: Any) -> None:
+@on_world(RANKS)
+def test_a_write_makes_parts_stale(mesh: Any) -> None:
     """What is written between a forward and the next is seen by it."""
     model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
     wanted = models.plain()
@@ -178,10 +171,6 @@ def sees_writes(mesh: Any) -> None:
         first.backward()
 
 
-def test_a_write_makes_parts_stale(world: Any) -> None:
-    world.run(RANKS, sees_writes)
-
-
 def raises(mesh: Any) -> None:
     for wrong in (0, 1, 3, 5, 8, True, 2.0, "2"):
         with pytest.raises(acc.UsageError, match="a divisor of 4 above 1"):
@@ -196,7 +185,8 @@ def test_what_it_cannot_be_is_one_sentence(world: Any) -> None:
     world.run(RANKS, raises)
 
 
-def after_an_error(mesh: Any) -> None:
+@on_world(RANKS)
+def test_steps_after_an_error_are_those_of_a_fresh_model(mesh: Any) -> None:
     """A backward that raises leaves nothing behind that the next step would compute with."""
     model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
     loss = checks.one_loss(model)
@@ -208,7 +198,3 @@ def after_an_error(mesh: Any) -> None:
     wanted = acc.shard(models.plain(), mesh=mesh)
     checks.go_on(wanted, torch.optim.SGD(wanted.parameters(), lr=0.1), range(3))
     checks.assert_equal(checks.full(model), checks.full(wanted))
-
-
-def test_steps_after_an_error_are_those_of_a_fresh_model(world: Any) -> None:
-    world.run(RANKS, after_an_error)

@@ -15,6 +15,7 @@ import accordion as acc
 from tests.devices import device
 from tests.support.checks import assert_at_rest, assert_close, mesh_of
 from tests.support.compare import seeded
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of
 
 
@@ -125,7 +126,8 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
-def refused(mesh) -> None:
+@on_world(2)
+def test_what_is_not_supported_is_one_sentence(mesh) -> None:
     plain, model = pair(mesh)
     for match, use in REFUSED.values():
         for train in (True, False):
@@ -140,10 +142,6 @@ def refused(mesh) -> None:
             REFUSED[name][1](model)
 
 
-def test_what_is_not_supported_is_one_sentence(world):
-    world.run(2, refused)
-
-
 ALIKE: dict[str, Callable[[nn.Module], Any]] = {
     "jacobian": lambda m: functional.jacobian(m, numbers(1)),
     "jacobian at once": lambda m: functional.jacobian(m, numbers(1), vectorize=True),
@@ -156,14 +154,11 @@ IN_FULL: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def supported(mesh) -> None:
+@on_world(2)
+def test_jacobians_of_inputs_and_transforms_inside_of_full_params(mesh) -> None:
     plain, model = pair(mesh)
     for use in ALIKE.values():
         assert torch.allclose(use(plain), use(model), atol=1e-6)
     with acc.full_params(model):
         for use in IN_FULL.values():
             assert torch.allclose(use(plain), use(model), atol=1e-6)
-
-
-def test_jacobians_of_inputs_and_transforms_inside_of_full_params(world):
-    world.run(2, supported)

@@ -16,6 +16,7 @@ from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import assert_equal, go_on, one_loss
 from tests.support.offloads import chunks_of_at_most, disk, disk_of_all
+from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 
@@ -55,26 +56,23 @@ class KeepsHistory(torch.optim.SGD):
                 self.state[p].setdefault("history", []).append(p.grad.clone())
 
 
-def without_states(mesh, path: Path) -> None:
+@on_world(2)
+def test_an_optimizer_without_states_or_with_lists_of_them(mesh, tmp_path: Path) -> None:
     """An optimizer without states trains as without offload; states in lists, which cannot be split, are refused."""
     trained = []
-    for options in ({}, {"offload": disk(path)}):
+    for options in ({}, {"offload": disk(tmp_path)}):
         model = acc.shard(models.plain(), mesh=mesh, **options)
         optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         go_on(model, optimizer, range(2))
         acc.synchronize(model)
         trained.append(params_of(model))
     assert_equal(*trained)
-    model = acc.shard(models.plain(), mesh=mesh, offload=disk(path))
+    model = acc.shard(models.plain(), mesh=mesh, offload=disk(tmp_path))
     optimizer = acc.wrap_optimizer(KeepsHistory(model.parameters()), elementwise=True)
     one_loss(model).backward()
     optimizer.step()
     with pytest.raises(acc.UsageError, match=r"created a state 'history' .* or that is a list or dict"):
         acc.synchronize(model)
-
-
-def test_an_optimizer_without_states_or_with_lists_of_them(world, tmp_path):
-    world.run(2, without_states, tmp_path)
 
 
 def all_on_disk(mesh, path: Path) -> None:
@@ -150,10 +148,11 @@ def touched(mesh, path: Path) -> None:
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
-def changed_unseen(mesh, path: Path) -> None:
+@on_world(1)
+def test_a_write_without_a_version_counts(mesh, tmp_path: Path) -> None:
     """A write that increments no tensor version (foreach on DTensors) counts."""
     found = []
-    for offload in (None, disk_of_all(path)):
+    for offload in (None, disk_of_all(tmp_path)):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         for step in range(2):
@@ -164,10 +163,6 @@ def changed_unseen(mesh, path: Path) -> None:
             optimizer.zero_grad()
         found.append([value.clone() for value in params_of(model).values()])
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
-
-
-def test_a_write_without_a_version_counts(world, tmp_path):
-    world.run(1, changed_unseen, tmp_path)
 
 
 def test_everything_on_disk(world, tmp_path):

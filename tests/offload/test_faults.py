@@ -26,6 +26,7 @@ from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
 from tests.support.processes import run_python
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of, params_of
 
 
@@ -54,12 +55,24 @@ def at_rest(mesh) -> None:
     assert mesh.size() == 1
 
 
-def broken_disk(mesh, path: Path) -> None:
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    acc.synchronize(model)
+
+
+@contextmanager
+def failing_calls(call: str, number: int) -> Iterator[None]:
+    with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
+        yield
+
+
+@on_world(1)
+def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> None:
     """A full disk, and one that cannot be read raise an error that names it, for all kinds of data."""
     for what, offload in {
-        "states": disk(path),
-        "all": disk_of_all(path),
-        "device": disk_of_all(path, step="device"),
+        "states": disk(tmp_path),
+        "all": disk_of_all(tmp_path),
+        "device": disk_of_all(tmp_path, step="device"),
     }.items():
         for breaks, message in (
             (("pwritev", errno.ENOSPC), "could not be written: No space left on device"),
@@ -73,31 +86,17 @@ def broken_disk(mesh, path: Path) -> None:
             one_loss(model).backward()
             with failing_calls(*breaks), pytest.raises(acc.OffloadError, match=message):
                 stepped(model, optimizer)
-            assert os.listdir(path) == [], what
+            assert os.listdir(tmp_path) == [], what
 
 
-def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    acc.synchronize(model)
-
-
-@contextmanager
-def failing_calls(call: str, number: int) -> Iterator[None]:
-    with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
-        yield
-
-
-def test_a_disk_that_is_full_or_unreadable_is_named(world, tmp_path):
-    world.run(1, broken_disk, tmp_path)
-
-
-def unwrapped(mesh, path: Path) -> None:
+@on_world(1)
+def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(mesh, tmp_path: Path) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     with pytest.raises(
         acc.UsageError, match=r"Adam\(capturable=True\) .* unit 'root' .* leave out capturable, or pass step='device'"
     ):
         acc.wrap_optimizer(torch.optim.Adam(model.parameters(), capturable=True))
-    for offload in (disk(path), acc.Offload(optimizer="host", step="device")):
+    for offload in (disk(tmp_path), acc.Offload(optimizer="host", step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         one_loss(model).backward()
@@ -107,11 +106,8 @@ def unwrapped(mesh, path: Path) -> None:
             optimizer.step()
 
 
-def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(world, tmp_path):
-    world.run(1, unwrapped, tmp_path)
-
-
-def failing(mesh) -> None:
+@on_world(1)
+def test_an_error_of_the_step_is_not_lost(mesh) -> None:
     """An error on the step's thread is raised in the next call that needs the step."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -121,10 +117,6 @@ def failing(mesh) -> None:
     optimizer.step()
     with pytest.raises(TypeError):
         acc.synchronize(model)
-
-
-def test_an_error_of_the_step_is_not_lost(world):
-    world.run(1, failing)
 
 
 # -- what is refused
@@ -215,11 +207,8 @@ def test_pinned_memory_does_not_wait_for_the_device_at_exit():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def ranks_differ(mesh, path: Path) -> None:
-    tight = disk(path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
+@on_world(2)
+def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all(mesh, tmp_path: Path) -> None:
+    tight = disk(tmp_path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
     with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
         acc.shard(models.plain(), mesh=mesh, offload=tight)
-
-
-def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all(world, tmp_path):
-    world.run(2, ranks_differ, tmp_path)

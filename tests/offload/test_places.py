@@ -18,6 +18,7 @@ from tests.devices import device
 from tests.support import models
 from tests.support.checks import one_loss
 from tests.support.offloads import chunks_of_at_most
+from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 PLACES = ("device", "host", "disk")
@@ -97,7 +98,8 @@ def test_no_bit_differs_in_every_combination_on_several_ranks(world, kind, tmp_p
     world.run(3, in_every_combination, tmp_path, (kind,), timeout_s=600)
 
 
-def collected_in_a_step(mesh) -> None:
+@on_world(1)
+def test_a_model_collected_during_a_step_does_not_disturb_it(mesh) -> None:
     """A model that is garbage-collected during the step of another optimizer does not disturb that step."""
     model = models.Tiny(width=16, hidden=32, num_blocks=1)
     acc.shard(model, mesh=mesh, offload=acc.Offload(optimizer="host", step="device"), units={models.Block})
@@ -117,7 +119,3 @@ def collected_in_a_step(mesh) -> None:
     finally:
         first.remove()
         last.remove()
-
-
-def test_a_model_collected_during_a_step_does_not_disturb_it(world):
-    world.run(1, collected_in_a_step)

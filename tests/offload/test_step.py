@@ -19,6 +19,7 @@ from tests.optim.test_kinds_of_optimizers import OPTIMIZERS
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, MIXED, disk, disk_of_all, places
+from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 
@@ -71,7 +72,8 @@ def test_a_step_during_the_next_forward_changes_no_bit(world, kind, tmp_path):
     world.run(2, deferred, kind, tmp_path)
 
 
-def each_waits_for_its_own(mesh) -> None:
+@on_world(1)
+def test_a_gather_waits_for_the_step_of_its_own_unit(mesh) -> None:
     """The step of the last unit begins after the forward of the first one: units are stepped in the forward's order."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -99,14 +101,11 @@ def each_waits_for_its_own(mesh) -> None:
     assert order == ["embed.weight", "blocks.0", "blocks.1", "blocks.2"] * 2
 
 
-def test_a_gather_waits_for_the_step_of_its_own_unit(world):
-    world.run(1, each_waits_for_its_own)
-
-
-def scaled(mesh, path: Path) -> None:
+@on_world(2)
+def test_a_gradient_scaler_is_exact_during_the_next_forward(mesh, tmp_path: Path) -> None:
     """A scaler sets the scale and overflow as attributes of a fused optimizer, and removes them before units are stepped."""
     results = []
-    for offload in (None, HOST, disk(path), disk_of_all(path, step="device")):
+    for offload in (None, HOST, disk(tmp_path), disk_of_all(tmp_path, step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
         optimizer = acc.wrap_optimizer(
             torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device()), fused=True)
@@ -126,10 +125,6 @@ def scaled(mesh, path: Path) -> None:
     for losses, scale, params in results[1:]:
         assert (losses, scale) == results[0][:2]
         assert_equal(params, results[0][2])
-
-
-def test_a_gradient_scaler_is_exact_during_the_next_forward(world, tmp_path):
-    world.run(2, scaled, tmp_path)
 
 
 # -- in the backward
@@ -209,7 +204,8 @@ class Twice(nn.Module):
         return self.block(self.block(self.first(x)).tanh())
 
 
-def hooked(mesh) -> None:
+@on_world(1)
+def test_hooks_of_a_step_run_once_after_a_load_too(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     calls: list[str] = []
@@ -219,7 +215,3 @@ def hooked(mesh) -> None:
     optimizer.step()
     acc.synchronize(model)
     assert calls == ["before"], "torch wraps a step in its hooks again when a state dict is loaded"
-
-
-def test_hooks_of_a_step_run_once_after_a_load_too(world):
-    world.run(1, hooked)
