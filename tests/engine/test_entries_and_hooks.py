@@ -16,19 +16,17 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from tests.devices import device
-from tests.support.chains import FEW, Chain, mean_square, numbers, plain_run, steps_again
+from tests.support.chains import Chain, mean_square, numbers, plain_run, steps_again
 from tests.support.checks import PlantedError
 from tests.support.compare import (
     Pair,
     assert_alike,
     check_grads,
-    on_ranks,
     rest,
-    run_on_all,
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_world
+from tests.support.ranked import on_world, on_worlds
 
 # -- entry points
 
@@ -71,7 +69,8 @@ def enter(model: Entered, how: str) -> Any:
     return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
 
 
-def entered(mesh) -> None:
+@on_worlds
+def test_methods_beside_forward_use_full_parameters(mesh) -> None:
     plain, model = seeded(Entered), acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     for name in ("encode", "generate", "raises"):
         acc.entry_point(model, name)
@@ -102,11 +101,6 @@ def entered(mesh) -> None:
                 found.append(enter(m, "all"))
         assert_alike(found[1], found[0], exact=mesh.size() == 2)
     steps_again(mesh, model, plain)
-
-
-@on_ranks
-def test_methods_beside_forward_use_full_parameters(world, num_ranks):
-    world.run(num_ranks, entered)
 
 
 @on_world(1)
@@ -177,7 +171,10 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
     return x
 
 
-def hooked(mesh, when: str, change: bool) -> None:
+@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
+@pytest.mark.parametrize("when", ["after", "before"])
+@on_worlds
+def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
     seen: dict[int, Seen] = {}
     build = functools.partial(Chain, call=functools.partial(watch_activations, seen=seen))
     plain, model = seeded(build), seeded(build)
@@ -216,14 +213,8 @@ def dict_of(seen: Seen) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
-@pytest.mark.parametrize("when", ["after", "before"])
-@on_ranks
-def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(world, when, change, num_ranks):
-    world.run(num_ranks, hooked, when, change)
-
-
-def param_hooks(mesh) -> None:
+@on_worlds
+def test_hooks_of_parameters_see_the_sharded_gradient_once(mesh) -> None:
     """Each fires once a backward, with the sharded mean; what a hook returns is the gradient."""
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     order: dict[str, list[str]] = {"plain": [], "sharded": []}
@@ -253,12 +244,9 @@ def param_hooks(mesh) -> None:
         rest(model)
 
 
-@on_ranks
-def test_hooks_of_parameters_see_the_sharded_gradient_once(world, num_ranks):
-    world.run(num_ranks, param_hooks)
-
-
-def step_in_hooks(mesh, of: str) -> None:
+@pytest.mark.parametrize("of", ["parameter", "node"])
+@on_worlds
+def test_an_optimizer_may_step_in_the_hooks_of_parameters(mesh, of: str) -> None:
     """An optimizer for each parameter, stepped in its hook or its node's: the gradient is gone after the backward."""
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     optimizers = {p: torch.optim.SGD([p], lr=1 / 64) for p in model.parameters()}
@@ -289,13 +277,9 @@ def step_in_hooks(mesh, of: str) -> None:
         rest(model)
 
 
-@pytest.mark.parametrize("of", ["parameter", "node"])
-@on_ranks
-def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of, num_ranks):
-    world.run(num_ranks, step_in_hooks, of)
-
-
-def weight_in_hook(mesh, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_worlds
+def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(mesh, when: str) -> None:
     """A hook of a unit reads its weights: norms for a log, say."""
     found: dict[int, list[Tensor]] = {}
 
@@ -316,12 +300,6 @@ def weight_in_hook(mesh, when: str) -> None:
     for mine, theirs in zip(found[id(model.units[0])], found[id(plain.units[0])], strict=True):
         assert type(mine) is Tensor
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@on_ranks
-def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(world, when, num_ranks):
-    world.run(num_ranks, weight_in_hook, when)
 
 
 @contextmanager
@@ -349,7 +327,8 @@ def test_anomaly_detection_around_a_step(world):
         world.run(2, anomaly, strategy)
 
 
-def anomaly_of_one(mesh) -> None:
+@on_worlds
+def test_anomaly_detection_raises_on_the_rank_that_has_nan(mesh) -> None:
     """Only the sum over ranks is NaN, in the first row, which the first rank owns: inf there, -inf elsewhere."""
     rank = dist.get_rank()
     model = acc.shard(seeded(lambda: nn.Linear(2, mesh.size(), bias=False)), mesh=mesh)
@@ -377,11 +356,8 @@ def anomaly_of_one(mesh) -> None:
                 loss.backward()
 
 
-def test_anomaly_detection_raises_on_the_rank_that_has_nan(world):
-    run_on_all(world, anomaly_of_one, ranks=FEW)
-
-
-def marked(mesh) -> None:
+@on_worlds
+def test_attributes_of_parameters_survive(mesh) -> None:
     """Attributes of parameters are read by optimizers and schedulers (muP, `no_weight_decay`, `sequence_parallel`)."""
     model = seeded(Chain)
     twin = nn.Parameter(model.first.weight.data)
@@ -398,11 +374,9 @@ def marked(mesh) -> None:
         assert [p.my_flag for p in model.parameters()] == [n for n, _ in model.named_parameters()]
 
 
-def test_attributes_of_parameters_survive(world):
-    run_on_all(world, marked, ranks=FEW)
-
-
-def hooks_before(mesh, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_worlds
+def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(mesh, kind: str) -> None:
     """Hooks set before `shard`, by the handles that the caller keeps, with one more set after it."""
     models = plain, model = seeded(Chain), seeded(Chain)
     seen: dict[nn.Module, list[str]] = {plain: [], model: []}
@@ -433,12 +407,6 @@ def hooks_before(mesh, kind: str) -> None:
         for m in models:
             m.zero_grad()
             seen[m].clear()
-
-
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@on_ranks
-def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind, num_ranks):
-    world.run(num_ranks, hooks_before, kind)
 
 
 @on_world(1)

@@ -17,9 +17,9 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, logged, mesh_of, one_loss, run_all, run_under, under
+from tests.support.checks import assert_close, assert_equal, logged, mesh_of, one_loss, run_all
 from tests.support.models import Block
-from tests.support.ranked import on_world
+from tests.support.ranked import on_strategies, on_world
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
@@ -59,7 +59,8 @@ def call(model: nn.Module) -> dict[str, Any]:
     return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
 
 
-def dtypes(mesh) -> None:
+@on_world(2)
+def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
     model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "masters"
     out = call(model)
@@ -114,10 +115,6 @@ def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
     assert model(x).dtype == model[1][0].running_mean.dtype == BF16
 
 
-def test_each_thing_is_in_the_dtype_that_was_asked_for(world):
-    world.run(2, dtypes)
-
-
 @on_world(2)
 def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     kept = acc.Precision(params=FP32)
@@ -165,7 +162,8 @@ def adapted() -> models.Tiny:
     return model
 
 
-def adapters(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "no_shard")
+def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
     """Mixed dtypes need no flag: each parameter is gathered in its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -194,11 +192,6 @@ def adapters(mesh, strategy: acc.Strategy) -> None:
             assert_close(found, expected, 2e-6)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@under("full_shard", "no_shard")
-def test_adapters_on_a_frozen_two_byte_base(world, strategy):
-    run_under(world, strategy, adapters)
 
 
 def reduced(mesh, dtype: torch.dtype, how: str) -> None:
@@ -298,7 +291,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where, w
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), overflow, STRATEGIES[strategy], wrapped, where)
 
 
-def scaled_clip(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "hybrid_shard")
+def test_clipping_sees_unscaled_gradients(mesh, strategy: str) -> None:
     """The usual order with a scaler: unscale, clip, step."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -310,11 +304,6 @@ def scaled_clip(mesh, strategy: acc.Strategy) -> None:
         norms.append(acc.clip_grad_norm_(model, 1.0).item())
         optimizer.zero_grad()
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
-
-
-@under("full_shard", "hybrid_shard")
-def test_clipping_sees_unscaled_gradients(world, strategy):
-    run_under(world, strategy, scaled_clip)
 
 
 # -- autocast

@@ -16,19 +16,19 @@ from tests.devices import here
 from tests.inside import engine_in, units_of
 from tests.support.checks import assert_at_rest, step_all
 from tests.support.gathered import gathered
+from tests.support.ranked import on_num_ranks
 from tests.support.reference import assert_close, grads_of, params_of
 from tests.support.sample import sampled
 
-# Three divide no rows and are poisoned; `make test-all` also compares on two, bit for bit, and on four.
-on_ranks = pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], lambda num_ranks: num_ranks == 3))
+on_ranks = pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def on_its_ranks(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
-    """Each case by name on two, three and four ranks; usually on two if it is exact, and on three if it is not."""
+def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`on_mesh` for each case by name on two, three and four ranks; usually on two if it is exact, and on three if not."""
     rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
     usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
-    return pytest.mark.parametrize(("name", "num_ranks"), usual)
+    return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -168,9 +168,9 @@ def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) 
         world.run(num_ranks, fn, *args)
 
 
-def poisoned(mesh, case: Case) -> Case:
-    """On three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
-    return replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case
+def compare_poisoned(mesh, case: Case) -> nn.Module:
+    """`compare`; on three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
+    return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
 
 
 class Pair(nn.Module):
