@@ -242,6 +242,9 @@ def test_hooks_of_parameters_see_the_sharded_gradient_once(mesh) -> None:
         for m in (plain, model):
             m.zero_grad()
         rest(model)
+    with acc.no_sync(model):
+        plain_run(model, 0)
+    assert order["sharded"] == [], "nothing is accumulated without communication"
 
 
 @pytest.mark.parametrize("of", ["parameter", "node"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
@@ -23,6 +22,7 @@ from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
 from tests.support.compare import seeded
 from tests.support.ranked import on_world
+from tests.support.reference import grads_of
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -87,8 +87,7 @@ def check_step(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool 
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     for loss in losses:
         loss.backward()
-    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
-    assert_close(found, mean_grads(mesh, plain))
+    assert_close(grads_of(model), mean_grads(mesh, plain))
 
 
 def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:

@@ -22,7 +22,6 @@ from tests.support.checks import (
     mean_grads,
     one_loss,
 )
-from tests.support.models import Tiny
 from tests.support.ranked import on_strategies
 from tests.support.reference import grads_of
 
@@ -75,20 +74,6 @@ def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: s
         assert_at_rest(model)
 
 
-class Twice(Tiny):
-    """Calls its first block twice in a forward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.blocks[0](self.blocks[1](self.blocks[0](self.embed(tokens))))
-        return self.head(self.norm(x))
-
-
-def twice() -> Twice:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return here(Twice(num_blocks=2))
-
-
 # -- gradients by name, and hooks
 
 
@@ -111,26 +96,6 @@ def test_autograd_grad_of_parameters(mesh, strategy: str) -> None:
     assert_close(grads_of(model), mean_grads(mesh, plain))
     assert_at_rest(model)
     assert names == [name for name, _ in model.named_parameters()]
-
-
-@on_strategies("full_shard", "hybrid_shard_optim")
-def test_hooks_of_parameters_fire_once_a_backward(mesh, strategy: str) -> None:
-    """Hooks of a parameter see what they see without sharding: each gradient once, then the finished sum."""
-    model = acc.shard(twice(), mesh=mesh, strategy=strategy)
-    single: list[Tensor] = []
-    finished: list[Tensor] = []
-    weight = model.blocks[0].up.weight
-    weight.register_hook(lambda grad: single.append(grad))
-    weight.register_post_accumulate_grad_hook(lambda p: finished.append(p.grad.to_local().clone()))
-    for _ in range(2):
-        one_loss(model).backward()
-    assert len(single) == len(finished) == 2
-    assert torch.equal(finished[1], weight.grad.to_local())
-    with acc.no_sync(model):
-        one_loss(model).backward()
-    assert len(finished) == 2, "nothing is accumulated without communication"
-    one_loss(model).backward()
-    assert len(finished) == 3
 
 
 # -- exceptions

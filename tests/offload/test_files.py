@@ -21,7 +21,7 @@ from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
 from accordion.offload.step.pipelines import NUM_BUFFERS, HostPipeline, Stream
 from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
-from tests.support.disks import mounted
+from tests.support.disks import fill, mounted
 
 PAGE = swap_file.ALIGN_BYTES
 
@@ -334,10 +334,13 @@ def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
         first.write(0, filled(2**17, 1))
         with pytest.raises(OffloadError, match="has no room for 196608 bytes"):
             SwapFile(full, 3 * 2**16)  # another job has taken what was there
+        filler = fill(full)
         into = aligned_buffer(2**17)
         first.read(0, into)
         assert torch.equal(into, filled(2**17, 1)), "which it keeps"
+        first.write(0, filled(2**17, 2))  # and writes: its space is its own
         del first
+        filler.unlink()
         SwapFile(full, 3 * 2**16)
         assert os.listdir(full) == []
     with (

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import here
 from tests.inside import engine_in, units_of
-from tests.support.checks import assert_at_rest, step_all
-from tests.support.gathered import gathered
+from tests.support.checks import assert_at_rest, grads_of_ranks, step_all
 from tests.support.ranked import on_num_ranks
 from tests.support.reference import assert_close, grads_of, params_of
 from tests.support.sample import sampled
@@ -96,12 +95,10 @@ def compare(mesh, case: Case) -> nn.Module:
 
 def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
     """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
-    parts = gathered({name: p.grad for name, p in plain.named_parameters()}, mesh.get_group())
-    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
-    found = grads_of(model)
+    used, found = grads_of_ranks(mesh, plain), grads_of(model)
     wanted: dict[str, Tensor | None] = {}
     for name, p in plain.named_parameters():
-        mean = sum(g.float() for g in used[name]) / len(parts) if used[name] else None
+        mean = sum(g.float() for g in used[name]) / mesh.size() if used[name] else None
         wanted[name] = None if mean is None else mean.to(p.dtype if found[name] is None else found[name].dtype)
         p.grad = None if mean is None else wanted[name].to(p.dtype)
     # What ranks have may cancel, and who sums them in another order is off by a bit of what was summed and not of the sum.
