@@ -23,6 +23,7 @@ from tests.support.checks import assert_at_rest, assert_close, logged, mean_grad
 from tests.support.compare import seeded
 from tests.support.ranked import on_world
 from tests.support.reference import grads_of
+from tests.support.sample import sampled
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -90,51 +91,45 @@ def check_step(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool 
     assert_close(grads_of(model), mean_grads(mesh, plain))
 
 
-def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
-    for way in WAYS:
-        for name in strategies:
-            model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
-            assert [u.name for u in units_of(model) if u.is_layer] == (
-                ["tokens"] if way == "embedding" else ["tokens", "head"]
-            )
-            for step in range(3):
-                if way == "raises" and step == 1:
-                    for m in (model, plain):
-                        with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
-                            m(torch.zeros(2, 7, dtype=torch.long, device=device()))
-                check_step(mesh, model, plain, step)
-                if way != "raises":  # there a forward waits for its backward, for some more of them
-                    assert_at_rest(model)
-            tokens = drawn(mesh.get_rank(), 9)
-            with torch.no_grad():
-                torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "debug"),
-    [
-        ("full_shard", ("streams",)),
-        pytest.param("full_shard", (), marks=pytest.mark.slow),
-        pytest.param("shard_grad_op", ("streams",), marks=pytest.mark.slow),
-        pytest.param("shard_optim", ("streams",), marks=pytest.mark.slow),
-    ],
+RUNS = sampled(
+    [("full_shard", ("streams",)), ("full_shard", ()), ("shard_grad_op", ("streams",)), ("shard_optim", ("streams",))],
+    lambda strategy, debug: strategy == "full_shard" and debug,
 )
-def test_weights_of_layers_are_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
-    world.run(2, check_ways, (strategy,), debug)
 
 
-def check_frozen(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("strategy", "debug"), RUNS)
+@on_world(2)
+def test_weights_of_layers_are_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
+    for way in WAYS:
+        model, plain = both(mesh, way, strategy=strategy, debug=debug)
+        layers = ["tokens"] if way == "embedding" else ["tokens", "head"]
+        assert [u.name for u in units_of(model) if u.is_layer] == layers
+        for step in range(3):
+            if way == "raises" and step == 1:
+                for m in (model, plain):
+                    with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
+                        m(torch.zeros(2, 7, dtype=torch.long, device=device()))
+            check_step(mesh, model, plain, step)
+            if way != "raises":  # there a forward waits for its backward, for some more of them
+                assert_at_rest(model)
+        tokens = drawn(mesh.get_rank(), 9)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("strategy", "debug"), RUNS)
+@on_world(2)
+def test_a_frozen_layers_weight_is_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
     """As under LoRA: the layer whose weight is read trains nothing, and others behind it do."""
     for way in ("weight", "both", "embedding", "recomputed", "given"):
-        for name in strategies:
-            for everything in (False, True):
-                model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
-                for m in (model, plain):
-                    (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
-                    m.norm.bias.requires_grad_()
-                for step in range(3):
-                    check_step(mesh, model, plain, step)
-                    assert_at_rest(model)
+        for everything in (False, True):
+            model, plain = both(mesh, way, strategy=strategy, debug=debug)
+            for m in (model, plain):
+                (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
+                m.norm.bias.requires_grad_()
+            for step in range(3):
+                check_step(mesh, model, plain, step)
+                assert_at_rest(model)
 
 
 class Scorer(nn.Module):
@@ -146,18 +141,6 @@ class Scorer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.block(x), self.head.weight)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "debug"),
-    [
-        ("full_shard", ("streams",)),
-        pytest.param("full_shard", (), marks=pytest.mark.slow),
-        pytest.param("shard_grad_op", ("streams",), marks=pytest.mark.slow),
-    ],
-)
-def test_a_frozen_layers_weight_is_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
-    world.run(2, check_frozen, (strategy,), debug)
 
 
 @on_world(2)

@@ -197,7 +197,7 @@ from types import SimpleNamespace
 import torch
 from accordion.offload.arena import pin
 
-owner, driver = SimpleNamespace(), SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=print)
+owner, driver = torch.nn.Identity(), SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=print)
 pin(owner, torch.empty(4096, dtype=torch.uint8), driver, lambda: print("waits"), lambda: None)
 """
 
