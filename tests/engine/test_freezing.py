@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_unsharded_models(world, program, together):
     world.run_mesh((2,), ("shard",), assert_as_unsharded, program, acc.FULL_SHARD, together=together)
 
 
-@under("shard_optim", "hybrid_shard")
+@under("hybrid_shard")
 def test_under_every_strategy(world, strategy):
     for program in (alternating, frozen_before_backward):
         world.run_mesh(

@@ -63,7 +63,7 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
                     start = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
                     assert torch.equal(local_of(p), original[key][start : start + len(local_of(p))])
             optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters()))
-            for _ in range(3):
+            for _ in range(2):
                 tokens, targets = models.batch(0, 0, 0, vocab=plain.embed.num_embeddings, shape=(1, 4))
                 with Wire() as wire:
                     models.loss_of(model(tokens), targets).backward()

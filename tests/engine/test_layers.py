@@ -127,7 +127,7 @@ def test_a_frozen_layers_weight_is_read_from_outside(mesh, strategy: str, debug:
             for m in (model, plain):
                 (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
                 m.norm.bias.requires_grad_()
-            for step in range(3):
+            for step in range(2):
                 check_step(mesh, model, plain, step)
                 assert_at_rest(model)
 
