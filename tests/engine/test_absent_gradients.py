@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.config import STRATEGIES
 from tests.devices import device
+from tests.support.ranked import on_strategy
 from tests.support.reference import assert_close, grads_of
 from tests.support.sample import sampled
 
@@ -50,13 +53,18 @@ def losses(model: nn.Module, step: int, rank: int, where: torch.device, again: b
     return model(x, STEPS[step][rank], STEPS[step][1 - rank] if again else ()).square().mean()
 
 
-def is_as_without_sharding(mesh, strategy: str, how: str) -> None:
+ROWS = list(itertools.product(STRATEGIES, ("", "adding", "twice", "hooks")))
+USUAL = [*ROWS[:4], ("hybrid_shard_optim", "adding")]
+
+
+@pytest.mark.parametrize(("strategy", "how"), sampled(ROWS, lambda *row: row in USUAL))
+@on_strategy
+def test_what_no_rank_has_is_none_and_what_one_has_is_its_own(mesh, strategy: str, how: str) -> None:
     """`how`: gradients add up over steps, blocks are called twice, or hooks hear of gradients."""
     torch.manual_seed(0)
-    policy = getattr(acc, strategy)
     rank, num_ranks = torch.distributed.get_rank() % 2, mesh.size()
     alone = Mixture()
-    model = acc.shard(copy.deepcopy(alone), mesh, units={Routed}, strategy=policy)
+    model = acc.shard(copy.deepcopy(alone), mesh, units={Routed}, strategy=strategy)
     heard: set[str] = set()
     if how == "hooks":
         for name, p in model.named_parameters():
@@ -72,17 +80,3 @@ def is_as_without_sharding(mesh, strategy: str, how: str) -> None:
         if how != "adding":
             model.zero_grad()
             alone.zero_grad()
-
-
-HOWS = ("", "adding", "twice", "hooks")
-ROWS = [
-    (strategy, how) for strategy in ("FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_OPTIM", "NO_SHARD") for how in HOWS
-]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"), sampled(ROWS, lambda *row: row[0] == "FULL_SHARD" or row == ("HYBRID_SHARD_OPTIM", "adding"))
-)
-def test_what_no_rank_has_is_none_and_what_one_has_is_its_own(world, strategy, how):
-    shape = (2, 2) if getattr(acc, strategy).hybrid else (2,)
-    world.run_mesh(shape, ("replicate", "shard")[-len(shape) :], is_as_without_sharding, strategy, how)

@@ -10,7 +10,8 @@ from torch import nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, mesh_of, one_loss
+from tests.support.checks import assert_close, mean_grads, one_loss
+from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import grads_of
 from tests.support.sample import sampled
 
@@ -34,16 +35,6 @@ def accumulate(model: nn.Module, order: str, act: Callable[[nn.Module], object],
             one_loss(model, number).backward()
 
 
-def train_alike(mesh, strategy: acc.Strategy, order: str, act: str) -> None:
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    for _ in range(2):
-        accumulate(plain, order, ACTS[act], is_sharded=False)
-        accumulate(model, order, ACTS[act], is_sharded=True)
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        plain.zero_grad()
-        model.zero_grad()
-
-
 ORDERS = ("l!s", "l!ls", "l!lls", "ll!l!ls", "sl!ls", "sl!s", "s!lls")
 ROWS = [
     (strategy, order, act)
@@ -62,17 +53,21 @@ USUAL |= {
 @pytest.mark.parametrize(
     ("strategy", "order", "act"), sampled(ROWS, lambda *row: row in USUAL), ids=["-".join(row) for row in ROWS]
 )
-def test_cleared_gradients_take_what_was_added_up_with_them(world, strategy, order, act):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), train_alike, STRATEGIES[strategy], order, act)
-
-
-def test_a_gradient_that_is_scaled_is_not_cleared(world):
-    """What was reduced is scaled, what adds up is not there yet."""
-    world.run(2, scaled, acc.FULL_SHARD)
-
-
-def scaled(mesh, strategy: acc.Strategy) -> None:
+@on_strategy
+def test_cleared_gradients_take_what_was_added_up_with_them(mesh, strategy: str, order: str, act: str) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    for _ in range(2):
+        accumulate(plain, order, ACTS[act], is_sharded=False)
+        accumulate(model, order, ACTS[act], is_sharded=True)
+        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@on_world(2)
+def test_a_gradient_that_is_scaled_is_not_cleared(mesh) -> None:
+    """What was reduced is scaled, what adds up is not there yet."""
+    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     accumulate(model, "sl!s", ACTS["scaled"], is_sharded=True)
     first = {name: grad.clone() for name, grad in grads_of(model).items()}
     # The same sum by hand: half of the first, and the other two.

@@ -27,7 +27,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_worlds
+from tests.support.ranked import on_strategies, on_worlds
 
 BF16 = torch.bfloat16
 
@@ -75,10 +75,12 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@on_worlds
-def test_no_gradient_of_a_frozen_weight_is_computed(mesh) -> None:
+@on_strategies("full_shard", "no_shard")
+def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
+    """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
     plain = seeded(Adapted)
-    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential})
+    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential}, strategy=strategy)
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()], "a frozen one keeps its own"
     for step in range(2):
         counts = []
         for m in (plain, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from typing import Any
@@ -17,9 +18,9 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, logged, mean_grads, mesh_of, one_loss, run_all
+from tests.support.checks import assert_close, assert_equal, logged, one_loss, run_all
 from tests.support.models import Block
-from tests.support.ranked import on_strategies, on_world
+from tests.support.ranked import on_strategies, on_strategy, on_world
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
@@ -143,50 +144,9 @@ def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
         acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
 
 
-def adapted() -> models.Tiny:
-    """A frozen base in bfloat16, small adapters and norms that train in float32."""
-    model = models.plain()
-    for block in model.blocks:
-        for lin in (block.up, block.down):
-            lin.to(BF16).requires_grad_(False)
-        block.a = nn.Parameter(torch.randn(32, 4, device=device()) / 8)
-        block.b = nn.Parameter(torch.randn(4, 32, device=device()) / 8)
-    model.embed.requires_grad_(False)
-
-    def forward(block: Block, x: Tensor, use_sometimes: bool = False) -> Tensor:
-        y = block.down(nn.functional.gelu(block.up(block.norm(x).to(BF16))))
-        return x + y.to(FP32) + x @ block.a @ block.b
-
-    for block in model.blocks:
-        block.forward = forward.__get__(block)
-    return model
-
-
-@on_strategies("full_shard", "no_shard")
-def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
-    """Mixed dtypes need no flag: each parameter is gathered in its own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = adapted()
-        torch.manual_seed(5)
-        plain = adapted()
-    model = acc.shard(model, mesh=mesh, strategy=strategy)
-    wanted = {n: (BF16 if ".up." in n or ".down." in n else FP32) for n, _ in plain.named_parameters()}
-    assert {n: p.dtype for n, p in model.named_parameters()} == wanted, "a frozen parameter keeps its own"
-    optimizer = reference.adamw([p for p in model.parameters() if p.requires_grad])
-    for step in range(2):
-        one_loss(model, step).backward()
-        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-        assert frozen
-        assert all(dict(model.named_parameters())[n].grad is None for n in frozen)
-        if step == 0:
-            one_loss(plain).backward()
-            assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def reduced(mesh, dtype: torch.dtype, how: str) -> None:
+@pytest.mark.parametrize(("dtype", "how"), [(FP32, "exchange"), (FP32, "reduce_scatter"), (BF16, "exchange")])
+@on_world(4)
+def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(mesh, dtype: torch.dtype, how: str) -> None:
     """`Precision.reduce` is the dtype of the sum: four numbers whose sum bfloat16 cannot hold."""
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 300, bias=False), nn.Identity()))
     nn.init.ones_(model[0][0].weight)
@@ -199,15 +159,6 @@ def reduced(mesh, dtype: torch.dtype, how: str) -> None:
     assert found.dtype == FP32
     (total,) = found.unique().tolist()
     assert total == 259.0 if dtype == FP32 else total in (256.0, 260.0)  # added one by one, or rounded at the end
-
-
-@pytest.mark.parametrize("how", ["exchange", "reduce_scatter"])
-def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(world, how):
-    world.run(4, reduced, FP32, how)
-
-
-def test_a_sum_in_two_bytes_rounds_as_asked(world):
-    world.run(4, reduced, BF16, "exchange")
 
 
 # -- gradient scaling
@@ -237,7 +188,15 @@ def inf_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
     out.register_hook(lambda grad: grad * float("inf"))
 
 
-def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
+OVERFLOWS = list(itertools.product(STRATEGIES, ("everywhere", "first_block"), (False, True)))
+OVERFLOWS_SHOWN = [
+    ("full_shard", "first_block", True), ("full_shard", "everywhere", False), ("hybrid_shard_optim", "everywhere", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "where", "wrapped"), sampled(OVERFLOWS, lambda *row: row in OVERFLOWS_SHOWN))
+@on_strategy
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, where: str, wrapped: bool) -> None:
     """One rank's gradients overflow, in one place; every rank must skip that step, and only that."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
@@ -264,23 +223,6 @@ def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
         assert same == (step == 1), f"step {step}: {'skipped' if same else 'taken'}"
         assert scaler.get_scale() == (64.0 if step < 1 else 32.0)
         assert all(bool(p.isfinite().all()) for p in after.values())
-
-
-OVERFLOWS = [
-    (strategy, where, wrapped)
-    for strategy in STRATEGIES
-    for where in ("everywhere", "first_block")
-    for wrapped in (False, True)
-]
-
-
-OVERFLOWS_SHOWN = {("full_shard", "first_block", True), ("full_shard", "everywhere", False)}
-OVERFLOWS_SHOWN.add(("hybrid_shard_optim", "everywhere", True))
-
-
-@pytest.mark.parametrize(("strategy", "where", "wrapped"), sampled(OVERFLOWS, lambda *row: row in OVERFLOWS_SHOWN))
-def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where, wrapped):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), overflow, STRATEGIES[strategy], wrapped, where)
 
 
 @on_strategies("full_shard", "hybrid_shard")

@@ -67,13 +67,14 @@ def on_worlds(program: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))(on_num_ranks(program))
 
 
+def on_strategy(program: Callable[..., None]) -> Callable[..., None]:
+    """`on_mesh` for a program that takes the name of a strategy: two ranks, or two by two."""
+    return on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program)
+
+
 def on_strategies(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_mesh` for a program that takes the name of a strategy: usually those named, and all under `make test-all`."""
-
-    def decorate(program: Callable[..., None]) -> Callable[..., None]:
-        return under(*names)(on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program))
-
-    return decorate
+    """`on_strategy` for those named, and for all under `make test-all`."""
+    return lambda program: under(*names)(on_strategy(program))
 
 
 def on_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
