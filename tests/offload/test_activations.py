@@ -17,6 +17,7 @@ from tests.support import models
 from tests.support.checks import logged
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most
+from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 ON_HOST = acc.Offload(activations="host")
@@ -82,7 +83,8 @@ def test_inputs_of_recomputed_units_off_the_device_change_no_bit(world, which, t
     world.run(2, equal_to_inputs_on_the_device, tmp_path, which, timeout_s=180)
 
 
-def counted(mesh) -> None:
+@on_world(1)
+def test_inputs_take_memory_of_the_host_that_is_reused(mesh) -> None:
     """Live memory after a forward is less by the inputs of all blocks; the host stores them in memory that is reused."""
     live = []
     for offload in (None, ON_HOST):
@@ -105,7 +107,8 @@ def counted(mesh) -> None:
     assert activation_offload_of(model).host_bytes <= most, "inputs of many shapes take the memory of the largest"
 
 
-def in_order(mesh) -> None:
+@on_world(1)
+def test_inputs_of_another_forward_are_not_copied_back_together(mesh) -> None:
     """Inputs of another forward are not copied back together; a write into an input that is being copied is an error."""
     activation_offload = activation_offload_of(recomputed(mesh, ON_HOST))
     offloaded = []
@@ -122,11 +125,6 @@ def in_order(mesh) -> None:
     live.add_(1)
     with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
         activation_offload.offload(torch.zeros(4, device=device()))
-
-
-def test_inputs_take_memory_of_the_host_that_is_reused(world):
-    world.run(1, counted)
-    world.run(1, in_order)
 
 
 def test_inputs_that_grow_a_little_rarely_allocate_memory():

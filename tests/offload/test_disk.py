@@ -20,10 +20,11 @@ from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 
-def in_chunks(mesh, path: Path) -> None:
+@on_world(1)
+def test_states_on_disk_go_through_small_buffers(mesh, tmp_path: Path) -> None:
     """States in a file are read and written once a step through small buffers, and equal those without offload."""
     found = []
-    for options in ({}, {"offload": disk(path)}):
+    for options in ({}, {"offload": disk(tmp_path)}):
         with chunks_of_at_most(1024):
             model = acc.shard(models.wide(), mesh=mesh, **options)
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
@@ -42,7 +43,7 @@ def in_chunks(mesh, path: Path) -> None:
             low = file._bytes.data_ptr()
             shaped = [v for v in state if v.dim()]
             assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
-            assert os.listdir(path) == []
+            assert os.listdir(tmp_path) == []
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
@@ -75,10 +76,11 @@ def test_an_optimizer_without_states_or_with_lists_of_them(mesh, tmp_path: Path)
         acc.synchronize(model)
 
 
-def all_on_disk(mesh, path: Path) -> None:
+@on_world(1)
+def test_each_step_reads_and_writes_everything_on_disk_once(mesh, tmp_path: Path) -> None:
     """Only the estimated memory is used; each step reads and writes all data once, and parameters again for each gather."""
     model = acc.shard(
-        models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
+        models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(tmp_path)
     )
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     tiers = engine_in(model).context.shard_buffers
@@ -101,12 +103,13 @@ def all_on_disk(mesh, path: Path) -> None:
     assert not any(low <= local_of(p).data_ptr() < high for p in model.parameters())
     largest = max(sum(p.cut.shard_numel for p in unit.params) for unit in units_of(model))
     assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing buffer and two staging buffers"
-    assert os.listdir(path) == []
+    assert os.listdir(tmp_path) == []
 
 
-def ahead(mesh, path: Path) -> None:
+@on_world(1)
+def test_shards_on_disk_are_read_ahead(mesh, tmp_path: Path) -> None:
     """From the second pass on, reading the shards of a unit begins before its gather, in forward and backward."""
-    model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{path}", optimizer="host"))
+    model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{tmp_path}", optimizer="host"))
     one_loss(model).backward()
     begun, late = [], []
     begin_read, refresh = DiskShards.begin_read, DiskShards.refresh
@@ -125,10 +128,11 @@ def ahead(mesh, path: Path) -> None:
     assert len(late) == 1, "the first unit, which nobody announces"
 
 
-def touched(mesh, path: Path) -> None:
+@on_world(2)
+def test_writes_of_callers_count_on_disk_too(mesh, tmp_path: Path) -> None:
     """A caller's writes into a parameter, gradient or state on disk count; a gradient that is kept does not change."""
     found = []
-    for offload in (None, disk_of_all(path)):
+    for offload in (None, disk_of_all(tmp_path)):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         kept = []
@@ -163,9 +167,3 @@ def test_a_write_without_a_version_counts(mesh, tmp_path: Path) -> None:
             optimizer.zero_grad()
         found.append([value.clone() for value in params_of(model).values()])
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
-
-
-def test_everything_on_disk(world, tmp_path):
-    world.run(2, touched, tmp_path)
-    for fn in (all_on_disk, ahead, in_chunks):
-        world.run(1, fn, tmp_path)
