@@ -26,7 +26,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_world, on_worlds
+from tests.support.ranked import on_strategy, on_world, on_worlds
 
 # -- entry points
 
@@ -313,7 +313,9 @@ def anomaly_mode() -> Iterator[None]:
             yield
 
 
-def anomaly(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_strategy
+def test_anomaly_detection_around_a_step(mesh, strategy: str) -> None:
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
     with anomaly_mode():
         steps_again(mesh, model, plain)
@@ -323,11 +325,6 @@ def anomaly(mesh, strategy: acc.Strategy) -> None:
         with torch.no_grad():
             model(numbers())
     steps_again(mesh, model, plain)
-
-
-def test_anomaly_detection_around_a_step(world):
-    for strategy in (acc.FULL_SHARD, acc.NO_SHARD):
-        world.run(2, anomaly, strategy)
 
 
 @on_worlds

@@ -108,10 +108,7 @@ def test_it_may_be_set_until_the_first_use(mesh: Any) -> None:
     assert (model.head.weight.grad.dtype, model.blocks[0].up.weight.grad.dtype) == (FP32, BF16)
 
 
-def offloaded(mesh: Any) -> None:
+@on_world(2)
+def test_offload_and_it_are_refused_together(mesh: Any) -> None:
     with pytest.raises(acc.UsageError, match=r"has grad_dtype torch.float32, and an offloaded gradient is stored"):
         acc.shard(asking(), mesh, precision=acc.Precision(master=None), offload=acc.Offload(params="host"))
-
-
-def test_offload_and_it_are_refused_together(world: Any) -> None:
-    world.run(2, offloaded)

@@ -171,7 +171,8 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return seen
 
 
-def check_order(mesh) -> None:
+@on_world(2)
+def test_an_embedding_is_not_gathered_for_its_backward(mesh) -> None:
     """An embedding is gathered for its forward alone, a head once, and neither makes the last block come twice."""
     with pytest.MonkeyPatch.context() as patch:
         for strategy in ("full_shard", "shard_grad_op"):
@@ -187,7 +188,8 @@ def check_order(mesh) -> None:
             patch.undo()
 
 
-def check_hook_that_reads(mesh) -> None:
+@on_world(2)
+def test_a_hook_may_read_the_weight_of_an_embedding(mesh) -> None:
     """A hook that computes with an embedding's weight makes its backward need it after all."""
     model, plain = both(mesh, "module")
     for m in (model, plain):
@@ -208,7 +210,8 @@ class Sum(nn.Module):
         return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=device()))
 
 
-def check_recomputed_embeddings(mesh) -> None:
+@on_world(2)
+def test_a_recomputed_embedding_is_gathered_for_its_backward(mesh) -> None:
     """What is recomputed in a unit reads its weights in the backward."""
     model, plain = (seeded(lambda: Language("module")) for _ in range(2))
     model.tokens, plain.tokens = seeded(Sum), seeded(Sum)
@@ -222,24 +225,15 @@ def check_recomputed_embeddings(mesh) -> None:
         check_step(mesh, model, plain, step)
 
 
-def test_an_embedding_is_not_gathered_for_its_backward(world) -> None:
-    world.run(2, check_order)
-    world.run(2, check_recomputed_embeddings)
-    world.run(2, check_hook_that_reads)
-
-
-def check_apart(mesh) -> list[str]:
+@IN_STREAMS
+@on_world(2)
+def test_ranks_may_differ_in_what_they_read(mesh) -> None:
     """One rank's forward reads the head, the other's does not."""
     model, plain = both(mesh, "weight")
     with logged() as messages:
         for step in range(4):
             check_step(mesh, model, plain, step, calls=step == 0 or mesh.get_rank() != step % 2)
-    return [message for message in messages if "call different units" in message]
-
-
-@IN_STREAMS
-def test_ranks_may_differ_in_what_they_read(world) -> None:
-    assert all(len(said) == 1 for said in world.run(2, check_apart))
+    assert len([message for message in messages if "call different units" in message]) == 1
 
 
 @on_world(2)

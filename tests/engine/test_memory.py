@@ -16,6 +16,7 @@ from accordion.config import STRATEGIES
 from tests.support import models
 from tests.support.checks import mesh_of
 from tests.support.meters import Allocations
+from tests.support.ranked import on_strategy, on_world
 from tests.support.sample import sampled
 
 NUM_BLOCKS, WIDTH, HIDDEN = 4, 128, 2048
@@ -157,26 +158,26 @@ def test_kept_full_parameters_are_those_of_the_strategy(measure, strategy):
         assert wanted <= kept <= wanted + 4 * SMALL_BYTES
 
 
-def activation_bytes(mesh, mode: str) -> int:
+@on_world(1)
+def test_checkpointed_activations_take_less(mesh) -> None:
     """Bytes that a forward leaves for the backward."""
     tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(16, 64))
-    with Allocations() as memory:
-        model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations=mode)
-        memory.mark("start")
-        loss = models.loss_of(model(tokens), targets)
-        memory.mark("end")
-        loss.backward()
-    return memory.live("end") - memory.live("start")
-
-
-def test_checkpointed_activations_take_less(world):
-    modes = ("none", "selective", "every:2", "full")
-    found = {mode: world.run(1, activation_bytes, mode)[0] for mode in modes}
+    found = {}
+    for mode in ("none", "selective", "every:2", "full"):
+        with Allocations() as memory:
+            model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations=mode)
+            memory.mark("start")
+            loss = models.loss_of(model(tokens), targets)
+            memory.mark("end")
+            loss.backward()
+        found[mode] = memory.live("end") - memory.live("start")
     assert found["none"] > found["selective"] > found["full"]
     assert found["none"] > found["every:2"] > found["full"]
 
 
-def abandoned_bytes(mesh, strategy: acc.Strategy) -> list[int]:
+@pytest.mark.parametrize("strategy", sampled(["full_shard", "shard_grad_op", "no_shard"], "shard_grad_op".__eq__))
+@on_strategy
+def test_a_forward_that_nothing_walks_back_keeps_no_activations(mesh, strategy: str) -> None:
     """Live bytes after each of some forwards whose outputs are dropped, gradients enabled."""
     tokens, _ = models.batch(0, 0, 0, vocab=48, shape=(4, 32))
     with Allocations() as memory:
@@ -186,10 +187,4 @@ def abandoned_bytes(mesh, strategy: acc.Strategy) -> list[int]:
             model(tokens)
             settle()
             found.append(memory.live_bytes)
-    return found
-
-
-@pytest.mark.parametrize("strategy", sampled(["full_shard", "shard_grad_op", "no_shard"], "shard_grad_op".__eq__))
-def test_a_forward_that_nothing_walks_back_keeps_no_activations(world, strategy):
-    for found in world.run(2, abandoned_bytes, STRATEGIES[strategy]):
-        assert found[-1] <= found[1], "they pile up"
+    assert found[-1] <= found[1], "they pile up"

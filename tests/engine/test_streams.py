@@ -23,6 +23,7 @@ from accordion.engine.unit import Unit
 from tests.inside import units_of
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
+from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import local_of
 
 # -- planted faults
@@ -140,7 +141,10 @@ def test_a_reduce_that_nobody_waits_for_does_not_pass(world):
 # -- the mode itself
 
 
-def released_twice(mesh, strategy: acc.Strategy, when: str) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@on_strategy
+def test_a_lease_that_ends_twice_is_an_error_that_names_the_unit(mesh, strategy: str, when: str) -> None:
     """In the forward (the release of `after`), or in the backward."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="streams")
     plain = Unit.release
@@ -154,13 +158,9 @@ def released_twice(mesh, strategy: acc.Strategy, when: str) -> None:
         one_loss(model).backward()
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_lease_that_ends_twice_is_an_error_that_names_the_unit(world, when):
-    for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD):
-        world.run_mesh(*mesh_of(strategy), released_twice, strategy, when)
-
-
-def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
+@pytest.mark.cpu("it reads what a stream is writing")
+@on_world(2)
+def test_nothing_arrives_before_it_is_waited_for_and_nothing_stays_after(mesh) -> None:
     """For each unit gathered ahead: whether its numbers were there before and after somebody waited for it."""
     model = acc.shard(models.plain(), mesh=mesh, debug="streams")
     for _ in range(2):  # what comes next is known from the first on
@@ -178,11 +178,5 @@ def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
     for unit in units_of(model):
         standing = unit.leases > 0
         assert all(bool(view.isnan().any()) != standing for view in unit.views), f"{unit.name} after a forward"
-    return found
-
-
-@pytest.mark.cpu("it reads what a stream is writing")
-def test_nothing_arrives_before_it_is_waited_for_and_nothing_stays_after(world):
-    for found in world.run(2, order_of_arrival):
-        assert found
-        assert all(moment == (False, True) for moment in found)
+    assert found
+    assert all(moment == (False, True) for moment in found)

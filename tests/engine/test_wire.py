@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.inside import unit_in
 from tests.support import models
 from tests.support.checks import mesh_of, under
 from tests.support.meters import Call, Copy, Wire
+from tests.support.ranked import on_world
 from tests.support.sample import sampled, turns
 
 NUM_BLOCKS = 3
@@ -194,19 +196,10 @@ def test_ranks_that_know_different_groups_meet(world):
     assert world.run(4, beside_other_groups) == [4.0] * 4
 
 
-def check_pieces(mesh) -> tuple[int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        return received_numels(mesh, patch)
-
-
-def check_cast_pieces(mesh) -> tuple[int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_file, "CAST_BYTES", PACK_LIMIT_BYTES)
-        return received_numels(mesh, patch, "reduce_scatter")
-
-
-def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -> tuple[int, int]:
-    """Gradients that are reduced in pieces are those reduced at once, bit for bit; elements that pass at a time, both ways."""
+@pytest.mark.parametrize(("reduce", "share"), [("exchange", 0.6), ("reduce_scatter", 0.13)])
+@on_world(2)
+def test_gradients_that_are_reduced_in_pieces_receive_or_cast_less_at_a_time(mesh, reduce: str, share: float) -> None:
+    """They are those reduced at once, bit for bit. A head of 1.05 billion parameters took 4 GiB in float32 on its way."""
     found, arriving = [], []
     for in_pieces in (False, True):
         torch.manual_seed(0)
@@ -217,9 +210,10 @@ def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -
         unit = unit_in(model.blocks[0])
         axis = unit.groups[0].context.shard
         axis.reduce.in_one_piece = not in_pieces
-        patch.setattr(reduce_file, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
+        sizes = {"PIECE_BYTES": 2 * PACK_LIMIT_BYTES, "CAST_BYTES": PACK_LIMIT_BYTES}
         tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
-        models.loss_of(model(tokens), targets).backward()
+        with mock.patch.multiple(reduce_file, **sizes):
+            models.loss_of(model(tokens), targets).backward()
         (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)
         assert plan.exchange == (reduce == "exchange")
         pieces = plan.pieces if plan.exchange else plan.casts
@@ -227,15 +221,4 @@ def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -
         arriving.append(plan.received_numel if plan.exchange else plan.cast_numel)
         found.append([p.grad.to_local() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return arriving[0], arriving[1]
-
-
-def test_an_exchange_in_pieces_receives_less_at_a_time(world) -> None:
-    for at_once, in_pieces in world.run(2, check_pieces):
-        assert in_pieces <= 0.6 * at_once
-
-
-def test_what_is_cast_for_a_reduce_scatter_passes_in_pieces(world) -> None:
-    """A head of 1.05 billion parameters took 4 GiB in float32 on its way."""
-    for at_once, in_pieces in world.run(2, check_cast_pieces):
-        assert in_pieces <= 0.13 * at_once
+    assert arriving[1] <= share * arriving[0]

@@ -138,15 +138,12 @@ def test_inputs_that_grow_a_little_rarely_allocate_memory():
     assert len(made) <= 8
 
 
-def refused(mesh) -> None:
+@on_world(2)
+def test_activations_without_recomputation_or_on_disk_are_refused(mesh) -> None:
     with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
         recomputed(mesh, ON_HOST, checkpoint_activations="none")
     with pytest.raises(acc.DivergenceError, match="different models or settings"):
         recomputed(mesh, ON_HOST if mesh.get_rank() else acc.Offload())
-
-
-def test_activations_without_recomputation_or_on_disk_are_refused(world):
-    world.run(2, refused)
     with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk:/x'\) is no place"):
         acc.Offload(activations="disk:/x")
     with pytest.raises(acc.UsageError, match=r"_bytes=10\) limits how much .* \(activations do not count\)"):

@@ -122,7 +122,8 @@ def test_an_error_of_the_step_is_not_lost(mesh) -> None:
 # -- what is refused
 
 
-def refused(mesh) -> None:
+@on_world(2)
+def test_what_cannot_be_offloaded_is_named_and_leaves_the_model_as_it_was(mesh) -> None:
     with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
     with pytest.raises(acc.OffloadError, match="cannot create a file for offloaded state in /nowhere"):
@@ -170,7 +171,8 @@ class FakeAccelerator:
         return "denied"
 
 
-def refused_on_one(mesh) -> None:
+@on_world(2)
+def test_memory_that_one_rank_cannot_pin_is_an_error_on_all(mesh) -> None:
     """If one rank cannot pin memory, `shard` raises on all ranks."""
 
     make = arena.Arena.__init__
@@ -186,9 +188,7 @@ def refused_on_one(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, offload=HOST)
 
 
-def test_memory_that_cannot_be_pinned_is_named(world):
-    world.run(2, refused)
-    world.run(2, refused_on_one)
+def test_memory_is_unpinned_when_its_owner_goes():
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
 
 

@@ -19,15 +19,19 @@ from tests.optim.test_kinds_of_optimizers import OPTIMIZERS
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, MIXED, disk, disk_of_all, places
-from tests.support.ranked import on_world
+from tests.support.ranked import on_num_ranks, on_world
 from tests.support.reference import local_of, params_of
+from tests.support.sample import sampled
 
 
-def deferred(mesh, kind: str, path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
+@on_world(2)
+def test_a_step_during_the_next_forward_changes_no_bit(mesh, kind: str, tmp_path: Path) -> None:
     """Training equals, bit for bit, a step before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
     make, options = OPTIMIZERS[kind]
     results = []
-    options_of = {"disk": disk(path, overrides=MIXED.overrides), "away": disk_of_all(path, overrides=MIXED.overrides)}
+    options_of = {"disk": disk(tmp_path, overrides=MIXED.overrides)}
+    options_of["away"] = disk_of_all(tmp_path, overrides=MIXED.overrides)
     options_of["device"] = acc.Offload(params="host", optimizer="host", step="device", overrides=MIXED.overrides)
     for way in ("plain", "waits", "deferred", "disk", "away", "device", "late", "late disk", "late away"):
         debug = ("streams",) if "late" in way else ()
@@ -65,11 +69,6 @@ def deferred(mesh, kind: str, path: Path) -> None:
             assert list(state[index]) == list(entry)
             pairs = [(local_of(state[index][key]), local_of(value)) for key, value in entry.items()]
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
-
-
-@pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
-def test_a_step_during_the_next_forward_changes_no_bit(world, kind, tmp_path):
-    world.run(2, deferred, kind, tmp_path)
 
 
 @on_world(1)
@@ -130,10 +129,12 @@ def test_a_gradient_scaler_is_exact_during_the_next_forward(mesh, tmp_path: Path
 # -- in the backward
 
 
-def in_backward(mesh, path: Path, num_ways: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_ways"), sampled([(2, 3), (1, 100), (3, 100)], lambda n, ways: ways == 3))
+@on_num_ranks
+def test_a_step_in_backward_changes_no_bit(mesh, num_ways: int, tmp_path: Path) -> None:
     """Each unit is stepped once its gradients are reduced, in every tier, bit for bit as after the backward."""
     ways = {"device": acc.Offload()}
-    ways |= {"host": HOST, **places(path), "states on disk": disk(path)}
+    ways |= {"host": HOST, **places(tmp_path), "states on disk": disk(tmp_path)}
     asked = {name: dataclasses.replace(offload, step_in_backward=True) for name, offload in ways.items()}
     wanted = None
     for name, offload in [("none", None), *list(asked.items())[:num_ways]]:
@@ -158,7 +159,8 @@ def in_backward(mesh, path: Path, num_ways: int) -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs), name
 
 
-def broken_promises(mesh) -> None:
+@on_world(1)
+def test_a_step_in_backward_refuses_broken_promises(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(step_in_backward=True))
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler(device().type)
@@ -180,17 +182,6 @@ def broken_promises(mesh) -> None:
     acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(acc.UsageError, match="unit 'block' has gradients more than once in a backward"):
         model(torch.ones(2, 8, device=device())).sum().backward()
-
-
-def test_a_step_in_backward_changes_no_bit_and_refuses_broken_promises(world, tmp_path):
-    world.run(2, in_backward, tmp_path, 3)
-    world.run(1, broken_promises)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_step_in_backward_in_every_place(world, num_ranks, tmp_path):
-    world.run(num_ranks, in_backward, tmp_path, 100)
 
 
 class Twice(nn.Module):
