@@ -19,7 +19,7 @@ from accordion.offload import swap_file
 from accordion.offload.arena import Arena
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
-from accordion.offload.step.pipelines import NUM_BUFFERS, HostPipeline, Stream
+from accordion.offload.step.pipelines import NUM_BUFFERS, DiskPipeline, HostPipeline
 from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
 from tests.support.disks import fill, mounted
 
@@ -199,9 +199,9 @@ def test_several_requests_are_in_flight(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        stream = Stream(parts, pool, buffers())
+        disk_pipeline = DiskPipeline(parts, pool, buffers())
         for which in range(NUM_BUFFERS):
-            _, (view, *_) = stream.take(which)
+            _, (view, *_) = disk_pipeline.take(which)
             assert not view.any()
         pipeline = HostPipeline(pool, buffers())
         for future in [pipeline.start(part, add_one) for part in parts]:
@@ -280,10 +280,10 @@ def test_abandon_returns_when_no_read_is_under_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        stream = Stream(parts, pool, buffers())
+        disk_pipeline = DiskPipeline(parts, pool, buffers())
         with pytest.raises(OffloadError, match="could not be read"):
-            stream.take(0)
-        stream.abandon()
+            disk_pipeline.take(0)
+        disk_pipeline.abandon()
         assert len(ended) == NUM_BUFFERS - 1
 
 

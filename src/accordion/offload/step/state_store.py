@@ -17,7 +17,7 @@ from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
-from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, DiskPipeline, HostPipeline
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 
 log = logging.getLogger("accordion")
@@ -183,8 +183,8 @@ class States:
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
         """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use the same buffers."""
         self.host_pipeline.drain()
-        stream = Stream(chunks, self._pool(), self._buffers)
-        return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
+        disk_pipeline = DiskPipeline(chunks, self._pool(), self._buffers)
+        return DevicePipeline(disk_pipeline, len(chunks), self._device_buffers, self._side_streams)
 
 
 def _element_bytes(members: Sequence[Wanted]) -> tuple[int, int, int]:
