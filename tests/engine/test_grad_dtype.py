@@ -71,7 +71,6 @@ def test_a_gradient_has_the_dtype_that_was_asked_for(mesh: Any, accumulates: boo
 
 @on_world(2)
 def test_none_takes_the_sum_as_it_is(mesh: Any) -> None:
-    """None takes the sum as it is."""
     model = acc.shard(asking(None), mesh, precision=acc.Precision(master=None))
     loss_of(model, 0).backward()
     assert {p.grad.dtype for p in model.parameters() if p.dim() > 1} == {FP32}
