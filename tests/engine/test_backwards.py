@@ -17,20 +17,14 @@ from tests.support.compare import (
     Case,
     Pair,
     check_grads,
-    compare,
+    compare_poisoned,
     on_its_ranks,
-    on_ranks,
-    poisoned,
     rest,
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_num_ranks, on_worlds
 from tests.support.sample import sampled
-
-
-def run_case(mesh, name: str) -> None:
-    compare(mesh, poisoned(mesh, CASES[name]))
-
 
 # -- ways into the backward
 
@@ -161,11 +155,12 @@ BACKWARD_CASES = {
 
 
 @on_its_ranks(BACKWARD_CASES)
-def test_any_way_into_the_backward(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_any_way_into_the_backward(mesh, name: str) -> None:
+    compare_poisoned(mesh, BACKWARD_CASES[name])
 
 
-def double_backward(mesh) -> None:
+@on_worlds
+def test_a_double_backward_is_refused_by_name(mesh) -> None:
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     for _ in range(2):
         x = numbers(grad=True)
@@ -174,11 +169,6 @@ def double_backward(mesh) -> None:
         with pytest.raises(acc.UsageError, match="double backward"):
             model(x).sum().backward(create_graph=True)
         steps_again(mesh, model, plain)
-
-
-@on_ranks
-def test_a_double_backward_is_refused_by_name(world, num_ranks):
-    world.run(num_ranks, double_backward)
 
 
 class Forces(nn.Module):
@@ -220,11 +210,12 @@ MODE_CASES = {
 
 
 @on_its_ranks(MODE_CASES)
-def test_modes_of_autograd_inside_of_a_forward(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_modes_of_autograd_inside_of_a_forward(mesh, name: str) -> None:
+    compare_poisoned(mesh, MODE_CASES[name])
 
 
-def forces_over_units(mesh) -> None:
+@on_worlds
+def test_a_derivative_over_several_units_is_refused_by_name(mesh) -> None:
     model = acc.shard(seeded(Forces), mesh=mesh, units={Pair})
     for _ in range(2):
         with pytest.raises(acc.UsageError, match=r"unit 'pairs.1' was asked for a double backward"):
@@ -235,12 +226,8 @@ def forces_over_units(mesh) -> None:
     rest(model)
 
 
-@on_ranks
-def test_a_derivative_over_several_units_is_refused_by_name(world, num_ranks):
-    world.run(num_ranks, forces_over_units)
-
-
-def two_models(mesh) -> None:
+@on_worlds
+def test_two_sharded_models_in_one_graph(mesh) -> None:
     """A generator and a critic, each sharded, in one graph and with an optimizer of its own."""
     pairs = [[seeded(Chain, seed) for seed in (1, 2)] for _ in range(2)]
     for m in pairs[1]:
@@ -267,11 +254,6 @@ def two_models(mesh) -> None:
             plain_run(m, step)
             torch.optim.SGD(m.parameters(), lr=0.1).step()
         rest(m)
-
-
-@on_ranks
-def test_two_sharded_models_in_one_graph(world, num_ranks):
-    world.run(num_ranks, two_models)
 
 
 # -- recomputation by the caller
@@ -332,7 +314,18 @@ MANNERS = {  # use_reentrant, early stop, checkpoint_activations
 }
 
 
-def recomputed(mesh, name: str, manner: str) -> None:
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of the inner ones, reentrant
+@pytest.mark.parametrize(
+    ("name", "manner", "num_ranks"),
+    sampled(  # poisoned, which three ranks are, in every manner where a unit is recomputed twice
+        [(name, manner, num_ranks) for name in RECOMPUTED for manner in MANNERS for num_ranks in FEW],
+        lambda name, manner, num_ranks: (
+            num_ranks == 3 and (manner == "reentrant" or name == "around and inside of units")
+        ),
+    ),
+)
+@on_num_ranks
+def test_recomputation_by_the_caller_with_random_numbers(mesh, name: str, manner: str) -> None:
     reentrant, early_stop, activations = MANNERS[manner]
 
     def run(model: nn.Module, step: int) -> Tensor:
@@ -341,21 +334,4 @@ def recomputed(mesh, name: str, manner: str) -> None:
 
     call = functools.partial(RECOMPUTED[name], reentrant=reentrant)
     case = chain(Drops, call=call, run=run, options={"checkpoint_activations": activations})
-    compare(mesh, poisoned(mesh, case))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of the inner ones, reentrant
-@pytest.mark.parametrize(
-    ("name", "manner", "num_ranks"),
-    sampled(  # poisoned, which three ranks are, in every manner where a unit is recomputed twice
-        [(name, manner, num_ranks) for name in RECOMPUTED for manner in MANNERS for num_ranks in FEW],
-        lambda name, manner, num_ranks: (
-            manner in ("reentrant", "not reentrant") if num_ranks == 2 else name == "around and inside of units"
-        ),
-    ),
-)
-def test_recomputation_by_the_caller_with_random_numbers(world, name, manner, num_ranks):
-    world.run(num_ranks, recomputed, name, manner)
-
-
-CASES = {**BACKWARD_CASES, **MODE_CASES}
+    compare_poisoned(mesh, case)

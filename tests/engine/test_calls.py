@@ -15,20 +15,8 @@ from torch import Tensor, nn
 
 from tests.devices import device
 from tests.support.chains import WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
-from tests.support.compare import (
-    Case,
-    Pair,
-    compare,
-    on_its_ranks,
-    on_ranks,
-    poisoned,
-    seeded,
-)
-
-
-def run_case(mesh, name: str) -> None:
-    compare(mesh, poisoned(mesh, CASES[name]))
-
+from tests.support.compare import Case, Pair, compare_poisoned, on_its_ranks, seeded
+from tests.support.ranked import on_worlds
 
 # -- how often, and which parameters
 
@@ -85,8 +73,8 @@ OFTEN_CASES = {
 
 
 @on_its_ranks(OFTEN_CASES)
-def test_units_and_parameters_may_be_used_any_number_of_times(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_units_and_parameters_may_be_used_any_number_of_times(mesh, name: str) -> None:
+    compare_poisoned(mesh, OFTEN_CASES[name])
 
 
 # -- what goes in and comes out
@@ -237,10 +225,8 @@ OUTPUT_CASES = {
 
 
 @on_its_ranks(OUTPUT_CASES)
-def test_anything_may_go_into_a_unit_and_come_out(world, name, num_ranks):
-    if name == "ModelOutput":
-        pytest.importorskip("transformers")
-    world.run(num_ranks, run_case, name)
+def test_anything_may_go_into_a_unit_and_come_out(mesh, name: str) -> None:
+    compare_poisoned(mesh, OUTPUT_CASES[name])
 
 
 # -- in-place operators, and outputs that are inputs or parameters
@@ -389,8 +375,8 @@ MEMORY_CASES = {
 
 
 @on_its_ranks(MEMORY_CASES)
-def test_outputs_may_be_inputs_parameters_and_written_into(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_outputs_may_be_inputs_parameters_and_written_into(mesh, name: str) -> None:
+    compare_poisoned(mesh, MEMORY_CASES[name])
 
 
 class SharesChild(Pair):
@@ -409,18 +395,12 @@ def shares_child() -> Chain:
     return Chain(lambda: SharesChild(child), count=3)
 
 
-def shared_child(mesh, units: Any) -> None:
+@pytest.mark.parametrize("child", ["no unit", "a unit itself"])
+@on_worlds
+def test_a_module_that_two_units_share(mesh, child: str) -> None:
+    units = {SharesChild} if child == "no unit" else {SharesChild, nn.Linear}
     case = Case(build=shares_child, run=plain_run, units=units, exact=False, tolerance=2e-6)
-    model = compare(mesh, poisoned(mesh, case))
+    model = compare_poisoned(mesh, case)
     assert model.units[0].child.weight is model.units[2].child.weight
     names = [n for n, _ in model.named_parameters()]
     assert names == [n for n, _ in seeded(shares_child).named_parameters()]
-
-
-@pytest.mark.parametrize("child", ["no unit", "a unit itself"])
-@on_ranks
-def test_a_module_that_two_units_share(world, child, num_ranks):
-    world.run(num_ranks, shared_child, {SharesChild} if child == "no unit" else {SharesChild, nn.Linear})
-
-
-CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}

@@ -1,4 +1,4 @@
-"""Contracts of the engine's parts: shard buffers, full memory, communicators, observers."""
+"""Contracts of the engine's parts: shard buffers, full memory, observers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from accordion import _torch
-from accordion.engine.communicator import Communicator
 from accordion.engine.observer import MOMENTS, Observer
 from accordion.engine.shards import ShardBuffer
 from tests.compat.test_fsdp2_parallel import Packed
@@ -106,50 +105,6 @@ def takes_gradients(buffer: ShardBuffer, group: Any) -> None:
 def test_shard_buffers_of_every_tier_keep_one_contract(world: Any, tmp_path: Path, tier: str) -> None:
     shape = mesh_of(acc.HYBRID_SHARD_OPTIM if tier == "inner shard" else acc.FULL_SHARD)
     world.run_mesh(*shape, keeps_the_contract, tier, str(tmp_path))
-
-
-# -- communicators
-
-
-def speaks(mesh: DeviceMesh) -> None:
-    """Every way to communicate against its definition, over the mesh's own backend."""
-    communicator = Communicator(mesh.get_group(), device())
-    rank, num = communicator.rank, communicator.num_ranks
-
-    def filled(*values: float) -> Tensor:
-        return torch.tensor(values, device=device())
-
-    def done(pending: Any) -> None:
-        for work in (*pending.works, *pending.sends):
-            work.wait()
-        assert communicator.is_ordered == (not pending.works) or num == 1
-
-    full = torch.zeros(2 * num, device=device())
-    done(communicator.gather([full], [filled(rank, rank + 0.5)]))
-    assert full.tolist() == [x for r in range(num) for x in (float(r), r + 0.5)]
-    got = torch.zeros(num, device=device())
-    done(communicator.exchange([(got, filled(*[10.0 * rank + r for r in range(num)]), [], [])]))
-    assert got.tolist() == [10.0 * r + rank for r in range(num)]
-    part = torch.zeros(1, device=device())
-    done(communicator.scatter_sum([part], [filled(*[float(r) for r in range(num)])]))
-    assert part.tolist() == [float(rank * num)]
-    summed = [filled(1.0), filled(float(rank))]
-    done(communicator.sum(summed))
-    assert [t.item() for t in summed] == [float(num), float(sum(range(num)))]
-
-
-def test_communicators_of_every_backend_keep_one_contract(world: Any) -> None:
-    """gloo's on the CPU, one that is ordered by streams with `--device sim` or on a GPU."""
-    world.run(2, speaks)
-    world.run(4, speaks)
-
-
-def test_a_communicator_of_one_rank_says_nothing() -> None:
-    nobody = Communicator(None, device())
-    tensor = torch.ones(2, device=device())
-    assert nobody.num_ranks == 1
-    assert list(nobody.sum([tensor]).works) == []
-    assert tensor.tolist() == [1.0, 1.0]
 
 
 # -- observers

@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion.config import STRATEGIES
 from tests.devices import device
-from tests.support.chains import FEW, Chain, mean_square, numbers, plain_run, steps_again
+from tests.support.chains import Chain, mean_square, numbers, plain_run, steps_again
 from tests.support.checks import PlantedError
 from tests.support.compare import (
     Pair,
     assert_alike,
     check_grads,
-    on_ranks,
     rest,
-    run_on_all,
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_strategy, on_world, on_worlds
 
 # -- entry points
 
@@ -71,7 +69,8 @@ def enter(model: Entered, how: str) -> Any:
     return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
 
 
-def entered(mesh) -> None:
+@on_worlds
+def test_methods_beside_forward_use_full_parameters(mesh) -> None:
     plain, model = seeded(Entered), acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     for name in ("encode", "generate", "raises"):
         acc.entry_point(model, name)
@@ -104,12 +103,8 @@ def entered(mesh) -> None:
     steps_again(mesh, model, plain)
 
 
-@on_ranks
-def test_methods_beside_forward_use_full_parameters(world, num_ranks):
-    world.run(num_ranks, entered)
-
-
-def no_entry(mesh) -> None:
+@on_world(1)
+def test_what_cannot_be_an_entry_point_is_named(mesh) -> None:
     model = acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     with pytest.raises(acc.UsageError, match="no method 'enkode'"):
         acc.entry_point(model, "enkode")
@@ -117,10 +112,6 @@ def no_entry(mesh) -> None:
         acc.entry_point(model.first, "forward")
     with pytest.raises(acc.UsageError, match="is no unit"):
         acc.entry_point(Entered(), "encode")
-
-
-def test_what_cannot_be_an_entry_point_is_named(world):
-    world.run(1, no_entry)
 
 
 # -- hooks
@@ -180,7 +171,10 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
     return x
 
 
-def hooked(mesh, when: str, change: bool) -> None:
+@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
+@pytest.mark.parametrize("when", ["after", "before"])
+@on_worlds
+def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
     seen: dict[int, Seen] = {}
     build = functools.partial(Chain, call=functools.partial(watch_activations, seen=seen))
     plain, model = seeded(build), seeded(build)
@@ -219,14 +213,8 @@ def dict_of(seen: Seen) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
-@pytest.mark.parametrize("when", ["after", "before"])
-@on_ranks
-def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(world, when, change, num_ranks):
-    world.run(num_ranks, hooked, when, change)
-
-
-def param_hooks(mesh) -> None:
+@on_worlds
+def test_hooks_of_parameters_see_the_sharded_gradient_once(mesh) -> None:
     """Each fires once a backward, with the sharded mean; what a hook returns is the gradient."""
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     order: dict[str, list[str]] = {"plain": [], "sharded": []}
@@ -254,14 +242,14 @@ def param_hooks(mesh) -> None:
         for m in (plain, model):
             m.zero_grad()
         rest(model)
+    with acc.no_sync(model):
+        plain_run(model, 0)
+    assert order["sharded"] == [], "nothing is accumulated without communication"
 
 
-@on_ranks
-def test_hooks_of_parameters_see_the_sharded_gradient_once(world, num_ranks):
-    world.run(num_ranks, param_hooks)
-
-
-def step_in_hooks(mesh, of: str) -> None:
+@pytest.mark.parametrize("of", ["parameter", "node"])
+@on_worlds
+def test_an_optimizer_may_step_in_the_hooks_of_parameters(mesh, of: str) -> None:
     """An optimizer for each parameter, stepped in its hook or its node's: the gradient is gone after the backward."""
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     optimizers = {p: torch.optim.SGD([p], lr=1 / 64) for p in model.parameters()}
@@ -292,13 +280,9 @@ def step_in_hooks(mesh, of: str) -> None:
         rest(model)
 
 
-@pytest.mark.parametrize("of", ["parameter", "node"])
-@on_ranks
-def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of, num_ranks):
-    world.run(num_ranks, step_in_hooks, of)
-
-
-def weight_in_hook(mesh, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_worlds
+def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(mesh, when: str) -> None:
     """A hook of a unit reads its weights: norms for a log, say."""
     found: dict[int, list[Tensor]] = {}
 
@@ -321,12 +305,6 @@ def weight_in_hook(mesh, when: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@on_ranks
-def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(world, when, num_ranks):
-    world.run(num_ranks, weight_in_hook, when)
-
-
 @contextmanager
 def anomaly_mode() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -335,7 +313,9 @@ def anomaly_mode() -> Iterator[None]:
             yield
 
 
-def anomaly(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@on_strategy
+def test_anomaly_detection_around_a_step(mesh, strategy: str) -> None:
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
     with anomaly_mode():
         steps_again(mesh, model, plain)
@@ -347,13 +327,8 @@ def anomaly(mesh, strategy: acc.Strategy) -> None:
     steps_again(mesh, model, plain)
 
 
-def test_anomaly_detection_around_a_step(world):
-    for strategy in STRATEGIES.values():
-        if not strategy.hybrid:
-            world.run(2, anomaly, strategy)
-
-
-def anomaly_of_one(mesh) -> None:
+@on_worlds
+def test_anomaly_detection_raises_on_the_rank_that_has_nan(mesh) -> None:
     """Only the sum over ranks is NaN, in the first row, which the first rank owns: inf there, -inf elsewhere."""
     rank = dist.get_rank()
     model = acc.shard(seeded(lambda: nn.Linear(2, mesh.size(), bias=False)), mesh=mesh)
@@ -381,11 +356,8 @@ def anomaly_of_one(mesh) -> None:
                 loss.backward()
 
 
-def test_anomaly_detection_raises_on_the_rank_that_has_nan(world):
-    run_on_all(world, anomaly_of_one, ranks=FEW)
-
-
-def marked(mesh) -> None:
+@on_worlds
+def test_attributes_of_parameters_survive(mesh) -> None:
     """Attributes of parameters are read by optimizers and schedulers (muP, `no_weight_decay`, `sequence_parallel`)."""
     model = seeded(Chain)
     twin = nn.Parameter(model.first.weight.data)
@@ -402,11 +374,9 @@ def marked(mesh) -> None:
         assert [p.my_flag for p in model.parameters()] == [n for n, _ in model.named_parameters()]
 
 
-def test_attributes_of_parameters_survive(world):
-    run_on_all(world, marked, ranks=FEW)
-
-
-def hooks_before(mesh, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_worlds
+def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(mesh, kind: str) -> None:
     """Hooks set before `shard`, by the handles that the caller keeps, with one more set after it."""
     models = plain, model = seeded(Chain), seeded(Chain)
     seen: dict[nn.Module, list[str]] = {plain: [], model: []}
@@ -439,20 +409,11 @@ def hooks_before(mesh, kind: str) -> None:
             seen[m].clear()
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@on_ranks
-def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind, num_ranks):
-    world.run(num_ranks, hooks_before, kind)
-
-
-def hooked_twins(mesh) -> None:
+@on_world(1)
+def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(mesh) -> None:
     for hooked in ("first", "last"):
         model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
         model["last"].weight = nn.Parameter(model["first"].weight.data)
         model[hooked].weight.register_hook(lambda g: g)
         with pytest.raises(acc.UsageError, match=r"first\.weight, last\.weight .*hook"):
             acc.shard(model, mesh=mesh)
-
-
-def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(world):
-    world.run(1, hooked_twins)

@@ -31,10 +31,7 @@ LLAMA, GPT2, MIXTRAL = "LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalL
 T5, BERT, CLIP = "T5ForConditionalGeneration", "BertForMaskedLM", "CLIPModel"
 WHISPER, VIT, MAMBA = "WhisperForConditionalGeneration", "ViTForImageClassification", "MambaForCausalLM"
 SWITCH = "SwitchTransformersForConditionalGeneration"
-USUAL = {LLAMA, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, SWITCH} | {
-    "GptOssForCausalLM", "DeepseekV3ForCausalLM", "PerceiverForMaskedLM", "DetrModel", "Qwen2VLForConditionalGeneration",
-    "Wav2Vec2ForCTC", "ZambaForCausalLM",
-}  # fmt: skip
+USUAL = {LLAMA, MIXTRAL, T5, WHISPER, "ZambaForCausalLM"}
 
 
 def assert_equal_within(ranks: list[Found], tolerance: float = TOLERANCE) -> None:
@@ -54,8 +51,7 @@ def test_two_steps_are_those_of_the_unsharded_model(world, name):
     assert_equal_within(in_float32(world, name))
 
 
-# One of each way to compute: dense with and without biases, experts of both kinds, encoders, images, states, sound.
-USUAL_IN_BFLOAT16 = {GPT2, MIXTRAL, T5, VIT, MAMBA, "Wav2Vec2ForCTC"}
+USUAL_IN_BFLOAT16 = {GPT2, MIXTRAL, MAMBA}
 IN_BFLOAT16 = [name for name in WORKING if FAMILIES[name].bf16 in ("yes", "with buffers")]
 
 
@@ -65,23 +61,19 @@ def test_bfloat16_over_float32_masters(world, name):
 
 
 @pytest.mark.parametrize("num_ranks", sampled([3, 4], lambda num_ranks: num_ranks == 3))
-@pytest.mark.parametrize(
-    "name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {MIXTRAL, T5}.__contains__)
-)
+@pytest.mark.parametrize("name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {MIXTRAL}.__contains__))
 def test_more_ranks(world, name, num_ranks):
     assert_equal_within(world.run(num_ranks, compare, name))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT], {MIXTRAL, WHISPER}.__contains__)
-)
+@pytest.mark.parametrize("name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT], {MIXTRAL}.__contains__))
 def test_checkpointing_of_transformers(world, name, use_reentrant):
     assert_equal_within(world.run(RANKS, compare, name, use_reentrant=use_reentrant))
 
 
 @pytest.mark.parametrize(
-    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA], {LLAMA, T5}.__contains__)
+    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA], {T5}.__contains__)
 )
 def test_checkpointing_of_units(world, name):
     assert_equal_within(world.run(RANKS, compare, name, checkpoint_activations="full"))
@@ -115,7 +107,7 @@ def test_the_table_of_the_documentation(world):
     )
 
 
-@pytest.mark.parametrize("compute", [None, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", [None, pytest.param(BF16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
 def test_a_family_that_calls_the_forward_of_layers_trains_with_entry_points(world, compute):
     assert_equal_within(world.run(RANKS, compare, "SqueezeBertForMaskedLM", compute=compute, entered=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device
-from tests.support.checks import assert_at_rest, assert_close, mean_grads, mesh_of, under
+from tests.support.checks import assert_at_rest, assert_close, mean_grads
+from tests.support.ranked import on_strategy
 from tests.support.reference import grads_of
 from tests.support.sample import sampled, turns
 
@@ -85,7 +87,16 @@ def with_anomaly_mode(mesh, pair: Pair, sync: Sync) -> None:
 PROGRAMS = (alternating, frozen_after_a_micro_batch, frozen_before_backward, with_hooks, with_anomaly_mode)
 
 
-def assert_as_unsharded(mesh, program: Callable[..., None], strategy: acc.Strategy, *, together: bool) -> None:
+ROWS = list(itertools.product(STRATEGIES, PROGRAMS, (False, True)))
+SHOWN = {("full_shard", *row) for row in turns(PROGRAMS, (False, True)) | {(alternating, True)}}
+SHOWN |= {("hybrid_shard", program, False) for program in (alternating, frozen_before_backward)}
+
+
+@pytest.mark.parametrize(("strategy", "program", "together"), sampled(ROWS, lambda *row: row in SHOWN))
+@on_strategy
+def test_gradients_are_those_of_the_unsharded_models(
+    mesh, strategy: str, program: Callable[..., None], together: bool
+) -> None:
     """`together`: generator and critic are sharded as one model, and not as one each."""
     plain, pair = Pair().to(device()), Pair().to(device())
     for part in (pair,) if together else (pair.generator, pair.critic):
@@ -106,20 +117,3 @@ def assert_as_unsharded(mesh, program: Callable[..., None], strategy: acc.Strate
             assert_at_rest(part)
         plain.zero_grad()
         pair.zero_grad()
-
-
-ROWS = [(program, together) for program in PROGRAMS for together in (False, True)]
-SHOWN = turns(PROGRAMS, (False, True)) | {(alternating, True)}
-
-
-@pytest.mark.parametrize(("program", "together"), sampled(ROWS, lambda *row: row in SHOWN))
-def test_gradients_are_those_of_the_unsharded_models(world, program, together):
-    world.run_mesh((2,), ("shard",), assert_as_unsharded, program, acc.FULL_SHARD, together=together)
-
-
-@under("shard_optim", "hybrid_shard")
-def test_under_every_strategy(world, strategy):
-    for program in (alternating, frozen_before_backward):
-        world.run_mesh(
-            *mesh_of(STRATEGIES[strategy]), assert_as_unsharded, program, STRATEGIES[strategy], together=False
-        )

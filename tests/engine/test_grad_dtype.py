@@ -15,6 +15,7 @@ import accordion.compat.fsdp2 as ours
 from tests.compat.test_fsdp2 import SIDES
 from tests.devices import device, here
 from tests.support import models
+from tests.support.ranked import on_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SINCE_2_15 = pytest.mark.skipif(
@@ -40,7 +41,9 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
-def keeps(mesh: Any, accumulates: bool) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+@on_world(2)
+def test_a_gradient_has_the_dtype_that_was_asked_for(mesh: Any, accumulates: bool) -> None:
     """The sum in float32 is not rounded where float32 was asked for; what nobody asked for is as ever."""
     precision = acc.Precision(master=None)
     plain = acc.shard(here(models.plain().to(BF16)), mesh, precision=precision)
@@ -66,23 +69,18 @@ def keeps(mesh: Any, accumulates: bool) -> None:
     assert not torch.equal(acc.full_state_dict(model, rank0_only=False)["head.weight"], before["head.weight"])
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_gradient_has_the_dtype_that_was_asked_for(world: Any, accumulates: bool) -> None:
-    world.run(2, keeps, accumulates)
-
-
-def any_dtype(mesh: Any) -> None:
-    """None takes the sum as it is."""
+@on_world(2)
+def test_none_takes_the_sum_as_it_is(mesh: Any) -> None:
     model = acc.shard(asking(None), mesh, precision=acc.Precision(master=None))
     loss_of(model, 0).backward()
     assert {p.grad.dtype for p in model.parameters() if p.dim() > 1} == {FP32}
 
 
-def test_none_takes_the_sum_as_it_is(world: Any) -> None:
-    world.run(2, any_dtype)
-
-
-def as_torchs(mesh: Any, asked: torch.dtype | None, reduce: torch.dtype | None) -> None:
+@SINCE_2_15
+@pytest.mark.parametrize("reduce", [None, BF16, FP32])
+@pytest.mark.parametrize("asked", [FP32, None])
+@on_world(2)
+def test_fsdp2_follows_it_as_torchs(mesh: Any, asked: torch.dtype | None, reduce: torch.dtype | None) -> None:
     """Beside torch's FSDP2: the same dtypes and numbers, without a `reduce_dtype` and with one."""
     pair = []
     for api in SIDES:
@@ -100,14 +98,8 @@ def as_torchs(mesh: Any, asked: torch.dtype | None, reduce: torch.dtype | None) 
         assert torch.allclose(grad, wanted[name], rtol=2e-2, atol=1e-3), name
 
 
-@SINCE_2_15
-@pytest.mark.parametrize("reduce", [None, BF16, FP32])
-@pytest.mark.parametrize("asked", [FP32, None])
-def test_fsdp2_follows_it_as_torchs(world: Any, asked: torch.dtype | None, reduce: torch.dtype | None) -> None:
-    world.run(2, as_torchs, asked, reduce)
-
-
-def later(mesh: Any) -> None:
+@on_world(2)
+def test_it_may_be_set_until_the_first_use(mesh: Any) -> None:
     """What is set between `fully_shard` and the first forward counts too."""
     model = ours.fully_shard(here(models.plain().to(BF16)), mesh=mesh)
     model.head.weight.grad_dtype = FP32
@@ -115,14 +107,7 @@ def later(mesh: Any) -> None:
     assert (model.head.weight.grad.dtype, model.blocks[0].up.weight.grad.dtype) == (FP32, BF16)
 
 
-def test_it_may_be_set_until_the_first_use(world: Any) -> None:
-    world.run(2, later)
-
-
-def offloaded(mesh: Any) -> None:
+@on_world(2)
+def test_offload_and_it_are_refused_together(mesh: Any) -> None:
     with pytest.raises(acc.UsageError, match=r"has grad_dtype torch.float32, and an offloaded gradient is stored"):
         acc.shard(asking(), mesh, precision=acc.Precision(master=None), offload=acc.Offload(params="host"))
-
-
-def test_offload_and_it_are_refused_together(world: Any) -> None:
-    world.run(2, offloaded)

@@ -63,7 +63,7 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
                     start = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
                     assert torch.equal(local_of(p), original[key][start : start + len(local_of(p))])
             optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters()))
-            for _ in range(3):
+            for _ in range(2):
                 tokens, targets = models.batch(0, 0, 0, vocab=plain.embed.num_embeddings, shape=(1, 4))
                 with Wire() as wire:
                     models.loss_of(model(tokens), targets).backward()
@@ -120,7 +120,7 @@ ROWS = [(num_ranks, place) for num_ranks in (8, 64, 1024) for place in ("first",
 
 @pytest.mark.parametrize(
     ("num_ranks", "place"),
-    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((8, "last"), (1024, "middle"))),
+    sampled(ROWS, lambda num_ranks, place: (num_ranks, place) in ((1024, "middle"),)),
 )
 def test_shards_bytes_and_collectives_at_any_size(run_fake, num_ranks, place):
     rank = {"first": 0, "middle": num_ranks // 2 + 1, "last": num_ranks - 1}[place]

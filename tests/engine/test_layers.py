@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
@@ -22,6 +21,9 @@ from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
 from tests.support.compare import seeded
+from tests.support.ranked import on_world
+from tests.support.reference import grads_of
+from tests.support.sample import sampled
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -86,54 +88,48 @@ def check_step(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool 
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
     for loss in losses:
         loss.backward()
-    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
-    assert_close(found, mean_grads(mesh, plain))
+    assert_close(grads_of(model), mean_grads(mesh, plain))
 
 
-def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
-    for way in WAYS:
-        for name in strategies:
-            model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
-            assert [u.name for u in units_of(model) if u.is_layer] == (
-                ["tokens"] if way == "embedding" else ["tokens", "head"]
-            )
-            for step in range(3):
-                if way == "raises" and step == 1:
-                    for m in (model, plain):
-                        with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
-                            m(torch.zeros(2, 7, dtype=torch.long, device=device()))
-                check_step(mesh, model, plain, step)
-                if way != "raises":  # there a forward waits for its backward, for some more of them
-                    assert_at_rest(model)
-            tokens = drawn(mesh.get_rank(), 9)
-            with torch.no_grad():
-                torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "debug"),
-    [
-        ("full_shard", ()),
-        ("shard_grad_op", ("streams",)),
-        pytest.param("shard_optim", ("streams",), marks=pytest.mark.slow),
-    ],
+RUNS = sampled(
+    [("full_shard", ("streams",)), ("full_shard", ()), ("shard_grad_op", ("streams",)), ("shard_optim", ("streams",))],
+    lambda strategy, debug: strategy == "full_shard" and debug,
 )
-def test_weights_of_layers_are_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
-    world.run(2, check_ways, (strategy,), debug)
 
 
-def check_frozen(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("strategy", "debug"), RUNS)
+@on_world(2)
+def test_weights_of_layers_are_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
+    for way in WAYS:
+        model, plain = both(mesh, way, strategy=strategy, debug=debug)
+        layers = ["tokens"] if way == "embedding" else ["tokens", "head"]
+        assert [u.name for u in units_of(model) if u.is_layer] == layers
+        for step in range(3):
+            if way == "raises" and step == 1:
+                for m in (model, plain):
+                    with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
+                        m(torch.zeros(2, 7, dtype=torch.long, device=device()))
+            check_step(mesh, model, plain, step)
+            if way != "raises":  # there a forward waits for its backward, for some more of them
+                assert_at_rest(model)
+        tokens = drawn(mesh.get_rank(), 9)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("strategy", "debug"), RUNS)
+@on_world(2)
+def test_a_frozen_layers_weight_is_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
     """As under LoRA: the layer whose weight is read trains nothing, and others behind it do."""
     for way in ("weight", "both", "embedding", "recomputed", "given"):
-        for name in strategies:
-            for everything in (False, True):
-                model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
-                for m in (model, plain):
-                    (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
-                    m.norm.bias.requires_grad_()
-                for step in range(3):
-                    check_step(mesh, model, plain, step)
-                    assert_at_rest(model)
+        for everything in (False, True):
+            model, plain = both(mesh, way, strategy=strategy, debug=debug)
+            for m in (model, plain):
+                (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
+                m.norm.bias.requires_grad_()
+            for step in range(2):
+                check_step(mesh, model, plain, step)
+                assert_at_rest(model)
 
 
 class Scorer(nn.Module):
@@ -147,7 +143,8 @@ class Scorer(nn.Module):
         return F.linear(self.block(x), self.head.weight)
 
 
-def check_frozen_whole(mesh) -> None:
+@on_world(2)
+def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(mesh) -> None:
     model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
     acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
     for step in range(3):
@@ -158,22 +155,6 @@ def check_frozen_whole(mesh) -> None:
             seen.append(x.grad)
         torch.testing.assert_close(seen[0], seen[1])
         assert_at_rest(model)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "debug"),
-    [
-        ("full_shard", ("streams",)),
-        pytest.param("full_shard", (), marks=pytest.mark.slow),
-        pytest.param("shard_grad_op", ("streams",), marks=pytest.mark.slow),
-    ],
-)
-def test_a_frozen_layers_weight_is_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
-    world.run(2, check_frozen, (strategy,), debug)
-
-
-def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(world) -> None:
-    world.run(2, check_frozen_whole)
 
 
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
@@ -190,7 +171,8 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return seen
 
 
-def check_order(mesh) -> None:
+@on_world(2)
+def test_an_embedding_is_not_gathered_for_its_backward(mesh) -> None:
     """An embedding is gathered for its forward alone, a head once, and neither makes the last block come twice."""
     with pytest.MonkeyPatch.context() as patch:
         for strategy in ("full_shard", "shard_grad_op"):
@@ -206,7 +188,8 @@ def check_order(mesh) -> None:
             patch.undo()
 
 
-def check_hook_that_reads(mesh) -> None:
+@on_world(2)
+def test_a_hook_may_read_the_weight_of_an_embedding(mesh) -> None:
     """A hook that computes with an embedding's weight makes its backward need it after all."""
     model, plain = both(mesh, "module")
     for m in (model, plain):
@@ -227,7 +210,8 @@ class Sum(nn.Module):
         return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=device()))
 
 
-def check_recomputed_embeddings(mesh) -> None:
+@on_world(2)
+def test_a_recomputed_embedding_is_gathered_for_its_backward(mesh) -> None:
     """What is recomputed in a unit reads its weights in the backward."""
     model, plain = (seeded(lambda: Language("module")) for _ in range(2))
     model.tokens, plain.tokens = seeded(Sum), seeded(Sum)
@@ -241,37 +225,25 @@ def check_recomputed_embeddings(mesh) -> None:
         check_step(mesh, model, plain, step)
 
 
-def test_an_embedding_is_not_gathered_for_its_backward(world) -> None:
-    world.run(2, check_order)
-    world.run(2, check_recomputed_embeddings)
-    world.run(2, check_hook_that_reads)
-
-
-def check_apart(mesh) -> list[str]:
+@IN_STREAMS
+@on_world(2)
+def test_ranks_may_differ_in_what_they_read(mesh) -> None:
     """One rank's forward reads the head, the other's does not."""
     model, plain = both(mesh, "weight")
     with logged() as messages:
         for step in range(4):
             check_step(mesh, model, plain, step, calls=step == 0 or mesh.get_rank() != step % 2)
-    return [message for message in messages if "call different units" in message]
+    assert len([message for message in messages if "call different units" in message]) == 1
 
 
-@IN_STREAMS
-def test_ranks_may_differ_in_what_they_read(world) -> None:
-    assert all(len(said) == 1 for said in world.run(2, check_apart))
-
-
-def check_recomputed(mesh) -> None:
+@on_world(2)
+def test_recomputed_units_are_blocks(mesh) -> None:
     """Layers alone are not recomputed: there is nothing to save."""
     model, plain = both(mesh, "module", checkpoint_activations="every:2")
     wrapped = [name for name, m in model.named_modules() if "forward" in m.__dict__ and name]
     assert wrapped == ["blocks.0", "blocks.2"]
     for step in range(2):
         check_step(mesh, model, plain, step)
-
-
-def test_recomputed_units_are_blocks(world) -> None:
-    world.run(2, check_recomputed)
 
 
 def test_which_layers_are_units() -> None:

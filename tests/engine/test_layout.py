@@ -39,14 +39,6 @@ def test_every_row_has_one_owner(shape: tuple[int, ...], num_ranks: int) -> None
     assert math.prod(c.local_shape(0)) == c.rows_of(0) * c.row_numel
 
 
-def test_fused_experts_are_not_padded_eightfold() -> None:
-    """Eight experts on 64 ranks: one row a rank would be eight times the parameter."""
-    assert cut((8, 28672, 4096), 8, 2).dim == 0
-    c = cut((8, 28672, 4096), 64, 2)
-    assert c.dim == 1
-    assert c.padded_numel == c.numel
-
-
 def test_scalars_and_small_awkward_tensors_are_kept_whole() -> None:
     assert cut((), 8, 4).dim is None
     assert cut((3, 5, 700), 4096, 4).dim is None

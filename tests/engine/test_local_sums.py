@@ -10,9 +10,10 @@ from torch import nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, mesh_of, one_loss, run_all
+from tests.support.checks import assert_close, mean_grads, one_loss
+from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import grads_of
-from tests.support.sample import drawn, sampled
+from tests.support.sample import sampled
 
 ACTS: dict[str, Callable[[nn.Module], object]] = {
     "set to None": lambda model: model.zero_grad(),
@@ -34,7 +35,26 @@ def accumulate(model: nn.Module, order: str, act: Callable[[nn.Module], object],
             one_loss(model, number).backward()
 
 
-def train_alike(mesh, strategy: acc.Strategy, order: str, act: str) -> None:
+ORDERS = ("l!s", "l!ls", "l!lls", "ll!l!ls", "sl!ls", "sl!s", "s!lls")
+ROWS = [
+    (strategy, order, act)
+    for strategy in STRATEGIES
+    for order in ORDERS
+    for act in ("set to None", "zeroed", "nothing")
+]
+USUAL = {("full_shard", order, "zeroed") for order in ORDERS}
+USUAL |= {
+    ("full_shard", "l!ls", "set to None"),
+    ("full_shard", "s!lls", "nothing"),
+    ("hybrid_shard", "sl!ls", "zeroed"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order", "act"), sampled(ROWS, lambda *row: row in USUAL), ids=["-".join(row) for row in ROWS]
+)
+@on_strategy
+def test_cleared_gradients_take_what_was_added_up_with_them(mesh, strategy: str, order: str, act: str) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     for _ in range(2):
         accumulate(plain, order, ACTS[act], is_sharded=False)
@@ -44,34 +64,10 @@ def train_alike(mesh, strategy: acc.Strategy, order: str, act: str) -> None:
         model.zero_grad()
 
 
-ROWS = [
-    (strategy, order, act)
-    for strategy in STRATEGIES
-    for order in ("l!s", "l!ls", "l!lls", "ll!l!ls", "sl!ls", "sl!s", "s!lls")
-    for act in ("set to None", "zeroed", "nothing")
-]
-DRAWN = drawn(ROWS, 1, lambda strategy, order, act: strategy)
-
-
-def usual(strategy: str, order: str, act: str) -> bool:
-    """Every order zeroed under full_shard, two orders any way, and under every other strategy one."""
-    if strategy == "full_shard":
-        return act == "zeroed" or order in ("l!ls", "s!lls")
-    return (strategy, order, act) in DRAWN
-
-
-@pytest.mark.parametrize(("strategy", "order", "act"), sampled(ROWS, usual), ids=["-".join(row) for row in ROWS])
-def test_cleared_gradients_take_what_was_added_up_with_them(world, strategy, order, act):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), train_alike, STRATEGIES[strategy], order, act)
-
-
-def test_a_gradient_that_is_scaled_is_not_cleared(world):
+@on_world(2)
+def test_a_gradient_that_is_scaled_is_not_cleared(mesh) -> None:
     """What was reduced is scaled, what adds up is not there yet."""
-    run_all(world, scaled)
-
-
-def scaled(mesh, strategy: acc.Strategy) -> None:
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     accumulate(model, "sl!s", ACTS["scaled"], is_sharded=True)
     first = {name: grad.clone() for name, grad in grads_of(model).items()}
     # The same sum by hand: half of the first, and the other two.

@@ -20,21 +20,16 @@ from tests.support.compare import (
     Case,
     Pair,
     check_grads,
-    compare,
+    compare_poisoned,
     on_its_ranks,
-    on_ranks,
     open_full_buffers,
-    poisoned,
     rest,
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_strategies, on_worlds
 
 BF16 = torch.bfloat16
-
-
-def run_case(mesh, name: str) -> None:
-    compare(mesh, poisoned(mesh, CASES[name]))
 
 
 # -- dtypes and requires_grad in one unit
@@ -80,9 +75,12 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def low_rank(mesh) -> None:
+@on_strategies("full_shard", "no_shard")
+def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
+    """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
     plain = seeded(Adapted)
-    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential})
+    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential}, strategy=strategy)
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()], "a frozen one keeps its own"
     for step in range(2):
         counts = []
         for m in (plain, model):
@@ -98,11 +96,6 @@ def low_rank(mesh) -> None:
         rest(model)
         for m in (plain, model):
             m.zero_grad()
-
-
-@on_ranks
-def test_no_gradient_of_a_frozen_weight_is_computed(world, num_ranks):
-    world.run(num_ranks, low_rank)
 
 
 class Normed(nn.Module):
@@ -197,8 +190,8 @@ DTYPE_CASES = {
 
 
 @on_its_ranks(DTYPE_CASES)
-def test_dtypes_and_requires_grad_may_differ_in_a_unit(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_dtypes_and_requires_grad_may_differ_in_a_unit(mesh, name: str) -> None:
+    compare_poisoned(mesh, DTYPE_CASES[name])
 
 
 # -- shapes, strides and storages
@@ -306,12 +299,13 @@ SHAPE_CASES = {
 
 
 @pytest.mark.parametrize("name", SHAPE_CASES)
-@on_ranks
-def test_any_shape_stride_and_storage(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+@on_worlds
+def test_any_shape_stride_and_storage(mesh, name: str) -> None:
+    compare_poisoned(mesh, SHAPE_CASES[name])
 
 
-def fused_experts(mesh) -> None:
+@on_worlds
+def test_fused_experts_fewer_than_ranks_pad_little(mesh) -> None:
     """Padding costs memory on every rank, of the parameter, its gradient and its moments."""
     for experts in (1, 2, 3):
         model = nn.Sequential(nn.ParameterList([torch.randn(experts, 96, 360), torch.randn(experts, 97, 350)]))
@@ -325,12 +319,9 @@ def fused_experts(mesh) -> None:
         assert total <= sum(parts) <= 1.05 * total, (experts, parts, total)
 
 
-@on_ranks
-def test_fused_experts_fewer_than_ranks_pad_little(world, num_ranks):
-    world.run(num_ranks, fused_experts)
-
-
-def sparse(mesh) -> None:
+@pytest.mark.cpu("the simulator has no sparse tensors")
+@on_worlds
+def test_sparse_gradients_are_refused_by_name(mesh) -> None:
     for module in (nn.Embedding(6, 2, sparse=True), nn.EmbeddingBag(6, 2, mode="sum", sparse=True)):
         with pytest.raises(acc.UsageError, match=r"'0'.*sparse=False"):
             acc.shard(nn.Sequential(module), mesh=mesh)
@@ -353,12 +344,6 @@ def sparse(mesh) -> None:
     model.sparsely = False
     model(torch.tensor([1, 2], device=device())).sum().backward()
     rest(model)
-
-
-@pytest.mark.cpu("the simulator has no sparse tensors")
-@on_ranks
-def test_sparse_gradients_are_refused_by_name(world, num_ranks):
-    world.run(num_ranks, sparse)
 
 
 # -- modules of torch
@@ -457,11 +442,12 @@ MODULE_CASES = {
 
 
 @on_its_ranks(MODULE_CASES)
-def test_modules_of_torch(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_modules_of_torch(mesh, name: str) -> None:
+    compare_poisoned(mesh, MODULE_CASES[name])
 
 
-def encoder_in_eval(mesh) -> None:
+@on_worlds
+def test_the_fused_evaluation_of_an_encoder(mesh) -> None:
     """Evaluation has a fused kernel of its own, which reads the weights of its children."""
     plain, model = seeded(encoder), acc.shard(seeded(encoder), mesh=mesh, units={nn.TransformerEncoderLayer})
     torch.manual_seed(seed_of(0))
@@ -474,11 +460,6 @@ def encoder_in_eval(mesh) -> None:
         del model.found, plain.found
         assert set(open_full_buffers(model)) <= {"(root)"}
     rest(model)
-
-
-@on_ranks
-def test_the_fused_evaluation_of_an_encoder(world, num_ranks):
-    world.run(num_ranks, encoder_in_eval)
 
 
 # -- reparametrised modules
@@ -530,8 +511,8 @@ PARAMETRIZED_CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")  # still in use
 @on_its_ranks(PARAMETRIZED_CASES)
-def test_reparametrised_weights(world, name, num_ranks):
-    world.run(num_ranks, run_case, name)
+def test_reparametrised_weights(mesh, name: str) -> None:
+    compare_poisoned(mesh, PARAMETRIZED_CASES[name])
 
 
 # -- weights read from elsewhere
@@ -555,7 +536,9 @@ class Reads(nn.Module):
         return x + self.block.a.weight.square().sum()
 
 
-def read_from_outside(mesh, how: str) -> None:
+@pytest.mark.parametrize("how", ["product", "elementwise", "sum"])
+@on_worlds
+def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(mesh, how: str) -> None:
     plain = seeded(functools.partial(Reads, how))
     model = acc.shard(seeded(functools.partial(Reads, how)), mesh=mesh, units={Pair})
     torch.manual_seed(seed_of(0))
@@ -572,12 +555,3 @@ def read_from_outside(mesh, how: str) -> None:
     wanted.square().sum().backward()
     out.square().sum().backward()
     check_grads(mesh, model, plain, exact=False, tolerance=2e-6)
-
-
-@pytest.mark.parametrize("how", ["product", "elementwise", "sum"])
-@on_ranks
-def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(world, how, num_ranks):
-    world.run(num_ranks, read_from_outside, how)
-
-
-CASES = {**DTYPE_CASES, **SHAPE_CASES, **MODULE_CASES, **PARAMETRIZED_CASES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from typing import Any
@@ -17,10 +18,11 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, logged, mesh_of, one_loss, run_all, run_under, under
+from tests.support.checks import assert_close, assert_equal, logged, one_loss, run_all
 from tests.support.models import Block
+from tests.support.ranked import on_strategies, on_strategy, on_world
 from tests.support.reference import grads_of, local_of, params_of
-from tests.support.sample import sampled, turns
+from tests.support.sample import sampled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -58,7 +60,8 @@ def call(model: nn.Module) -> dict[str, Any]:
     return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
 
 
-def dtypes(mesh) -> None:
+@on_world(2)
+def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
     model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "masters"
     out = call(model)
@@ -98,7 +101,8 @@ def convolution() -> nn.Sequential:
     return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
 
 
-def batch_norms(mesh) -> None:
+@on_world(2)
+def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
     """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
     plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
     plain[0].to(BF16)
@@ -112,15 +116,8 @@ def batch_norms(mesh) -> None:
     assert model(x).dtype == model[1][0].running_mean.dtype == BF16
 
 
-def test_batch_norms_keep_the_dtype_of_their_statistics(world):
-    world.run(2, batch_norms)
-
-
-def test_each_thing_is_in_the_dtype_that_was_asked_for(world):
-    world.run(2, dtypes)
-
-
-def overridden(mesh) -> None:
+@on_world(2)
+def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     kept = acc.Precision(params=FP32)
     for overrides in ({"second": kept}, {"sec*": kept}):
         model = seen()
@@ -147,66 +144,9 @@ def overridden(mesh) -> None:
         acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
 
 
-def test_a_unit_may_have_a_precision_of_its_own(world):
-    world.run(2, overridden)
-
-
-def adapted() -> models.Tiny:
-    """A frozen base in bfloat16, small adapters and norms that train in float32."""
-    model = models.plain()
-    for block in model.blocks:
-        for lin in (block.up, block.down):
-            lin.to(BF16).requires_grad_(False)
-        block.a = nn.Parameter(torch.randn(32, 4, device=device()) / 8)
-        block.b = nn.Parameter(torch.randn(4, 32, device=device()) / 8)
-    model.embed.requires_grad_(False)
-
-    def forward(block: Block, x: Tensor, use_sometimes: bool = False) -> Tensor:
-        y = block.down(nn.functional.gelu(block.up(block.norm(x).to(BF16))))
-        return x + y.to(FP32) + x @ block.a @ block.b
-
-    for block in model.blocks:
-        block.forward = forward.__get__(block)
-    return model
-
-
-def adapters(mesh, strategy: acc.Strategy) -> None:
-    """Mixed dtypes need no flag: each parameter is gathered in its own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = adapted()
-        torch.manual_seed(5)
-        plain = adapted()
-    model = acc.shard(model, mesh=mesh, strategy=strategy)
-    wanted = {n: (BF16 if ".up." in n or ".down." in n else FP32) for n, _ in plain.named_parameters()}
-    assert {n: p.dtype for n, p in model.named_parameters()} == wanted, "a frozen parameter keeps its own"
-    optimizer = reference.adamw([p for p in model.parameters() if p.requires_grad])
-    for step in range(2):
-        one_loss(model, step).backward()
-        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-        assert frozen
-        assert all(dict(model.named_parameters())[n].grad is None for n in frozen)
-        if step == 0:
-            found, expected = grads_of(model), dict.fromkeys(wanted)
-            for rank in range(mesh.size()):
-                tokens, targets = models.batch(0, 0, rank, vocab=48)
-                plain.zero_grad()
-                models.loss_of(plain(tokens), targets).backward()
-                for n, p in plain.named_parameters():
-                    if p.grad is not None:
-                        part = p.grad / mesh.size()
-                        expected[n] = part if expected[n] is None else expected[n] + part
-            assert_close(found, expected, 2e-6)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@under("full_shard", "no_shard", "hybrid_shard_optim")
-def test_adapters_on_a_frozen_two_byte_base(world, strategy):
-    run_under(world, strategy, adapters)
-
-
-def reduced(mesh, dtype: torch.dtype, how: str) -> None:
+@pytest.mark.parametrize(("dtype", "how"), [(FP32, "exchange"), (FP32, "reduce_scatter"), (BF16, "exchange")])
+@on_world(4)
+def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(mesh, dtype: torch.dtype, how: str) -> None:
     """`Precision.reduce` is the dtype of the sum: four numbers whose sum bfloat16 cannot hold."""
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 300, bias=False), nn.Identity()))
     nn.init.ones_(model[0][0].weight)
@@ -219,15 +159,6 @@ def reduced(mesh, dtype: torch.dtype, how: str) -> None:
     assert found.dtype == FP32
     (total,) = found.unique().tolist()
     assert total == 259.0 if dtype == FP32 else total in (256.0, 260.0)  # added one by one, or rounded at the end
-
-
-@pytest.mark.parametrize("how", ["exchange", "reduce_scatter"])
-def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(world, how):
-    world.run(4, reduced, FP32, how)
-
-
-def test_a_sum_in_two_bytes_rounds_as_asked(world):
-    world.run(4, reduced, BF16, "exchange")
 
 
 # -- gradient scaling
@@ -257,7 +188,15 @@ def inf_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
     out.register_hook(lambda grad: grad * float("inf"))
 
 
-def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
+OVERFLOWS = list(itertools.product(STRATEGIES, ("everywhere", "first_block"), (False, True)))
+OVERFLOWS_SHOWN = [
+    ("full_shard", "first_block", True), ("full_shard", "everywhere", False), ("hybrid_shard_optim", "everywhere", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "where", "wrapped"), sampled(OVERFLOWS, lambda *row: row in OVERFLOWS_SHOWN))
+@on_strategy
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, where: str, wrapped: bool) -> None:
     """One rank's gradients overflow, in one place; every rank must skip that step, and only that."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
@@ -286,29 +225,8 @@ def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
         assert all(bool(p.isfinite().all()) for p in after.values())
 
 
-OVERFLOWS = [
-    (strategy, where, wrapped)
-    for strategy in STRATEGIES
-    for where in ("everywhere", "first_block")
-    for wrapped in (False, True)
-]
-
-
-OVERFLOWS_SHOWN = {
-    (strategy, *rest) for strategy, rest in turns(STRATEGIES, [("first_block", True), ("everywhere", False)])
-}
-
-
-# full_shard any way, each other strategy one way.
-@pytest.mark.parametrize(
-    ("strategy", "where", "wrapped"),
-    sampled(OVERFLOWS, lambda *row: row[0] == "full_shard" or row in OVERFLOWS_SHOWN),
-)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where, wrapped):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), overflow, STRATEGIES[strategy], wrapped, where)
-
-
-def scaled_clip(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "hybrid_shard")
+def test_clipping_sees_unscaled_gradients(mesh, strategy: str) -> None:
     """The usual order with a scaler: unscale, clip, step."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -320,11 +238,6 @@ def scaled_clip(mesh, strategy: acc.Strategy) -> None:
         norms.append(acc.clip_grad_norm_(model, 1.0).item())
         optimizer.zero_grad()
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
-
-
-@under("full_shard", "shard_optim", "hybrid_shard")
-def test_clipping_sees_unscaled_gradients(world, strategy):
-    run_under(world, strategy, scaled_clip)
 
 
 # -- autocast
@@ -374,7 +287,8 @@ def test_autocast_saves_no_copy_of_a_weight_where_precision_is_set_and_warns_onc
             assert re.search(r"\d", about[0]), "names the bytes"
 
 
-def matched_inputs(mesh) -> None:
+@on_world(2)
+def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
     torch.manual_seed(0)
     plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
@@ -395,10 +309,6 @@ def matched_inputs(mesh) -> None:
     assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
 
 
-def test_inputs_are_cast_and_their_gradients_come_back(world):
-    world.run(2, matched_inputs)
-
-
 def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
     """What leaves the engine is the master: full parameters, state dicts, checkpoints."""
     plain = models.plain()
@@ -411,4 +321,4 @@ def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
 
 
 def test_masters_are_what_leaves_the_engine(world):
-    run_all(world, full_precision_outside)
+    run_all(world, full_precision_outside, but=("shard_grad_op", "shard_optim", "hybrid_shard"))

@@ -109,7 +109,7 @@ def all_programs(draw: Any) -> Program:
 COMMON: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=16, derandomize=True, **COMMON)
+@settings(max_examples=10, derandomize=True, **COMMON)
 @given(program=all_programs().filter(works))
 def test_a_program_trains_as_without_sharding(world, program):
     programs.run(program, world)

@@ -15,6 +15,7 @@ from accordion.engine.layout import aligned, cut, full_offsets
 from tests.inside import units_of
 from tests.support import checks, models, reference
 from tests.support.meters import Wire
+from tests.support.ranked import on_world
 from tests.support.reference import Scenario
 from tests.support.sample import sampled
 
@@ -38,10 +39,12 @@ TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
     ),
     "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "wrapped": True}),
 }
-USUAL = ("uneven", "bf16", "recomputed", "accumulated", "late and filled", "on disk")
+USUAL = ("uneven", "late and filled")
 
 
-def ends_alike(mesh: Any, case: str) -> None:
+@pytest.mark.parametrize("case", sampled(TRAINED, lambda case: case in USUAL))
+@on_world(RANKS)
+def test_training_is_bit_for_bit_that_without_it(mesh: Any, case: str) -> None:
     """With and without: the same losses, gradients and parameters, bit for bit."""
     scenario, options = TRAINED[case]
 
@@ -52,23 +55,15 @@ def ends_alike(mesh: Any, case: str) -> None:
     with_it, without = trained(NEAR), trained(None)
     assert with_it.losses == without.losses
     checks.assert_equal(with_it.params, without.params)
-    assert with_it.grads.keys() == without.grads.keys()
-    for name, grad in without.grads.items():
-        found = with_it.grads[name]
-        assert (grad is None and found is None) or torch.equal(grad, found), name
-
-
-@pytest.mark.parametrize("case", sampled(TRAINED, lambda case: case in USUAL))
-def test_training_is_bit_for_bit_that_without_it(world: Any, case: str) -> None:
-    world.run(RANKS, ends_alike, case)
+    reference.assert_close(with_it.grads, without.grads, 0.0)
 
 
 def sent(mesh: Any, secondary: int | None, micros: int, no_sync: bool) -> dict[str, dict[str, int]]:
-    """Bytes gathered in the third step, by phase and by the ranks that take part."""
+    """Bytes gathered in the second step, by phase and by the ranks that take part."""
     model = acc.shard(models.wide(), mesh=mesh, secondary=secondary, units={models.Block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, dict[str, int]] = {}
-    for step in range(3):
+    for step in range(2):
         found = {"forward": {}, "backward": {}}
         for micro in range(micros):
             model_syncs = not no_sync or micro == micros - 1
@@ -95,41 +90,27 @@ def block_bytes(num_ranks: int) -> list[int]:
 
 
 def test_the_backward_gathers_from_the_near_ranks_alone(world: Any) -> None:
-    """All but the last block and the root are gathered again, over two ranks, in one message each with a tag of each rank."""
-    all_ranks, near = str(RANKS), str(NEAR)
-    without = world.run(RANKS, sent, None, 1, False)
-    for rank, found in enumerate(world.run(RANKS, sent, NEAR, 1, False)):
-        assert set(found["forward"]) == {all_ranks}
-        assert found["forward"] == without[rank]["forward"], "the forward is what it was"
-        assert set(found["backward"]) == {near}, "the backward gathers from these ranks alone"
-        again = block_bytes(NEAR)[:-1]
-        assert found["backward"][near] == sum(again) + len(again) * NEAR * 4
-        assert set(without[rank]["backward"]) == {all_ranks}
+    """All but the last block and the root are gathered again, over two ranks, in one message each with a tag of each rank.
+
+    Micro-batches that only add up gather from them too: under no_sync shards stay as they were, and so do the parts.
+    """
+    all_ranks, near, again = str(RANKS), str(NEAR), block_bytes(NEAR)[:-1]
+    runs = [world.run(RANKS, sent, *options) for options in ((None, 1, False), (NEAR, 1, False), (NEAR, 3, True))]
+    for without, once, several in zip(*runs, strict=True):
+        assert set(once["forward"]) == set(without["backward"]) == {all_ranks}
+        assert once["forward"] == without["forward"], "the forward is what it was"
+        assert set(once["backward"]) == {near}, "the backward gathers from these ranks alone"
+        assert once["backward"][near] == sum(again) + len(again) * NEAR * 4
+        assert several["forward"][near] >= 2 * sum(again)
+        assert several["forward"][all_ranks] < 3 * once["forward"][all_ranks]
 
 
-def test_micro_batches_that_only_add_up_gather_from_near_ranks_too(world: Any) -> None:
-    """Under no_sync shards stay as they were, and so do the parts."""
-    once = world.run(RANKS, sent, NEAR, 1, True)
-    all_ranks, near = str(RANKS), str(NEAR)
-    for rank, found in enumerate(world.run(RANKS, sent, NEAR, 3, True)):
-        again = sum(block_bytes(NEAR)[:-1])
-        assert found["forward"][near] >= 2 * again
-        assert found["forward"][all_ranks] < 3 * once[rank]["forward"][all_ranks]
-
-
-def neighbours(mesh: Any) -> None:
-    model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
-    first = mesh.get_rank() - mesh.get_rank() % NEAR
-    assert all(group.over.ranks == [first, first + 1] for unit in units_of(model) for group in unit.groups)
-
-
-def test_the_near_ranks_are_those_beside_a_rank(world: Any) -> None:
-    world.run(RANKS, neighbours)
-
-
-def kept(mesh: Any) -> None:
+@on_world(RANKS)
+def test_parts_take_what_describe_says_and_go_with_the_backward(mesh: Any) -> None:
     """The parts stand from the forward to the end of the backward, have the bytes that `describe` says, and then go."""
     model = acc.shard(models.wide(), mesh=mesh, secondary=NEAR, units={models.Block})
+    first = mesh.get_rank() - mesh.get_rank() % NEAR
+    assert all(group.over.ranks == [first, first + 1] for unit in units_of(model) for group in unit.groups)
     blocks = [unit for unit in units_of(model) if unit.name]
     told = {unit.name: unit.secondary_bytes for unit in acc.describe(model).units}
 
@@ -157,11 +138,8 @@ def kept(mesh: Any) -> None:
     assert not any(parts().values()), "no backward follows"
 
 
-def test_parts_take_what_describe_says_and_go_with_the_backward(world: Any) -> None:
-    world.run(RANKS, kept)
-
-
-def sees_writes(mesh: Any) -> None:
+@on_world(RANKS)
+def test_a_write_makes_parts_stale(mesh: Any) -> None:
     """What is written between a forward and the next is seen by it."""
     model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
     wanted = models.plain()
@@ -178,11 +156,8 @@ def sees_writes(mesh: Any) -> None:
         first.backward()
 
 
-def test_a_write_makes_parts_stale(world: Any) -> None:
-    world.run(RANKS, sees_writes)
-
-
-def raises(mesh: Any) -> None:
+@on_world(RANKS)
+def test_what_it_cannot_be_is_one_sentence(mesh: Any) -> None:
     for wrong in (0, 1, 3, 5, 8, True, 2.0, "2"):
         with pytest.raises(acc.UsageError, match="a divisor of 4 above 1"):
             acc.shard(models.plain(), mesh=mesh, secondary=wrong)  # type: ignore[arg-type]
@@ -192,11 +167,8 @@ def raises(mesh: Any) -> None:
     assert all(type(p) is nn.Parameter for p in models.plain().parameters())
 
 
-def test_what_it_cannot_be_is_one_sentence(world: Any) -> None:
-    world.run(RANKS, raises)
-
-
-def after_an_error(mesh: Any) -> None:
+@on_world(RANKS)
+def test_steps_after_an_error_are_those_of_a_fresh_model(mesh: Any) -> None:
     """A backward that raises leaves nothing behind that the next step would compute with."""
     model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
     loss = checks.one_loss(model)
@@ -208,7 +180,3 @@ def after_an_error(mesh: Any) -> None:
     wanted = acc.shard(models.plain(), mesh=mesh)
     checks.go_on(wanted, torch.optim.SGD(wanted.parameters(), lr=0.1), range(3))
     checks.assert_equal(checks.full(model), checks.full(wanted))
-
-
-def test_steps_after_an_error_are_those_of_a_fresh_model(world: Any) -> None:
-    world.run(RANKS, after_an_error)

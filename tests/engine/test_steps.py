@@ -21,16 +21,15 @@ from tests.support.checks import (
     batch,
     mean_grads,
     one_loss,
-    run_under,
-    under,
 )
-from tests.support.models import Tiny
+from tests.support.ranked import on_strategies
 from tests.support.reference import grads_of
 
 # -- modes
 
 
-def modes(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "shard_optim")
+def test_training_goes_on_after_eval_no_grad_and_inference_mode(mesh, strategy: str) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     tokens, _ = batch(plain)
     wanted = plain(tokens)
@@ -58,7 +57,9 @@ def modes(mesh, strategy: acc.Strategy) -> None:
     assert_at_rest(model)
 
 
-def abandoned(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "hybrid_shard_optim")
+def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: str) -> None:
+    """What they keep gathered for a backward ends with the first step after them."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
     for step in range(3):
@@ -69,39 +70,15 @@ def abandoned(mesh, strategy: acc.Strategy) -> None:
         optimizer.step()
         optimizer.zero_grad()
     one_loss(model).backward()
-    if strategy != acc.NO_SHARD:  # whose leases hold nothing: the shard is the full parameter
+    if strategy != "no_shard":  # whose leases hold nothing: the shard is the full parameter
         assert_at_rest(model)
-
-
-@under("full_shard", "no_shard", "hybrid_shard_optim")
-def test_forwards_that_nothing_walks_back_leave_nothing_behind(world, strategy):
-    """What they keep gathered for a backward ends with the first step after them."""
-    run_under(world, strategy, abandoned)
-
-
-@under("full_shard", "shard_optim", "hybrid_shard")
-def test_training_goes_on_after_eval_no_grad_and_inference_mode(world, strategy):
-    run_under(world, strategy, modes)
-
-
-class Twice(Tiny):
-    """Calls its first block twice in a forward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.blocks[0](self.blocks[1](self.blocks[0](self.embed(tokens))))
-        return self.head(self.norm(x))
-
-
-def twice() -> Twice:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return here(Twice(num_blocks=2))
 
 
 # -- gradients by name, and hooks
 
 
-def grad_of(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "no_shard")
+def test_autograd_grad_of_parameters(mesh, strategy: str) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     names = [name for name, _ in plain.named_parameters()]
     for m in (plain, model):
@@ -121,35 +98,6 @@ def grad_of(mesh, strategy: acc.Strategy) -> None:
     assert names == [name for name, _ in model.named_parameters()]
 
 
-@under("shard_grad_op", "no_shard", "hybrid_shard")
-def test_autograd_grad_of_parameters(world, strategy):
-    run_under(world, strategy, grad_of)
-
-
-def param_hooks(mesh, strategy: acc.Strategy) -> None:
-    """Hooks of a parameter see what they see without sharding: each gradient once, then the finished sum."""
-    model = acc.shard(twice(), mesh=mesh, strategy=strategy)
-    single: list[Tensor] = []
-    finished: list[Tensor] = []
-    weight = model.blocks[0].up.weight
-    weight.register_hook(lambda grad: single.append(grad))
-    weight.register_post_accumulate_grad_hook(lambda p: finished.append(p.grad.to_local().clone()))
-    for _ in range(2):
-        one_loss(model).backward()
-    assert len(single) == len(finished) == 2
-    assert torch.equal(finished[1], weight.grad.to_local())
-    with acc.no_sync(model):
-        one_loss(model).backward()
-    assert len(finished) == 2, "nothing is accumulated without communication"
-    one_loss(model).backward()
-    assert len(finished) == 3
-
-
-@under("full_shard", "shard_optim", "hybrid_shard_optim")
-def test_hooks_of_parameters_fire_once_a_backward(world, strategy):
-    run_under(world, strategy, param_hooks)
-
-
 # -- exceptions
 
 
@@ -161,7 +109,8 @@ def raise_in_backward(grad: Tensor) -> None:
     raise PlantedError
 
 
-def exceptions(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "shard_grad_op")
+def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: str) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     one_loss(plain).backward()
     for _ in range(2):
@@ -180,11 +129,6 @@ def exceptions(mesh, strategy: acc.Strategy) -> None:
         model.zero_grad()
         with acc.full_params(model):
             assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
-
-
-@under("full_shard", "shard_grad_op", "hybrid_shard")
-def test_a_step_after_one_that_raised_is_a_good_one(world, strategy):
-    run_under(world, strategy, exceptions)
 
 
 # -- gradients that autograd shares
@@ -218,7 +162,8 @@ class Shared(nn.Module):
         return sum(block(x) for block in self.blocks)
 
 
-def shared_gradients(mesh, strategy: acc.Strategy) -> None:
+@on_strategies("full_shard", "no_shard")
+def test_gradients_that_autograd_shares_stay_what_they_are(mesh, strategy: str) -> None:
     plain, model = here(Shared()), acc.shard(Shared(), mesh=mesh, strategy=strategy)
     scale = 1.0 + dist.get_rank()
     for m in (plain, model):
@@ -226,10 +171,3 @@ def shared_gradients(mesh, strategy: acc.Strategy) -> None:
     assert_close(grads_of(model), mean_grads(mesh, plain))
     for mine, theirs in zip(model.blocks, plain.blocks, strict=True):
         assert torch.equal(mine.seen[0], theirs.seen[0]), "a hook's gradient was written into"
-
-
-@under("full_shard", "no_shard", "hybrid_shard")
-def test_gradients_that_autograd_shares_stay_what_they_are(world, strategy):
-    run_under(world, strategy, shared_gradients)
-    if strategy == "full_shard":
-        world.run(1, shared_gradients, acc.FULL_SHARD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +12,19 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device, here
-from tests.support.checks import (
-    logged,
-)
+from tests.support.checks import logged
 from tests.support.compare import (
     Case,
     Pair,
     check_grads,
     compare,
-    on_ranks,
     rest,
     seed_of,
     seeded,
 )
+from tests.support.ranked import on_worlds
 from tests.support.reference import params_of
+from tests.support.sample import sampled
 
 
 class Stack(nn.Module):
@@ -65,6 +65,7 @@ MERGED = {  # what is one parameter; names as the log gives them
     "between root and a unit": [{"lift.weight", "blocks.1.a.weight"}],
     "two parameters over one storage": [{"embed.weight", "head.weight"}],
 }
+IN_MODULES = [tie for tie in MERGED if tie != "two parameters over one storage"]
 
 
 def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
@@ -74,7 +75,9 @@ def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
     return loss.detach()
 
 
-def tied_training(mesh, tie: str) -> None:
+@pytest.mark.parametrize("tie", IN_MODULES)
+@on_worlds
+def test_tied_weights_train_as_one_and_the_log_names_them(mesh, tie: str) -> None:
     case = Case(build=functools.partial(Stack, tie), run=stack_loss, units={Pair}, exact=False, tolerance=2e-6)
     with logged() as messages:
         model = compare(mesh, case)
@@ -91,13 +94,8 @@ def tied_training(mesh, tie: str) -> None:
         assert not lines, "the first rank alone says it"
 
 
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-@on_ranks
-def test_tied_weights_train_as_one_and_the_log_names_them(world, tie, num_ranks):
-    world.run(num_ranks, tied_training, tie)
-
-
-def tied_storage(mesh) -> None:
+@on_worlds
+def test_two_parameters_over_one_storage_are_tied(mesh) -> None:
     plain = seeded(functools.partial(Stack, ""))
     torch.manual_seed(0)
     model = Stack("two parameters over one storage")  # not moved before: that parts what lies in one storage
@@ -113,12 +111,9 @@ def tied_storage(mesh) -> None:
     check_grads(mesh, model, plain, exact=mesh.size() == 2)
 
 
-@on_ranks
-def test_two_parameters_over_one_storage_are_tied(world, num_ranks):
-    world.run(num_ranks, tied_storage)
-
-
-def tied_meta(mesh, tie: str) -> None:
+@pytest.mark.parametrize("tie", sampled(IN_MODULES, "across sibling units".__eq__))
+@on_worlds
+def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(mesh, tie: str) -> None:
     for how in ("load_state_dict", "initialise"):
         with torch.device("meta"):
             model = Stack(tie)
@@ -145,13 +140,11 @@ def tied_meta(mesh, tie: str) -> None:
         rest(model)
 
 
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-@on_ranks
-def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(world, tie, num_ranks):
-    world.run(num_ranks, tied_meta, tie)
-
-
-def tied_states(mesh, tie: str, path: str) -> None:
+@pytest.mark.parametrize(
+    "tie", sampled(MERGED, {"across sibling units", "two parameters over one storage"}.__contains__)
+)
+@on_worlds
+def test_tied_weights_in_full_state_dict_save_and_load(mesh, tie: str, tmp_path: Path) -> None:
     plain = seeded(functools.partial(Stack, tie), 1)
     torch.manual_seed(1)
     model = acc.shard(Stack(tie), mesh=mesh, units={Pair})  # not moved before: that parts what lies in one storage
@@ -163,10 +156,10 @@ def tied_states(mesh, tie: str, path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     stack_loss(model)
     optimizer.step()
-    acc.save(path, model, optimizer)
+    acc.save(tmp_path / "checkpoint", model, optimizer)
     other = acc.shard(Stack(tie), mesh=mesh, units={Pair})
     others_optimizer = torch.optim.AdamW(other.parameters())
-    acc.load(path, other, others_optimizer)
+    acc.load(tmp_path / "checkpoint", other, others_optimizer)
     found, wanted = params_of(other), params_of(model)
     assert not [n for n in wanted if not torch.equal(found[n], wanted[n])]
     losses = []
@@ -179,12 +172,3 @@ def tied_states(mesh, tie: str, path: str) -> None:
     assert losses[0] == losses[1]
     untied = seeded(Stack, 3)  # an unsharded model without ties takes the full state dict as well
     untied.load_state_dict({n: t for n, t in state.items() if n != "lift.weight"})
-
-
-@pytest.mark.parametrize("tie", MERGED)
-@on_ranks
-def test_tied_weights_in_full_state_dict_save_and_load(world, tie, num_ranks, tmp_path):
-    world.run(num_ranks, tied_states, tie, str(tmp_path / "checkpoint"))
-
-
-# -- over units

@@ -13,9 +13,11 @@ from torch.autograd import forward_ad, functional
 
 import accordion as acc
 from tests.devices import device
-from tests.support.checks import assert_at_rest, assert_close, mesh_of
+from tests.support.checks import assert_at_rest, assert_close
 from tests.support.compare import seeded
+from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import grads_of
+from tests.support.sample import sampled
 
 
 class Unit(nn.Module):
@@ -29,7 +31,7 @@ class Unit(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def pair(mesh, strategy: acc.Strategy = acc.FULL_SHARD) -> list[nn.Module]:
+def pair(mesh, strategy: str = "full_shard") -> list[nn.Module]:
     """A model of four units, without sharding and with it."""
     with warnings.catch_warnings():  # torch warns once a process, of another class in each version
         warnings.simplefilter("ignore")
@@ -58,7 +60,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def tangents(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.parametrize("strategy", sampled(["full_shard", "no_shard", "hybrid_shard"], "hybrid_shard".__ne__))
+@on_strategy
+def test_tangents_by_forward_mode_and_their_gradients(mesh, strategy: str) -> None:
     models = pair(mesh, strategy)
     for model in models:  # the sharded one learns how backwards come
         for _ in range(2):
@@ -76,11 +80,6 @@ def tangents(mesh, strategy: acc.Strategy) -> None:
         with torch.no_grad():
             assert all(torch.equal(a, b) for a, b in zip(dual(models[1]), found[1][:2], strict=True))
     assert_at_rest(models[1])
-
-
-def test_tangents_by_forward_mode_and_their_gradients(world):
-    for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD, acc.NO_SHARD):
-        world.run_mesh(*mesh_of(strategy), tangents, strategy)
 
 
 def squares(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -125,7 +124,8 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
-def refused(mesh) -> None:
+@on_world(2)
+def test_what_is_not_supported_is_one_sentence(mesh) -> None:
     plain, model = pair(mesh)
     for match, use in REFUSED.values():
         for train in (True, False):
@@ -140,11 +140,6 @@ def refused(mesh) -> None:
             REFUSED[name][1](model)
 
 
-def test_what_is_not_supported_is_one_sentence(world):
-    world.run(1, refused)
-    world.run(2, refused)
-
-
 ALIKE: dict[str, Callable[[nn.Module], Any]] = {
     "jacobian": lambda m: functional.jacobian(m, numbers(1)),
     "jacobian at once": lambda m: functional.jacobian(m, numbers(1), vectorize=True),
@@ -157,14 +152,11 @@ IN_FULL: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def supported(mesh) -> None:
+@on_world(2)
+def test_jacobians_of_inputs_and_transforms_inside_of_full_params(mesh) -> None:
     plain, model = pair(mesh)
     for use in ALIKE.values():
         assert torch.allclose(use(plain), use(model), atol=1e-6)
     with acc.full_params(model):
         for use in IN_FULL.values():
             assert torch.allclose(use(plain), use(model), atol=1e-6)
-
-
-def test_jacobians_of_inputs_and_transforms_inside_of_full_params(world):
-    world.run(2, supported)

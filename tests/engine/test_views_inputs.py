@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 from tests.devices import device, here
 from tests.inside import units_of
+from tests.support.ranked import on_world
+from tests.support.reference import assert_close, grads_of
 from tests.support.sample import sampled, turns
 
 WIDTH = 32
@@ -88,7 +90,13 @@ WAYS = [
 ]
 
 
-def backwards(mesh, how: str, trained: str) -> None:
+ROWS = [(how, trained) for how in WAYS for trained in TRAINED]
+USUAL = turns(WAYS, TRAINED)
+
+
+@pytest.mark.parametrize(("how", "trained"), sampled(ROWS, lambda *row: row in USUAL))
+@on_world(2)
+def test_gradients_are_those_without_sharding_and_every_lease_ends(mesh, how: str, trained: str) -> None:
     torch.manual_seed(0)
     alone = here(Net(how))
     for name, p in alone.named_parameters():
@@ -103,17 +111,5 @@ def backwards(mesh, how: str, trained: str) -> None:
         for m in (alone, model):
             m.zero_grad()
             nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten()).backward()
-        for (name, own), want in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert (own.grad is None) == (want.grad is None), name
-            if want.grad is not None:
-                torch.testing.assert_close(own.grad.full_tensor(), want.grad, msg=name)
+        assert_close(grads_of(model), grads_of(alone), 1e-5)
     assert [unit.name for unit in units_of(model) if unit.leases] == []
-
-
-ROWS = [(how, trained) for how in WAYS for trained in TRAINED]
-USUAL = turns(WAYS, TRAINED) | {(how, "adapters") for how in WAYS}
-
-
-@pytest.mark.parametrize(("how", "trained"), sampled(ROWS, lambda *row: row in USUAL))
-def test_gradients_are_those_without_sharding_and_every_lease_ends(world, how, trained):
-    world.run(2, backwards, how, trained)

@@ -20,7 +20,7 @@ from accordion.workers import null_group
 from tests.inside import hooks_in, unit_in
 
 ENGINE = Path(acc.__file__).parent / "engine"
-STEP = ("hooks", "calls", "unit", "group", "gather", "autograd", "pending_reduce", "reduce")
+STEP = ("hooks", "calls", "unit", "group", "full_buffer", "gather", "autograd", "pending_reduce", "reduce")
 """The files that tell one step; what they call in others (orders, streams, trees of tensors) is left out of the walk."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,17 +32,6 @@ from tests.support import models
 def test_places_that_make_no_sense_are_refused(options, message):
     with pytest.raises(acc.UsageError, match=message):
         acc.Offload(**options)
-
-
-def test_what_offloads():
-    assert not acc.Offload().offloads
-    assert acc.Offload(optimizer="host").offloads
-    assert acc.Offload(params="host", grads="host", optimizer="host").offloads
-
-
-def test_the_folder_of_states():
-    assert acc.Offload(optimizer="disk:/scratch/swap").folder == Path("/scratch/swap")
-    assert acc.Offload(optimizer="host").folder is None
 
 
 PLACES = ("device", "host", "disk:/scratch")

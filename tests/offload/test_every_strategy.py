@@ -16,16 +16,13 @@ from accordion.offload.estimate import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss
+from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss, under
 from tests.support.offloads import HOST, MIXED, OPTIMIZER, SCENARIOS, disk, disk_of_all, fresh, places, same_as_without
+from tests.support.ranked import on_world
 from tests.support.reference import local_of
 
-SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
 
-
-@pytest.mark.parametrize(
-    "strategy", [s if s in SAMPLE else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
-)
+@under("full_shard", "hybrid_shard_optim")
 def test_no_bit_differs(world, strategy, tmp_path):
     policy = STRATEGIES[strategy]
     which = list(STRATEGIES).index(strategy)
@@ -51,7 +48,8 @@ def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
 # -- where things are
 
 
-def addresses(mesh) -> None:
+@on_world(1)
+def test_shards_and_gradients_are_in_one_allocation(mesh) -> None:
     """Shards and gradients are in the arena, one allocation; those of a unit with an override are not."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
@@ -74,7 +72,8 @@ def addresses(mesh) -> None:
     assert again["norm.weight"] == first["norm.weight"]
 
 
-def landing(mesh) -> None:
+@on_world(1)
+def test_gradients_that_are_added_on_the_cpu_do_not_use_the_landing_buffer(mesh) -> None:
     """On the CPU added gradients do not use the landing buffer, which does not become resident."""
     found = []
     for offload in (None, HOST):
@@ -90,9 +89,10 @@ def landing(mesh) -> None:
         assert bool((landed == 7).all())
 
 
-def budgets(mesh, path: Path) -> None:
+@on_world(2)
+def test_budgets_are_kept(mesh, tmp_path: Path) -> None:
     """Budgets move parameters to the device first, then whole units, from the first on; results are equal bit for bit."""
-    found, policy = [], disk_of_all(path, device_bytes=60_000, host_bytes=120_000)
+    found, policy = [], disk_of_all(tmp_path, device_bytes=60_000, host_bytes=120_000)
     for offload in (None, policy):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
@@ -108,13 +108,14 @@ def budgets(mesh, path: Path) -> None:
         ({"device_bytes": 5, "overrides": {"blocks.0": acc.Offload()}}, "device_bytes=5 is less than the"),
     ):
         with pytest.raises(acc.UsageError, match=message):
-            acc.shard(models.plain(), mesh=mesh, offload=disk(path, **options))
+            acc.shard(models.plain(), mesh=mesh, offload=disk(tmp_path, **options))
 
 
-def said_before(mesh, path: Path) -> None:
+@on_world(2)
+def test_estimates_equal_what_is_allocated(mesh, tmp_path: Path) -> None:
     """`estimate_memory`, also of a meta model, equals the bytes that are allocated, except for rounding to pages."""
     precision, num_ranks = acc.Precision(params=torch.bfloat16), mesh.size()
-    for name, offload in {**places(path), "host": HOST, "mixed": MIXED, "states on disk": disk(path)}.items():
+    for name, offload in {**places(tmp_path), "host": HOST, "mixed": MIXED, "states on disk": disk(tmp_path)}.items():
         with torch.device("meta"):
             said = estimate_memory(models.wide(), offload, num_ranks, precision=precision)
         model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
@@ -144,22 +145,18 @@ def said_before(mesh, path: Path) -> None:
         assert num_bytes <= said.host_states <= 1.1 * num_bytes + 4096 * len(held), name
 
 
-def test_budgets_are_kept_and_estimates_equal_what_is_allocated(world, tmp_path):
-    world.run(2, budgets, tmp_path)
-    world.run(2, said_before, tmp_path)
-
-
 # -- what callers do
 
 
-def uses(mesh, path: Path) -> None:
+@on_world(2)
+def test_callers_see_the_same_as_without_offload(mesh, tmp_path: Path) -> None:
     """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints work, with weights tied in and across units."""
     found = []
     for options in (
         {},
         {"offload": HOST},
-        {"offload": disk_of_all(path)},
-        {"offload": disk_of_all(path, step="device")},
+        {"offload": disk_of_all(tmp_path)},
+        {"offload": disk_of_all(tmp_path, step="device")},
     ):
         with torch.device("meta"):
             model = Blocks()
@@ -219,15 +216,16 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
-def saved(mesh, path: str) -> None:
+@on_world(2)
+def test_a_run_with_offload_goes_on_without_it_and_the_other_way_round(mesh, tmp_path: Path) -> None:
     """A run with offload continues without it, and the other way round, bit for bit."""
     results = []
-    swapped, off_device = {"offload": disk(Path(path))}, {"offload": disk_of_all(Path(path))}
+    swapped, off_device = {"offload": disk(tmp_path)}, {"offload": disk_of_all(tmp_path)}
     pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
     for first, then in (*pairs, (off_device, {}), ({}, off_device)):
         model, optimizer = fresh(mesh, **first)
         go_on(model, optimizer, range(2))
-        folder = f"{path}/{len(results)}"
+        folder = tmp_path / f"{len(results)}"
         acc.save(folder, model, optimizer)
         model, optimizer = fresh(mesh, seed=7, **then)
         acc.load(folder, model, optimizer)
@@ -236,10 +234,3 @@ def saved(mesh, path: str) -> None:
         results.append(acc.full_state_dict(model, rank0_only=False))
     for other in results[1:]:
         assert_equal(other, results[0])
-
-
-def test_callers_see_the_same_as_without_offload(world, tmp_path):
-    world.run(2, addresses)
-    world.run(2, landing)
-    world.run(2, uses, tmp_path)
-    world.run(2, saved, str(tmp_path))

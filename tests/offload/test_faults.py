@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +22,11 @@ import accordion as acc
 from accordion.offload import arena
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
-from tests.inside import engine_in
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
 from tests.support.processes import run_python
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of, params_of
 
 
@@ -56,17 +55,28 @@ def at_rest(mesh) -> None:
     assert mesh.size() == 1
 
 
-def broken_disk(mesh, path: Path) -> None:
-    """A full disk, one that cannot be read and a changed page each raise an error that names it, for all kinds of data."""
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    acc.synchronize(model)
+
+
+@contextmanager
+def failing_calls(call: str, number: int) -> Iterator[None]:
+    with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
+        yield
+
+
+@on_world(1)
+def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> None:
+    """A full disk, and one that cannot be read raise an error that names it, for all kinds of data."""
     for what, offload in {
-        "states": disk(path),
-        "all": disk_of_all(path),
-        "device": disk_of_all(path, step="device"),
+        "states": disk(tmp_path),
+        "all": disk_of_all(tmp_path),
+        "device": disk_of_all(tmp_path, step="device"),
     }.items():
         for breaks, message in (
-            (partial(failing_calls, "pwritev", errno.ENOSPC), "could not be written: No space left on device"),
-            (partial(failing_calls, "preadv", errno.EIO), "could not be read: Input/output error"),
-            (changed, "not what was written"),
+            (("pwritev", errno.ENOSPC), "could not be written: No space left on device"),
+            (("preadv", errno.EIO), "could not be read: Input/output error"),
         ):
             model, optimizer = fresh(mesh, offload=offload)
             one_loss(model).backward()
@@ -74,43 +84,19 @@ def broken_disk(mesh, path: Path) -> None:
             optimizer.zero_grad()
             acc.synchronize(model)
             one_loss(model).backward()
-            with breaks(model), pytest.raises(acc.OffloadError, match=message):
+            with failing_calls(*breaks), pytest.raises(acc.OffloadError, match=message):
                 stepped(model, optimizer)
-            assert os.listdir(path) == [], what
+            assert os.listdir(tmp_path) == [], what
 
 
-def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    acc.synchronize(model)
-
-
-@contextmanager
-def failing_calls(call: str, number: int, model: torch.nn.Module) -> Iterator[None]:
-    with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
-        yield
-
-
-@contextmanager
-def changed(model: torch.nn.Module) -> Iterator[None]:
-    """Change bytes in the first page of every file of the model."""
-    tiers = engine_in(model).context.shard_buffers
-    states = [file for one in tiers.states.values() for file in one.files]
-    for file in [*states, *(allocator.file for allocator in tiers.files)]:
-        os.pwrite(file._plain, b"some other bytes", 64)
-    yield
-
-
-def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(world, tmp_path):
-    world.run(1, broken_disk, tmp_path)
-
-
-def unwrapped(mesh, path: Path) -> None:
+@on_world(1)
+def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(mesh, tmp_path: Path) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     with pytest.raises(
         acc.UsageError, match=r"Adam\(capturable=True\) .* unit 'root' .* leave out capturable, or pass step='device'"
     ):
         acc.wrap_optimizer(torch.optim.Adam(model.parameters(), capturable=True))
-    for offload in (disk(path), acc.Offload(optimizer="host", step="device")):
+    for offload in (disk(tmp_path), acc.Offload(optimizer="host", step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         one_loss(model).backward()
@@ -120,11 +106,8 @@ def unwrapped(mesh, path: Path) -> None:
             optimizer.step()
 
 
-def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(world, tmp_path):
-    world.run(1, unwrapped, tmp_path)
-
-
-def failing(mesh) -> None:
+@on_world(1)
+def test_an_error_of_the_step_is_not_lost(mesh) -> None:
     """An error on the step's thread is raised in the next call that needs the step."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -136,14 +119,11 @@ def failing(mesh) -> None:
         acc.synchronize(model)
 
 
-def test_an_error_of_the_step_is_not_lost(world):
-    world.run(1, failing)
-
-
 # -- what is refused
 
 
-def refused(mesh) -> None:
+@on_world(2)
+def test_what_cannot_be_offloaded_is_named_and_leaves_the_model_as_it_was(mesh) -> None:
     with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
     with pytest.raises(acc.OffloadError, match="cannot create a file for offloaded state in /nowhere"):
@@ -191,7 +171,8 @@ class FakeAccelerator:
         return "denied"
 
 
-def refused_on_one(mesh) -> None:
+@on_world(2)
+def test_memory_that_one_rank_cannot_pin_is_an_error_on_all(mesh) -> None:
     """If one rank cannot pin memory, `shard` raises on all ranks."""
 
     make = arena.Arena.__init__
@@ -207,20 +188,17 @@ def refused_on_one(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, offload=HOST)
 
 
-def test_memory_that_cannot_be_pinned_is_named(world):
-    world.run(2, refused)
-    world.run(2, refused_on_one)
+def test_memory_is_unpinned_when_its_owner_goes():
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
 
 
 PINS = """
+from types import SimpleNamespace
 import torch
 from accordion.offload.arena import pin
-from tests.offload.test_faults import FakeAccelerator
 
-memory = torch.empty(4096, dtype=torch.uint8)
-owner = torch.nn.Identity()
-pin(owner, memory, FakeAccelerator(0), lambda: print("waits"), lambda: None)
+owner, driver = torch.nn.Identity(), SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=print)
+pin(owner, torch.empty(4096, dtype=torch.uint8), driver, lambda: print("waits"), lambda: None)
 """
 
 
@@ -229,11 +207,8 @@ def test_pinned_memory_does_not_wait_for_the_device_at_exit():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def ranks_differ(mesh, path: Path) -> None:
-    tight = disk(path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
+@on_world(2)
+def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all(mesh, tmp_path: Path) -> None:
+    tight = disk(tmp_path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
     with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
         acc.shard(models.plain(), mesh=mesh, offload=tight)
-
-
-def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all(world, tmp_path):
-    world.run(2, ranks_differ, tmp_path)

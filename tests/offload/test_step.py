@@ -19,14 +19,19 @@ from tests.optim.test_kinds_of_optimizers import OPTIMIZERS
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, MIXED, disk, disk_of_all, places
+from tests.support.ranked import on_num_ranks, on_world
 from tests.support.reference import local_of, params_of
+from tests.support.sample import sampled
 
 
-def deferred(mesh, kind: str, path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
+@on_world(2)
+def test_a_step_during_the_next_forward_changes_no_bit(mesh, kind: str, tmp_path: Path) -> None:
     """Training equals, bit for bit, a step before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
     make, options = OPTIMIZERS[kind]
     results = []
-    options_of = {"disk": disk(path, overrides=MIXED.overrides), "away": disk_of_all(path, overrides=MIXED.overrides)}
+    options_of = {"disk": disk(tmp_path, overrides=MIXED.overrides)}
+    options_of["away"] = disk_of_all(tmp_path, overrides=MIXED.overrides)
     options_of["device"] = acc.Offload(params="host", optimizer="host", step="device", overrides=MIXED.overrides)
     for way in ("plain", "waits", "deferred", "disk", "away", "device", "late", "late disk", "late away"):
         debug = ("streams",) if "late" in way else ()
@@ -66,12 +71,8 @@ def deferred(mesh, kind: str, path: Path) -> None:
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
-def test_a_step_during_the_next_forward_changes_no_bit(world, kind, tmp_path):
-    world.run(2, deferred, kind, tmp_path)
-
-
-def each_waits_for_its_own(mesh) -> None:
+@on_world(1)
+def test_a_gather_waits_for_the_step_of_its_own_unit(mesh) -> None:
     """The step of the last unit begins after the forward of the first one: units are stepped in the forward's order."""
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -99,14 +100,11 @@ def each_waits_for_its_own(mesh) -> None:
     assert order == ["embed.weight", "blocks.0", "blocks.1", "blocks.2"] * 2
 
 
-def test_a_gather_waits_for_the_step_of_its_own_unit(world):
-    world.run(1, each_waits_for_its_own)
-
-
-def scaled(mesh, path: Path) -> None:
+@on_world(2)
+def test_a_gradient_scaler_is_exact_during_the_next_forward(mesh, tmp_path: Path) -> None:
     """A scaler sets the scale and overflow as attributes of a fused optimizer, and removes them before units are stepped."""
     results = []
-    for offload in (None, HOST, disk(path), disk_of_all(path, step="device")):
+    for offload in (None, HOST, disk(tmp_path), disk_of_all(tmp_path, step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
         optimizer = acc.wrap_optimizer(
             torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device()), fused=True)
@@ -128,17 +126,15 @@ def scaled(mesh, path: Path) -> None:
         assert_equal(params, results[0][2])
 
 
-def test_a_gradient_scaler_is_exact_during_the_next_forward(world, tmp_path):
-    world.run(2, scaled, tmp_path)
-
-
 # -- in the backward
 
 
-def in_backward(mesh, path: Path, num_ways: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_ways"), sampled([(2, 3), (1, 100), (3, 100)], lambda n, ways: ways == 3))
+@on_num_ranks
+def test_a_step_in_backward_changes_no_bit(mesh, num_ways: int, tmp_path: Path) -> None:
     """Each unit is stepped once its gradients are reduced, in every tier, bit for bit as after the backward."""
     ways = {"device": acc.Offload()}
-    ways |= {"host": HOST, **places(path), "states on disk": disk(path)}
+    ways |= {"host": HOST, **places(tmp_path), "states on disk": disk(tmp_path)}
     asked = {name: dataclasses.replace(offload, step_in_backward=True) for name, offload in ways.items()}
     wanted = None
     for name, offload in [("none", None), *list(asked.items())[:num_ways]]:
@@ -163,7 +159,8 @@ def in_backward(mesh, path: Path, num_ways: int) -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs), name
 
 
-def broken_promises(mesh) -> None:
+@on_world(1)
+def test_a_step_in_backward_refuses_broken_promises(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(step_in_backward=True))
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler(device().type)
@@ -187,17 +184,6 @@ def broken_promises(mesh) -> None:
         model(torch.ones(2, 8, device=device())).sum().backward()
 
 
-def test_a_step_in_backward_changes_no_bit_and_refuses_broken_promises(world, tmp_path):
-    world.run(2, in_backward, tmp_path, 3)
-    world.run(1, broken_promises)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_step_in_backward_in_every_place(world, num_ranks, tmp_path):
-    world.run(num_ranks, in_backward, tmp_path, 100)
-
-
 class Twice(nn.Module):
     """A model that calls its block twice."""
 
@@ -209,7 +195,8 @@ class Twice(nn.Module):
         return self.block(self.block(self.first(x)).tanh())
 
 
-def hooked(mesh) -> None:
+@on_world(1)
+def test_hooks_of_a_step_run_once_after_a_load_too(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     calls: list[str] = []
@@ -219,7 +206,3 @@ def hooked(mesh) -> None:
     optimizer.step()
     acc.synchronize(model)
     assert calls == ["before"], "torch wraps a step in its hooks again when a state dict is loaded"
-
-
-def test_hooks_of_a_step_run_once_after_a_load_too(world):
-    world.run(1, hooked)

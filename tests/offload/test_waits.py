@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -106,5 +107,6 @@ def waits(mesh, path: Path) -> None:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), name
 
 
-def test_calls_that_need_a_step_wait_for_it(world, tmp_path):
-    world.run(2, waits, tmp_path, timeout_s=300)
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_calls_that_need_a_step_wait_for_it(world, num_ranks, tmp_path):
+    world.run(num_ranks, waits, tmp_path, timeout_s=300)

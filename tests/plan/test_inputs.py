@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,12 @@ from accordion.engine.hooks import engine_of
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Land, Launch, Log, Op, StepPart, StepPhase
-from accordion.plan.extrapolate.inputs import inputs_of, staged_bytes
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
+from accordion.plan.extrapolate.inputs import inputs_of
+from accordion.plan.extrapolate.offload import host_bytes, offloaded
 from accordion.plan.hardware import GB, GIB, GPUS, MARGIN, REACHED, Cluster
 from accordion.plan.parts import by_kind
 from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.replay.timeline import simulate
 from accordion.plan.search.evaluate import HOST_MARGIN
 from accordion.plan.trace.trace import trace
 from tests.plan import builders, subjects
@@ -31,40 +29,32 @@ INPUT = 1 << 30
 LAYERS, SEQ, WIDTH = 5, 16384, 512
 KEPT = 2 * LAYERS * SEQ * WIDTH  # bytes that inputs of a rank take, in bf16
 CLUSTER = Cluster(
-    gpu=replace(GPUS["h100"], host_gbps=2 * INPUT / GB / REACHED["middle"].link),  # an input in half a second
-    disk_gbps=INPUT / GB / 3,  # and in three: two ranks share it
-)
+    gpu=replace(GPUS["h100"], host_gbps=2 * INPUT / GB / REACHED["middle"].link)
+)  # an input in half a second
 
 
 def choice(activations: str, **more: Any) -> Choice:
-    place = f"disk:{tempfile.gettempdir()}" if activations == "disk" else activations
-    return builders.choice(checkpoint_activations="full", gpus=2, offload=acc.Offload(activations=place), **more)
+    return builders.choice(checkpoint_activations="full", gpus=2, offload=acc.Offload(activations=activations), **more)
 
 
-def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
-    """Return the bytes of host and disk that the inputs of one rank take."""
+def kept_elsewhere(mesh: Any) -> int:
+    """Return the bytes of the host that the inputs of one rank take."""
     model = subjects.made("gpt", CASE, "cpu")
-    offload = acc.Offload(activations=place)
-    acc.shard(model, mesh, **{**subjects.CASES[CASE].sharding, "offload": offload})
+    acc.shard(model, mesh, **{**subjects.CASES[CASE].sharding, "offload": acc.Offload(activations="host")})
     for _ in range(2):
         subjects.loss("gpt", model, subjects.batch_of("gpt")).backward()
     engine = engine_of(model)
     assert engine is not None
-    waits = tiers_of(engine).activation_offload
-    return waits.host_bytes, waits.disk_bytes
+    return tiers_of(engine).activation_offload.host_bytes
 
 
 @pytest.mark.slow
-def test_bytes_on_host_and_disk_match_what_ranks_take(world: Any, tmp_path: Path) -> None:
+def test_bytes_on_the_host_match_what_ranks_take(world: Any) -> None:
     log = trace(subjects.subject_of("gpt", CASE), replace(subjects.run_of("gpt", CASE), device="cuda"))
     inputs = inputs_of(log)
     assert len(inputs) == 4
-    found = [world.run_mesh((2,), ("shard",), kept_elsewhere, place)[0] for place in ("host", f"disk:{tmp_path}")]
-    assert found == [(sum(inputs), 0), (staged_bytes(inputs), sum(inputs))]
-    of_machine = [
-        (host_bytes(log, c, 2, CLUSTER), disk_bytes(log, c, CLUSTER)) for c in (choice("host"), choice("disk"))
-    ]
-    assert of_machine == [(2 * host, 2 * disk) for host, disk in found]
+    assert world.run_mesh((2,), ("shard",), kept_elsewhere)[0] == sum(inputs)
+    assert host_bytes(log, choice("host"), 2, CLUSTER) == 2 * sum(inputs)
     assert host_bytes(log, choice("device"), 2, CLUSTER) == 0
 
 
@@ -91,34 +81,20 @@ def log_of(units: int, forward_s: float) -> Log:
     return Log(held=[], events=events, units=[f"blocks.{u}" for u in range(units)])
 
 
-def step_of(units: int, forward_s: float, activations: str) -> Step:
-    costs = costs_of(CLUSTER, "middle", 2)
-    return simulate(offloaded(log_of(units, forward_s), choice(activations).offload, 2), costs)
-
-
 @pytest.mark.parametrize(
-    ("units", "forward_s", "activations", "seconds"),
+    ("forward_s", "seconds"),
     [
         # Stores are hidden by forwards. The backward waits half a second for the first fetch.
-        (5, 1.0, "host", 20.5),
+        (1.0, 20.5),
         # All units leave as fast as the link lets them: the last one's forward is over at 2.5, then one input comes back, and
         # four more beside backwards of 0.3.
-        (5, 0.1, "host", 2.5 + 0.5 + 4 * 0.5 + 0.3),
-        # Three inputs: nothing is read, and the three writes of six seconds end at 18.5, which nobody waits for but the step.
-        (3, 1.0, "disk", 18.5),
-        # Writes of six seconds from 0.5: the fourth unit waits for the first (6.5), the fifth for the second (12.5). Its write
-        # ends at 30.5, that of the second input at 12.5. Reads stand behind the writes: 30.5 to 36.5 and 42.5.
-        (5, 1.0, "disk", 42.5 + 0.5 + 3.0),
+        (0.1, 2.5 + 0.5 + 4 * 0.5 + 0.3),
     ],
 )
-def test_streams_of_offloaded_inputs_match_arithmetic(
-    units: int, forward_s: float, activations: str, seconds: float
-) -> None:
-    step = step_of(units, forward_s, activations)
+def test_streams_of_offloaded_inputs_match_arithmetic(forward_s: float, seconds: float) -> None:
+    step = simulate(offloaded(log_of(5, forward_s), choice("host").offload, 2), costs_of(CLUSTER, "middle", 2))
     assert step.seconds == pytest.approx(seconds, rel=1e-3)
     assert {"copies to the host", "copies from the host"} <= {part.name for part in by_kind(step)}
-    moved = sum(s.seconds for s in step.stretches if s.stream == "disk")
-    assert moved == pytest.approx(6.0 * (units + max(0, units - 3)) if activations == "disk" else 0.0, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -137,26 +113,28 @@ FIXED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_full(folder: str) -> None:
+def test_offloaded_inputs_are_tried_if_nothing_fits(folder: str) -> None:
     fixed = {**FIXED, "offloads": ["none"]}
     plain = planned(folder, **fixed, checkpoint_activations="full")
     assert {c.choice.offload.activations for c in plain.found.candidates} == {"device"}
     needed = plain.chosen.memory.needed_bytes
     card = replace(GPUS["h100"], memory_gib=(needed - MARGIN * KEPT / 4) / GIB)
-    room = HOST_MARGIN * 1.5 * KEPT / GIB  # of two ranks; buffers on the way to the disk take 1.2
-    made = planned(folder, **fixed, checkpoint_activations="full", gpu=card, host_memory_gib=room)
-    _, on_host, on_disk = made.found.candidates
-    assert [c.choice.offload.activations for c in made.found.candidates] == ["device", "host", "disk:FOLDER"]
-    assert [c.fits for c in made.found.candidates] == [False, False, True]
-    assert on_host.memory.fits(made.cluster)
-    assert "of a machine's memory" in on_host.why
-    assert (on_host.host_bytes, on_host.disk_bytes) == (2 * KEPT, 0)
-    assert (on_disk.host_bytes, on_disk.disk_bytes) == (2 * KEPT * 3 // LAYERS, 2 * KEPT)
-    host, disk = (c.memory.peak for c in (on_host, on_disk))
-    assert host == disk
-    assert made.chosen.steps["middle"].seconds > on_host.steps["middle"].seconds
-    assert made.as_dict()["config"]["offload"] == "activations=disk:FOLDER"
-    assert "checkpointing full with inputs on the disk" in str(made.chosen.choice)
+    for room, fits in ((0.9, False), (1.1, True)):  # of the bytes that two ranks take
+        made = planned(
+            folder,
+            **fixed,
+            checkpoint_activations="full",
+            gpu=card,
+            host_memory_gib=room * HOST_MARGIN * 2 * KEPT / GIB,
+        )
+        assert [c.choice.offload.activations for c in made.found.candidates] == ["device", "host"]
+        assert [c.fits for c in made.found.candidates] == [False, fits]
+        on_host = made.found.candidates[1]
+        assert on_host.memory.fits(made.cluster)
+        assert on_host.host_bytes == 2 * KEPT
+        assert ("of a machine's memory" in on_host.why) is not fits
+    assert made.as_dict()["config"]["offload"] == "activations=host"
+    assert "checkpointing full with inputs on the host" in str(made.chosen.choice)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +142,7 @@ def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_
     [
         ({"offload": "activations=hots"}, r"Offload\(activations='hots'\) is no place; .*'host'"),
         ({"offload": "activations=host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
-        (
-            {"offload": "activations=disk:/x", "engine": "fsdp2"},
-            r"fsdp2 with offload=activations=disk:/x cannot be planned",
-        ),
+        ({"offload": "activations=host", "engine": "fsdp2"}, r"fsdp2 with offload=activations=host cannot be planned"),
     ],
 )
 def test_unsupported_combinations_raise_one_sentence(folder: str, options: dict[str, Any], said: str) -> None:

@@ -41,11 +41,6 @@ def under(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("strategy", sampled(STRATEGIES, names.__contains__))
 
 
-def run_under(world, strategy: str, fn: Callable[..., Any], num_ranks: int = 2) -> None:
-    """Run `fn(mesh, strategy)` under the strategy of this name."""
-    world.run_mesh(*mesh_of(STRATEGIES[strategy], num_ranks), fn, STRATEGIES[strategy])
-
-
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """What the library says to its log meanwhile, in this rank's process."""
@@ -108,12 +103,16 @@ def one_loss(model: nn.Module, step: int = 0) -> Tensor:
     return models.loss_of(model(tokens), targets)
 
 
-def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
-    """What the ranks' own gradients of an unsharded model average to; a collective."""
+def grads_of_ranks(mesh, model: nn.Module) -> dict[str, list[Tensor]]:
+    """The gradients of an unsharded model that ranks have, by the parameter's name; a collective."""
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
-    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
-    return {name: sum(some) / len(parts) if some else None for name, some in used.items()}
+    return {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
+
+
+def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
+    """What the ranks' own gradients of an unsharded model average to; a collective."""
+    return {name: sum(some) / mesh.size() if some else None for name, some in grads_of_ranks(mesh, model).items()}
 
 
 def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:

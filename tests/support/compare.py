@@ -14,21 +14,20 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import here
 from tests.inside import engine_in, units_of
-from tests.support.checks import assert_at_rest, step_all
-from tests.support.gathered import gathered
+from tests.support.checks import assert_at_rest, grads_of_ranks, step_all
+from tests.support.ranked import on_num_ranks
 from tests.support.reference import assert_close, grads_of, params_of
 from tests.support.sample import sampled
 
-# Two compare bit for bit, three divide no rows and are poisoned; what four add to them is met under `make test-all`.
-on_ranks = pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+on_ranks = pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def on_its_ranks(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
-    """Each case by name on two, three and four ranks; usually on two if it is exact, and on three if it is not."""
+def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`on_mesh` for each case by name on two, three and four ranks; usually on two if it is exact, and on three if not."""
     rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
     usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
-    return pytest.mark.parametrize(("name", "num_ranks"), usual)
+    return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -96,12 +95,10 @@ def compare(mesh, case: Case) -> nn.Module:
 
 def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
     """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
-    parts = gathered({name: p.grad for name, p in plain.named_parameters()}, mesh.get_group())
-    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
-    found = grads_of(model)
+    used, found = grads_of_ranks(mesh, plain), grads_of(model)
     wanted: dict[str, Tensor | None] = {}
     for name, p in plain.named_parameters():
-        mean = sum(g.float() for g in used[name]) / len(parts) if used[name] else None
+        mean = sum(g.float() for g in used[name]) / mesh.size() if used[name] else None
         wanted[name] = None if mean is None else mean.to(p.dtype if found[name] is None else found[name].dtype)
         p.grad = None if mean is None else wanted[name].to(p.dtype)
     # What ranks have may cancel, and who sums them in another order is off by a bit of what was summed and not of the sum.
@@ -168,9 +165,9 @@ def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) 
         world.run(num_ranks, fn, *args)
 
 
-def poisoned(mesh, case: Case) -> Case:
-    """On three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
-    return replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case
+def compare_poisoned(mesh, case: Case) -> nn.Module:
+    """`compare`; on three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
+    return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
 
 
 class Pair(nn.Module):

@@ -9,26 +9,37 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from accordion.config import STRATEGIES
+from tests.support.checks import mesh_of, under
+from tests.support.sample import sampled
+
+Mesh = tuple[tuple[int, ...], tuple[str, ...]]  # numbers of ranks and names of its axes
+
 
 def on_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...] = ("shard",), pool: str = "world"
+    shape: tuple[int, ...] | Callable[[dict[str, Any]], Mesh],
+    names: tuple[str, ...] = ("shard",),
+    pool: str = "world",
+    takes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function that takes a mesh first: each rank of a pool calls it with the mesh of this shape.
 
     `pool`: the fixture, `world` or `ranks`. The function's other parameters are fixtures and parametrized arguments, which
-    travel to the ranks.
+    travel to the ranks. `shape` may be a function of the arguments, from which it may take those named in `takes`.
     """
 
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(program)
         def test(**given: Any) -> None:
             __tracebackhide__ = True
-            ranks = given.pop(pool)
-            ranks = ranks(math.prod(shape)) if pool == "ranks" else ranks
-            ranks.run_mesh(shape, names, _call, program.__module__, program.__qualname__, given)
+            ranks, mesh = given.pop(pool), shape(given) if callable(shape) else (shape, names)
+            ranks = ranks(math.prod(mesh[0])) if pool == "ranks" else ranks
+            ranks.run_mesh(*mesh, _call, program.__module__, program.__qualname__, given)
 
         taken = list(inspect.signature(program).parameters.values())[1:]
-        fixtures = [pool, *(parameter.name for parameter in taken)]
+        fixtures = [pool, *takes, *(parameter.name for parameter in taken)]
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fixtures]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return test
@@ -44,6 +55,26 @@ def _call(mesh: Any, module: str, name: str, given: dict[str, Any]) -> None:
 def on_world(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """`on_mesh` for so many ranks of `world`."""
     return on_mesh((num_ranks,))
+
+
+def on_num_ranks(program: Callable[..., None]) -> Callable[..., None]:
+    """`on_mesh` for so many ranks of `world` as the parametrized argument `num_ranks` says."""
+    return on_mesh(lambda given: ((given.pop("num_ranks"),), ("shard",)), takes=("num_ranks",))(program)
+
+
+def on_worlds(program: Callable[..., None]) -> Callable[..., None]:
+    """`on_mesh` for three ranks, which divide no rows; under `make test-all` also for two, compared bit for bit, and four."""
+    return pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))(on_num_ranks(program))
+
+
+def on_strategy(program: Callable[..., None]) -> Callable[..., None]:
+    """`on_mesh` for a program that takes the name of a strategy: two ranks, or two by two."""
+    return on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program)
+
+
+def on_strategies(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`on_strategy` for those named, and for all under `make test-all`."""
+    return lambda program: under(*names)(on_strategy(program))
 
 
 def on_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

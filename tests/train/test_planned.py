@@ -64,6 +64,6 @@ def test_the_plan_places_activations_unless_a_place_is_given():
     check(made)
     assert made.shard.offload.activations == "host"
     assert list(searched(CONFIG, NAMED, "cpu").activations) == ["device"]
-    config, named = Config(shard=ShardConfig(offload="activations=disk:/x")), frozenset({"shard.offload"})
-    assert list(searched(config, named, "cuda").activations) == ["disk:/x"]
-    assert with_choice(config, CHOICE, named).shard.offload.activations == "disk:/x"
+    config, named = Config(shard=ShardConfig(offload="activations=host")), frozenset({"shard.offload"})
+    assert list(searched(config, named, "cuda").activations) == ["host"]
+    assert with_choice(config, CHOICE, named).shard.offload.activations == "host"

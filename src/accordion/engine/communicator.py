@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from accordion import _torch
 from accordion.engine import layout
 
 HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # the host waits, also for an accelerator's tensors
+EXCHANGE_BYTES_PER_PEER = 256 * layout.KIB  # below it latency dominates, and a reduce-scatter is one launch
 LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # launch each tensor of a coalesced collective separately
 
 CARRIED = frozenset(
@@ -144,6 +145,32 @@ class Communicator:
             self.group.allreduce([t], self._sum_options)
         self.group._end_coalescing(self.device)
         return self._pending()
+
+
+class Axis:
+    """The ranks of one mesh axis: communicators for gathers and for reduces, and the choice of the reduce algorithm."""
+
+    def __init__(
+        self,
+        gather: Communicator,
+        reduce: Communicator,
+        *,
+        one_node: bool,
+        algorithm: Literal["auto", "exchange", "reduce_scatter"],
+    ) -> None:
+        self.gather, self.reduce = gather, reduce
+        self.num_ranks, self.rank = gather.num_ranks, gather.rank
+        self.one_node, self._algorithm = one_node, algorithm
+
+    def takes_exchange(self, cuts: Sequence[layout.Cut], itemsize: int) -> bool:
+        """Return True to reduce gradients of `cuts` by an exchange (all-to-all and a local sum), False for a reduce-scatter."""
+        # An exchange sends gradients in their own dtype and sums in float32, but each rank sends to every other one.
+        if self._algorithm != "auto":
+            return self._algorithm == "exchange"
+        if self.reduce.exchanges:
+            return True
+        per_peer = sum(c.shard_numel for c in cuts) * itemsize
+        return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:

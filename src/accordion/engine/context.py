@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accordion.engine.communicator import Communicator, gathered_rows
-from accordion.engine.gather import Axis
+from accordion.engine.communicator import Axis, Communicator, gathered_rows
 from accordion.engine.layout import Cut
 from accordion.engine.shards import ShardBufferMaker
 from accordion.engine.streams import SideStream, Waiter

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, carried
+from accordion.engine.communicator import Axis, Communicator, carried
 from accordion.engine.context import ShardingContext
-from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
+from accordion.engine.full_buffer import FullBuffer, FullMemory
+from accordion.engine.gather import AxisGather
 from accordion.engine.gloo import SendingGather
-from accordion.engine.late_gradients import runs
-from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
+from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message, runs
 from accordion.engine.params import Param
 from accordion.engine.reduce import ReducePlan
 from accordion.engine.shards import NO_VERSION, FlatShards, ShardBuffer
@@ -81,6 +81,8 @@ class Group(ABC):
     message: Message  # layout of the shards
     _inner: Message  # layout of the rows of an inner shard
     _inner_shard: InnerShard | None = None
+    inner_shard_bytes = 0  # of inner shards, which are always in memory
+    secondary_bytes = 0  # of secondary shards, which are in memory from a forward to its backward
     alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
@@ -128,16 +130,6 @@ class Group(ABC):
     @property
     def full_bytes(self) -> int:
         return 0 if self.full_buffer is None else self.full_buffer.num_bytes
-
-    @property
-    def inner_shard_bytes(self) -> int:
-        """Return the bytes of inner shards, which are always in memory."""
-        return 0
-
-    @property
-    def secondary_bytes(self) -> int:
-        """Return the bytes of secondary shards, which are in memory from a forward to its backward."""
-        return 0
 
     def version(self) -> int:
         """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters.
@@ -205,6 +197,7 @@ class CutGroup(Group):
         if context.cut_twice:
             inner_rank = context.replicate.rank
             inner_shard = InnerShard(self.message, self._inner, inner_rank, dtype, context.device, poison=late)
+            self.inner_shard_bytes = inner_shard.full_buffer.num_bytes
         self._inner_shard = inner_shard
         self.shard_buffer = context.shard_buffers(self.index, self._inner, inner_rank, [p.dtype for p in params], dtype)
         tagged = inner_shard or self.shard_buffer
@@ -232,10 +225,6 @@ class CutGroup(Group):
     def _gather_over(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         kind = SendingGather if axis.gather.sends else AxisGather
         self._gatherings.append(kind(axis, msg, shard_buffer, full_buffer))
-
-    @property
-    def inner_shard_bytes(self) -> int:
-        return 0 if self._inner_shard is None else self._inner_shard.full_buffer.num_bytes
 
     def gather(self) -> Transfer | None:
         if self._full is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -54,14 +52,3 @@ class UndecidedGradients:
         for param, grad, counted in entries.values():
             if param.grad is grad and not any(numbers[offsets[id(sums)] + k] for sums, k in counted):
                 param.grad = None
-
-
-def runs(indices: Sequence[int]) -> list[slice]:
-    """Return rising `indices` as slices of neighbours."""
-    slices: list[slice] = []
-    for i in indices:
-        if slices and slices[-1].stop == i:
-            slices[-1] = slice(slices[-1].start, i + 1)
-        else:
-            slices.append(slice(i, i + 1))
-    return slices

@@ -182,3 +182,14 @@ def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]
         pieces += [[(i, at, min(at + most, numel))] for at in range(0, numel, most)]
         left = most - (numel - 1) % most - 1
     return pieces
+
+
+def runs(indices: Sequence[int]) -> list[slice]:
+    """Return rising `indices` as slices of neighbours."""
+    slices: list[slice] = []
+    for i in indices:
+        if slices and slices[-1].stop == i:
+            slices[-1] = slice(slices[-1].start, i + 1)
+        else:
+            slices.append(slice(i, i + 1))
+    return slices

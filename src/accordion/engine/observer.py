@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -111,24 +111,11 @@ MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """The observers of one model. A moment without observers costs the check of an empty tuple."""
+    """The observers of one model: for each of `MOMENTS` a tuple of callbacks, so that one without costs the check of a tuple."""
 
-    unit_is_called: tuple[Callable[[], None], ...]
-    forward_begins: tuple[Callable[[bool, bool], None], ...]
-    unit_enters: tuple[Callable[[Unit, bool, bool], None], ...]
-    unit_is_full: tuple[Callable[[CallInForward, Sequence[Tensor]], None], ...]
-    unit_leaves: tuple[Callable[[CallInForward, Any, BaseException | None], Any], ...]
-    outputs_are_ready: tuple[Callable[[CallInForward, Sequence[Tensor], Any, Any], None], ...]
-    forward_ends: tuple[Callable[[BaseException | None], None], ...]
-    backward_begins: tuple[Callable[[], None], ...]
-    unit_returns: tuple[Callable[[Unit, CallInForward | None], None], ...]
-    full_gradients: tuple[Callable[[Unit, Sequence[Tensor | None]], None], ...]
-    gradients_arrive: tuple[Callable[[Unit], None], ...]
-    backward_ends: tuple[Callable[[], None], ...]
-    backward_ended: tuple[Callable[[bool], None], ...]
-    gradients_are_clipped: tuple[Callable[[float, float], None], ...]
-    memory_is_for: tuple[Callable[[Purpose | None], None], ...]
-    interrupted: tuple[Callable[[], None], ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, moment: str) -> tuple[Callable[..., Any], ...]: ...
 
     def __init__(self) -> None:
         self._attached: list[Observer] = []

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Pending
-from accordion.engine.gather import Axis
+from accordion.engine.communicator import Axis, Pending
 from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, columns, message
 from accordion.engine.shards import local_view
 from accordion.engine.streams import Steps

@@ -10,7 +10,7 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine.communicator import carried
 from accordion.engine.context import ShardingContext
-from accordion.engine.gather import FullBuffer
+from accordion.engine.full_buffer import FullBuffer
 from accordion.engine.group import CutGroup, GroupPlan
 from accordion.engine.layout import Cut, aligned, full_offsets
 from accordion.engine.shards import NO_VERSION
@@ -57,6 +57,7 @@ class SecondaryGroup(CutGroup):
         over = self.over = planned.secondary
         super().__init__(context, planned, place)
         self._tags = self._tag.new_empty(over.num_ranks * self._tag.numel())
+        self.secondary_bytes = self._leaving.num_bytes // over.num_ranks
 
     def _make_full_buffer(self, cuts: Sequence[Cut], rank: int, poison: bool) -> FullBuffer:
         offsets, numel = full_offsets(cuts, self.dtype.itemsize)
@@ -66,10 +67,6 @@ class SecondaryGroup(CutGroup):
         part = slice(self.over.rank * share, (self.over.rank + 1) * share)
         self._leaving = LeavingBuffer(cuts, offsets, flat, rank, part, poison=poison)
         return self._leaving
-
-    @property
-    def secondary_bytes(self) -> int:
-        return self._leaving.num_bytes // self.over.num_ranks
 
     def leaves(self, keeps: bool) -> None:
         """Set if the next forwards leave slices; without slices, backwards gather from all ranks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from accordion import _torch
 from accordion.devices import HostCopy
 from accordion.engine.engine import Engine
-from accordion.engine.gather import FullBuffer
+from accordion.engine.full_buffer import FullBuffer
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.unit import Unit
 from accordion.tensor_checksum import checksum

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accordion import _torch
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Place, Strategy
 from accordion.engine.communicator import (
+    Axis,
     Communicator,
     device_type_of_job,
     gathered_rows,
@@ -22,7 +23,6 @@ from accordion.engine.communicator import (
     own_communicator,
 )
 from accordion.engine.context import ShardingContext
-from accordion.engine.gather import Axis
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream

@@ -18,7 +18,7 @@ from accordion.compat.fsdp2.asked import PART, Asked
 from accordion.engine.calls import transform_error
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.engine.gather import FullBuffer
+from accordion.engine.full_buffer import FullBuffer
 from accordion.engine.group import GroupPlan
 from accordion.engine.hooks import Hooks, attached_to
 from accordion.engine.layout import Cut

@@ -314,18 +314,18 @@ def _start(
 def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
     """Step parameters on the device chunk by chunk, and wait until all chunks are copied back and written."""
     chunks = list(chunks_of(todos))
-    stream = states.over_device(chunks)
+    pipeline = states.over_device(chunks)
     count = len(chunks)
     chunks.clear()
     try:
         with torch.no_grad():
             for which in range(count):
-                chunk, views = stream.take(which)
+                chunk, views = pipeline.take(which)
                 step_chunk(optimizer_copy, chunk, views)
-                stream.give(which)
-        stream.finish()
+                pipeline.give(which)
+        pipeline.finish()
     except BaseException:
-        stream.abandon()
+        pipeline.abandon()
         raise
     for todo in todos:
         finish(todo)

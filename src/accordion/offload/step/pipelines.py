@@ -72,7 +72,7 @@ class HostPipeline:
             self._free.put(buffer)
 
 
-class Stream:
+class DiskPipeline:
     """Reads chunks into host buffers in their order and writes them back, on threads, while the caller steps one of them."""
 
     def __init__(self, chunks: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
@@ -151,16 +151,20 @@ def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
 
 
 class DevicePipeline:
-    """Copies the chunks of a `Stream` through device buffers, for a step on the device.
+    """Copies the chunks of a `DiskPipeline` through device buffers, for a step on the device.
 
     While one chunk is stepped, the next is copied in on one side stream and the last one out on another. All copies are
     started by the thread that runs forward and backward. `count`: number of chunks; `side_streams`: to the device, and back.
     """
 
     def __init__(
-        self, inner: Stream, count: int, buffers: list[Tensor], side_streams: tuple[SideStream, SideStream]
+        self,
+        disk_pipeline: DiskPipeline,
+        count: int,
+        buffers: list[Tensor],
+        side_streams: tuple[SideStream, SideStream],
     ) -> None:
-        self._inner, self._count, self._buffers = inner, count, buffers
+        self._disk_pipeline, self._count, self._buffers = disk_pipeline, count, buffers
         self._fetch_stream, self._store_stream = side_streams
         # number of the chunk -> copy to the device, chunk, its tensors there, its tensors on the host
         self._fetched: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
@@ -169,7 +173,7 @@ class DevicePipeline:
     def _fetch(self, which: int) -> None:
         if which >= self._count or which in self._fetched:
             return
-        chunk, host_views = self._inner.take(which)
+        chunk, host_views = self._disk_pipeline.take(which)
         slot = which % NUM_DEVICE_BUFFERS
         store = self._stores.pop(slot, None)
         if store is not None:
@@ -196,19 +200,19 @@ class DevicePipeline:
         if self._store_stream.late:
             transfer.synchronize()
         self._stores[which % NUM_DEVICE_BUFFERS] = transfer
-        self._inner.give(which, transfer.block)
+        self._disk_pipeline.give(which, transfer.block)
 
     def finish(self) -> None:
         """Wait until all chunks are copied to the host and written."""
         for transfer in self._stores.values():
             transfer.synchronize()
-        self._inner.finish()
+        self._disk_pipeline.finish()
 
     def abandon(self) -> None:
         """After an error, wait for all copies, reads and writes under way, so that their buffers can be reused or freed."""
         for transfer in [*self._stores.values(), *(transfer for transfer, *_ in self._fetched.values())]:
             transfer.synchronize()
-        self._inner.abandon()
+        self._disk_pipeline.abandon()
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

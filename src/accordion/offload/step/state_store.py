@@ -17,7 +17,7 @@ from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
-from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, DiskPipeline, HostPipeline
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 
 log = logging.getLogger("accordion")
@@ -43,10 +43,9 @@ class States:
         device: torch.device,
         pool: Callable[[], Any],
         side_streams: tuple[SideStream, SideStream],
-        checksums: bool,
         make_arena: ArenaMaker,
     ) -> None:
-        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
+        self._device, self._pool, self._side_streams = device, pool, side_streams
         self._make_arena = make_arena
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which it keeps alive
         self.files: list[SwapFile] = []
@@ -127,7 +126,7 @@ class States:
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
         folder = folder_of(place)
         if folder is not None:
-            self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
+            self.files.append(SwapFile(folder, num_bytes))
             return self.files[-1]
         if place == DEVICE:
             return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
@@ -184,8 +183,8 @@ class States:
     def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
         """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use the same buffers."""
         self.host_pipeline.drain()
-        stream = Stream(chunks, self._pool(), self._buffers)
-        return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
+        disk_pipeline = DiskPipeline(chunks, self._pool(), self._buffers)
+        return DevicePipeline(disk_pipeline, len(chunks), self._device_buffers, self._side_streams)
 
 
 def _element_bytes(members: Sequence[Wanted]) -> tuple[int, int, int]:

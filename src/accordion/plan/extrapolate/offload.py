@@ -11,7 +11,7 @@ from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
-from accordion.plan.extrapolate.inputs import inputs_of, inputs_on_disk, staged_bytes
+from accordion.plan.extrapolate.inputs import inputs_of
 from accordion.plan.extrapolate.offload_events import OffloadedState, OffloadWalk
 from accordion.plan.hardware import Cluster
 
@@ -21,11 +21,9 @@ MASTER_BYTES, GRADIENT_BYTES = 4, 4  # bytes of an element, float32
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
     """Return the log of a step with `offload`, derived from `log`, the log of the step without it.
 
-    Offload of activations to the host is not added: `log` must have it already, and only disk reads and writes are added to
-    it. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per element of the compute dtype.
+    Offload of activations is not added: `log` must have it already. Not for a single rank, whose offload has to be traced.
+    `compute_bytes`: bytes per element of the compute dtype.
     """
-    if folder_of(offload.activations):
-        log = inputs_on_disk(log)
     if not offload.is_any:
         return log
     allocs = []
@@ -101,11 +99,10 @@ def _offloaded_gradients(log: Log) -> set[int]:
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that offload takes on one machine, over all its ranks: masters, shards in the compute dtype
-    if it differs, gradients, a landing buffer, states, and inputs of recomputed units; with a disk, staging buffers instead.
+    if it differs, gradients, a landing buffer, states (buffers for those on disk), and inputs of recomputed units.
     """
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
-    inputs = inputs_of(log) if offload.activations != DEVICE else []
-    waiting = ranks * (staged_bytes(inputs) if folder_of(offload.activations) else sum(inputs))
+    waiting = ranks * sum(inputs_of(log)) if offload.activations != DEVICE else 0
     if not offload.is_any:
         return waiting
     units = list(state_by_unit(log).values())
@@ -119,7 +116,6 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes of states and of inputs of recomputed units that all ranks of one machine have on disk."""
+    """Return the bytes of states that all ranks of one machine have on disk."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
-    inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
-    return (states + inputs) * min(choice.gpus, cluster.node)
+    return states * min(choice.gpus, cluster.node)
