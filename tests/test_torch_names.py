@@ -36,6 +36,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "engine/test_grad_dtype.py": ("asked_grad_dtype", "keep_grad_dtype", "like_in"),
     "engine/test_grid.py": ("foreach_add_", "foreach_copy_", "foreach_mul_", "chunk_cat"),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
+    "integrations/test_whole_programs.py": ("DDP_LEAVES_OUT",),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_lbfgs.py": ("WholeVectors",),
     "optim/test_kinds_of_optimizers.py": ("has_counted_step", "count_steps"),
