@@ -143,9 +143,6 @@ def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[D
 # Documented by torch as a beta interface. One call, and on an accelerator one kernel, for many tensors.
 foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-find_non_finite_: Callable[[list[Tensor], Tensor, Tensor], None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""The function of `GradScaler`: (tensors, flag, scale) writes 1 into `flag` if any element is inf or NaN, and multiplies by
-`scale`."""
 
 
 def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
@@ -259,12 +256,6 @@ def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     return handlers.setdefault(operator, answer) is answer
-
-
-def drop_answer(operator: Any) -> None:
-    """Remove the handler of an operator on DTensors. No public name."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.pop(operator, None)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

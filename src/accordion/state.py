@@ -22,7 +22,7 @@ from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import refuse_rows_of_others
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
-from accordion.same_on_ranks import same_given
+from accordion.safety.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
@@ -227,7 +227,7 @@ def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any)
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
     """Replace sharded tensors in `state`, from a file of this rank, by ones on the mesh of the parameters in `wanted`.
 
-    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank.
+    Raises `UsageError` if they are the rows of another rank.
     """
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():

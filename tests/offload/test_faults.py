@@ -182,7 +182,7 @@ def test_memory_that_one_rank_cannot_pin_is_an_error_on_all(mesh) -> None:
         if mesh.get_rank() == 1:
             arena.pin(self, self.memory, FakeAccelerator(1), lambda: None, lambda: None)
 
-    others = "1 other ranks refused their arguments or lack a resource; see their errors for the reason"
+    others = "other ranks refused their arguments or lack a resource: rank 1 has a refusal: the machine refuses to pin"
     message = "the machine refuses to pin" if mesh.get_rank() == 1 else others
     with mock.patch.object(arena.Arena, "__init__", refusing), pytest.raises(acc.AccordionError, match=message):
         acc.shard(models.plain(), mesh=mesh, offload=HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
 from collections.abc import Callable
@@ -16,12 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
 from accordion import _torch
-from accordion.config import STRATEGIES
-from accordion.same_on_ranks import checksum
 from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import leave_together, logged, mesh_of, one_loss
+from tests.support.checks import leave_together, one_loss, run_under, under
 from tests.support.ranked import on_mesh, on_world
 from tests.support.reference import local_of, params_of
 
@@ -69,9 +68,6 @@ def argued(mesh: Any) -> dict[str, str]:
             acc.shard(model, mesh=mesh, **(mine if mesh.get_rank() == 1 else others))
         texts[name] = str(caught.value)
         assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
-    full, every = ({"checkpoint_activations": text} for text in ("full", "every:1"))
-    model = acc.shard(models.plain(), mesh=mesh, **(full if mesh.get_rank() else every))
-    one_loss(model).backward()
     return texts
 
 
@@ -128,68 +124,23 @@ def test_different_models_are_named_by_parameter_with_both_shapes(world):
 # -- meshes
 
 
-def meshed(mesh: Any) -> list[str]:
-    """Pass different meshes on different ranks and return the errors; then pass equal ones, and train."""
+def meshed(mesh: Any) -> str:
+    """Pass a mesh of all ranks on rank 0 that is cut otherwise on the others; return the error."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
-    rows, columns = mesh["shard"], mesh["replicate"]
-    texts = []
-    for given in (
-        flat if rank == 0 else mesh,  # of all ranks, cut otherwise
-        (rows, columns, columns, rows)[rank],  # 0 waits for 1, that for 3, that for 2, that for 0
-        flat if rank else rows,  # 0 waits for 1, which waits for 0 in another
-    ):
-        strategy = acc.HYBRID_SHARD if given.ndim == 2 else acc.FULL_SHARD
-        time.sleep(1.5 if rank == 3 and given is flat else 0.0)  # the others have found out by then
-        began = time.monotonic()
-        with (
-            mock.patch.object(meshes, "POLL_S", 0.3),
-            pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught,
-        ):
-            acc.shard(models.plain(), mesh=given, strategy=strategy)
-        assert time.monotonic() - began < 30.0
-        texts.append(str(caught.value))
-        dist.barrier()
-    for given in (flat, rows, columns, rows):
-        model = acc.shard(models.plain(), mesh=given)
-        one_loss(model).backward()
-    return texts
+    given, strategy = (mesh, acc.HYBRID_SHARD) if rank else (flat, acc.FULL_SHARD)
+    time.sleep(1.5 if rank == 3 else 0.0)  # the others have found out by then
+    began = time.monotonic()
+    with mock.patch.object(meshes, "POLL_S", 0.3), pytest.raises(acc.DivergenceError) as caught:
+        acc.shard(models.plain(), mesh=given, strategy=strategy)
+    assert time.monotonic() - began < 30.0
+    leave_together(mesh)
+    return str(caught.value)
 
 
-def test_meshes_of_other_groups_are_named_on_every_rank(world):
-    found = world.run_mesh((2, 2), ("replicate", "shard"), meshed, timeout_s=100)
-    for texts in zip(*found, strict=True):
-        assert len(set(texts)) == 1, texts
-    first, second, third = found[0]
-    assert "rank 0 gave (4,) of ranks [0, 1, 2, 3], rank 1 gave (2, 2) of ranks [0, 1, 2, 3]" in first
-    assert (
-        "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (2,) of ranks [1, 3], rank 2 gave (2,) of ranks [0, 2]" in second
-    )
-    assert "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (4,) of ranks [0, 1, 2, 3]" in third
-
-
-def test_a_wait_cycle_is_reported_after_two_polls():
-    """Posts are read one after the other while their ranks continue, so a cycle in one poll may be no cycle."""
-    store = dist.HashStore()
-    mine, theirs, later = (
-        meshes._MeshWait(store, rank, f"{name} of ranks [0, 1]", [0, 1])
-        for rank, name in ((0, "a"), (1, "b"), (1, "c"))
-    )
-
-    def comes(wait: Any) -> None:
-        wait._arrivals.come(wait._rank)
-        wait._post(waits=True)
-
-    def told(wait: Any) -> bool:
-        mine._find_deadlock()
-        return bool(store.check([wait._key("failed", wait._own())]))
-
-    comes(mine)
-    comes(theirs)
-    assert not told(mine)
-    comes(later)
-    assert not told(mine)
-    assert told(mine)
-    assert told(later)
+def test_meshes_of_other_shapes_are_named_on_every_rank(alone):
+    shapes = r"rank 0 gave \(4,\) of ranks \[0, 1, 2, 3\], rank \d gave \(2, 2\) of ranks \[0, 1, 2, 3\]"
+    for text in alone.run_mesh((2, 2), ("replicate", "shard"), meshed, timeout_s=100):
+        assert re.match(f"ranks gave other meshes and wait for each other: {shapes}; pass the same mesh", text), text
 
 
 @on_mesh((2, 2), ("replicate", "shard"))
@@ -244,17 +195,6 @@ def test_different_values_are_named_by_rank_and_parameter(world):
         assert "and " not in text.partition(";")[0], text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
-def test_a_checksum_depends_on_values_and_positions(dtype):
-    tensor = torch.arange(1, 13).remainder(5).view(3, 4).to(dtype)
-    swapped = tensor.clone()
-    swapped[0, 0], swapped[2, 1] = tensor[2, 1].clone(), tensor[0, 0].clone()
-    assert checksum(tensor) == checksum(tensor.t().contiguous().t())
-    assert checksum(tensor) != checksum(swapped)
-    assert checksum(tensor.flatten()) != checksum(swapped.flatten())
-    assert checksum(tensor[:0]) == 0
-
-
 # -- buffers
 
 
@@ -263,41 +203,25 @@ class Counts(nn.Module):
 
     def __init__(self, shared: float = 0.0, own: float = 0.0) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 5)
-        self.register_buffer("shared", torch.full((3,), shared))
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.running_mean.fill_(shared)
         self.register_buffer("own", torch.full((2,), own), persistent=False)
 
 
-def buffered(mesh: Any, strategy: acc.Strategy) -> None:
+@on_world(2)
+def test_buffers_of_the_state_dict_must_be_equal_and_others_may_differ(mesh: Any) -> None:
     rank = float(dist.get_rank())
     with pytest.raises(
-        acc.DivergenceError, match=r"rank \d has buffer 'shared' with checksum .*persistent=False"
+        acc.DivergenceError, match=r"rank 1 has buffer 'norm.running_mean' with.*persistent=False"
     ) as caught:
-        acc.shard(Counts(shared=rank), mesh=mesh, strategy=strategy)
+        acc.shard(Counts(shared=rank), mesh=mesh)
     assert "parameter" not in str(caught.value).partition(";")[0]
     assert "'own'" not in str(caught.value)
-    with logged() as messages:
-        model = acc.shard(Counts(own=rank), mesh=mesh, strategy=strategy)
-    assert [m for m in messages if "buffer 'own' float32 (2,) with checksum" in m][int(rank == 0) :] == []
-    assert any("buffer 'own'" in m for m in messages) == (rank == 0)
+    model = acc.shard(Counts(own=rank), mesh=mesh)
     assert model.own.tolist() == [rank, rank]
-    model = acc.shard(Counts(shared=rank + 1, own=rank + 1), mesh=mesh, strategy=strategy, sync=True)
+    model = acc.shard(Counts(shared=rank + 1, own=rank + 1), mesh=mesh, sync=True)
     assert model.own.tolist() == [1, 1]
-    assert model.shared.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
-def test_buffers_of_the_state_dict_must_be_equal_and_others_may_differ(world, strategy):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), buffered, STRATEGIES[strategy])
-
-
-@on_world(2)
-def test_different_batch_norm_statistics_raise(mesh: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with torch.no_grad():
-        model[1](torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_rank())))
-    with pytest.raises(acc.DivergenceError, match=r"rank 1 has buffer '1.running_mean' .*; buffer '1.running_var' "):
-        acc.shard(model, mesh=mesh)
+    assert model.norm.running_mean.tolist() == [1, 1, 1, 1]
 
 
 # -- the first rank's for all
@@ -332,9 +256,9 @@ def loaded_on_first(mesh: Any, strategy: acc.Strategy) -> None:
     model(models.batch(0, 0, dist.get_rank(), vocab=model.body.embed.num_embeddings)[0]).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@under("hybrid_shard_optim")
 def test_sync_copies_the_first_rank_to_ranks_on_meta(world, strategy):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_on_first, STRATEGIES[strategy])
+    run_under(world, strategy, loaded_on_first)
 
 
 @on_world(2)
@@ -384,14 +308,21 @@ def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
     one_loss(model).backward()
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard_optim"])
+@under("hybrid_shard_optim")
 def test_loading_different_full_tensors_raises_before_anything_changes(world, strategy):
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
+    run_under(world, strategy, loaded_apart)
 
 
-def loads_its_shards(mesh: Any) -> None:
+@on_world(2)
+def test_one_rank_alone_can_load_its_shards(mesh: Any) -> None:
+    """Loading a sharded state dict is no collective, also after computing with sharded tensors from a file."""
     model = acc.shard(models.plain(), mesh=mesh)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    read = torch.load(file)  # from now on DTensor may give results the mesh of the file
+    kept |= {name: tensor.neg().neg() for name, tensor in read.items()}
     before = held(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -399,15 +330,9 @@ def loads_its_shards(mesh: Any) -> None:
     if mesh.get_rank() == 1:
         model.load_state_dict(kept)
         assert unchanged(model, before)
+        model.load_state_dict({name: tensor.neg().neg() for name, tensor in model.state_dict().items()})
+        assert unchanged(model, before)
     dist.barrier(mesh.get_group())
-
-
-def test_one_rank_alone_can_load_its_shards(world):
-    """Loading a sharded state dict is no collective."""
-    # In new processes: if a rank has computed with tensors from a file, DTensor's cache gives clones the mesh of that file, and
-    # the load is then collective (docs/checkpoint.md).
-    world.close()
-    world.run(2, loads_its_shards)
 
 
 def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:

@@ -17,9 +17,8 @@ from accordion.config import STRATEGIES
 from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, leave_together, mesh_of, one_loss
+from tests.support.checks import PlantedError, leave_together, mesh_of, one_loss, under
 from tests.support.ranked import on_world
-from tests.support.sample import sampled
 
 SOON_S = 20.0
 IN_STREAMS = pytest.mark.cpu(
@@ -98,16 +97,17 @@ def test_divergence_in_a_later_step_is_named(alone, how):
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"no_shard", "hybrid_shard"}.__contains__))
+@under("hybrid_shard")
 def test_divergence_in_a_later_step_is_named_with_every_strategy(alone, strategy):
     strategy = STRATEGIES[strategy]
     texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)
     assert all("unit" in text for text in texts), texts
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@under("no_shard")
 def test_debug_order_names_divergence_in_any_step(alone, strategy):
-    texts = alone.run(2, apart, STRATEGIES[strategy], "forwards_again", 2, debug="order")
+    strategy = STRATEGIES[strategy]
+    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "forwards_again", 2, debug="order")
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
@@ -206,15 +206,17 @@ def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["parameters", "forward", "backward"])
-def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, where):
-    for strategy in STRATEGIES.values():
+SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
+
+
+@under("full_shard", "hybrid_shard")
+def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, strategy):
+    strategy = STRATEGIES[strategy]
+    for where, phase in SPOILED.items():
         texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
         assert len(set(texts)) == 1
         assert "blocks.1" in texts[0]
-        assert {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}[
-            where
-        ] in texts[0]
+        assert phase in texts[0]
 
 
 @on_world(2)

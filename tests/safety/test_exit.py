@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.fails_alone import EXIT_S
 from tests.support.processes import run_python
 
-ALONE = [
-    "forward/plain", "forward/host", "forward/activations", "backward/plain", "backward/disk", "backward/save",
-    "backward, absent gradients/host",
-]  # fmt: skip
-Outcomes = dict[str, tuple[int | None, str, bool]]
+ALONE = ["forward/plain", "backward/host", "backward/save"]
+MORE = ["forward/host", "forward/activations", "backward/plain", "backward/disk", "backward, absent gradients/host"]
 
 
-def fail_alone(device: str, folder: Path) -> Outcomes:
-    """Run `tests.support.fails_alone` for all of ALONE at once; the timeout of the process groups is 900 s."""
-    done = run_python("-m", "tests.support.fails_alone", device, folder, *ALONE, timeout_s=EXIT_S + 60)
+def assert_each_exits_alone(device: str, folder: Path, names: Sequence[str]) -> None:
+    """Run `tests.support.fails_alone` for all `names` at once; the timeout of the process groups is 900 s."""
+    done = run_python("-m", "tests.support.fails_alone", device, folder, *names, timeout_s=EXIT_S + 60)
     assert done.returncode == 0, done.stderr
-    outcomes: Outcomes = json.loads(done.stdout)
-    return outcomes
+    outcomes: dict[str, tuple[int | None, str, bool]] = json.loads(done.stdout)
+    assert list(outcomes) == list(names)
+    for code, output, other_sleeps in outcomes.values():
+        assert code == 1, output
+        assert "ValueError: this rank fails alone" in output, output
+        assert "DivergenceError" not in output, output
+        assert other_sleeps
 
 
-def assert_failed_alone(outcome: tuple[int | None, str, bool]) -> None:
-    code, said, other_sleeps = outcome
-    assert code == 1, said
-    assert "ValueError: this rank fails alone" in said, said
-    assert "DivergenceError" not in said, said
-    assert other_sleeps
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: Any) -> Outcomes:
-    return fail_alone("cpu", tmp_path_factory.mktemp("exit"))
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_rank_that_fails_alone_exits_at_once(outcomes, name):
-    assert_failed_alone(outcomes[name])
+@pytest.mark.parametrize("names", [ALONE, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_a_rank_that_fails_alone_exits_at_once(tmp_path, names):
+    assert_each_exits_alone("cpu", tmp_path, names)

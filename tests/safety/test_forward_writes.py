@@ -18,8 +18,9 @@ from accordion.safety.forward_writes import ForwardWrites
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.safety.test_divergence import impatient
-from tests.support.checks import leave_together, run_all
+from tests.support.checks import leave_together, run_under, under
 from tests.support.ranked import on_world
+from tests.support.sample import sampled
 
 LOST = "modified a parameter in its forward, and the change would be lost"
 
@@ -71,14 +72,6 @@ def step(model: nn.Module, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
             p.grad = None
 
 
-def step_and_read(model: nn.Module) -> None:
-    """Step once, and on a device once more, whose forward reads the result of the check."""
-    step(model)
-    if device().type != "cpu":
-        torch.accelerator.synchronize()
-        step(model)
-
-
 def full(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
 
@@ -106,13 +99,16 @@ def written(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
             model(torch.ones(2, 6, device=device()))
 
 
+BF16 = acc.Precision(params=torch.bfloat16)
+
+
+@under("no_shard", "hybrid_shard")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"checkpoint_activations": "full"}, {"precision": acc.Precision(params=torch.bfloat16)}],
-    ids=["plain", "checkpointed", "bf16"],
+    sampled([{"checkpoint_activations": "full"}, {}, {"precision": BF16}], {"checkpoint_activations": "full"}.__eq__),
 )
-def test_a_write_through_data_is_refused_or_takes_effect(world, options):
-    run_all(world, partial(written, options=options))
+def test_a_write_through_data_is_refused_or_takes_effect(world, strategy, options):
+    run_under(world, strategy, partial(written, options=options))
 
 
 def test_a_write_through_data_on_one_rank_alone_raises(world):
@@ -130,23 +126,21 @@ def test_a_write_through_data_raises_under_fully_shard(mesh) -> None:
 
 
 @on_world(2)
-def test_each_unit_is_checked_in_its_first_two_steps(mesh) -> None:
+def test_each_unit_is_checked_in_its_first_step(mesh) -> None:
     model = acc.shard(Net(), mesh=mesh, units={Layer})
     model.eval()
     for _ in range(3):  # counts as no step
         with torch.no_grad():
             model(torch.ones(2, 6, device=device()))
     model.train()
-    for _ in range(2):
-        step(model, (0, 2))
-    model[0].write = normalise  # which has been checked in two steps
+    step(model, (0, 2))
+    model[0].write = normalise  # which has been checked in a step
     step(model, (0, 2))
     model[1].write = normalise  # first used now
     with pytest.raises(acc.UsageError, match=f"unit '1' {LOST}"):
         step(model)
     model[0].write = model[1].write = nothing
     step(model)
-    step_and_read(model)
     assert engine_in(model).observers.find(ForwardWrites) is None
 
 
@@ -157,7 +151,7 @@ def test_debug_checks_every_step(mesh) -> None:
         step(model)
     model[2].write = flip
     with pytest.raises(acc.UsageError, match=f"unit '2' {LOST}"):
-        step_and_read(model)
+        step(model)
 
 
 def on_one_rank(mesh) -> str:
@@ -192,8 +186,9 @@ def assigned(mesh, strategy: acc.Strategy) -> None:
             use(model)
 
 
-def test_data_assigned_between_steps_is_refused_at_the_next_use(world):
-    run_all(world, assigned)
+@under("full_shard", "no_shard")
+def test_data_assigned_between_steps_is_refused_at_the_next_use(world, strategy):
+    run_under(world, strategy, assigned)
 
 
 def assigned_otherwise(mesh) -> None:
@@ -224,9 +219,9 @@ WRITES: list[Callable[[Tensor], object]] = [
 ]
 OFFLOADS = [
     {},
-    {"precision": acc.Precision(params=torch.bfloat16)},
+    {"precision": BF16},
     {"offload": acc.Offload(optimizer="host")},
-    {"offload": acc.Offload(params="host", optimizer="host"), "precision": acc.Precision(params=torch.bfloat16)},
+    {"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16},
 ]
 
 
@@ -244,6 +239,7 @@ def written_in_place(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> N
                 torch.testing.assert_close(model(x).float(), plain(x), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", OFFLOADS, ids=["plain", "bf16", "optimizer on host", "params on host"])
-def test_writes_through_data_in_place_take_effect(world, options):
-    run_all(world, partial(written_in_place, options=options))
+@under("no_shard", "shard_grad_op")
+@pytest.mark.parametrize("options", sampled(OFFLOADS, lambda options: options in (OFFLOADS[0], OFFLOADS[3])))
+def test_writes_through_data_in_place_take_effect(world, strategy, options):
+    run_under(world, strategy, partial(written_in_place, options=options))

@@ -16,7 +16,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from tests.devices import device, here
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss
+from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss, under
 from tests.support.meters import Wire
 from tests.support.ranked import on_world
 from tests.support.reference import grads_of, local_of
@@ -127,7 +127,7 @@ def clip(mesh, strategy: acc.Strategy) -> tuple[float, int]:
     return norm.item(), len(wire.calls)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@under("no_shard", "hybrid_shard", "hybrid_shard_optim")
 def test_20_clip_grad_norm_gathers_or_is_wrong(world, strategy):
     policy = STRATEGIES[strategy]
     found = world.run_mesh(*mesh_of(policy, 3), clip, policy)
@@ -153,31 +153,24 @@ def test_25_generate_is_slow_or_hangs(mesh) -> None:
     assert_at_rest(model)
 
 
-def flat_gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad.flatten()
-
-
 @on_world(2)
-def test_flattening_uneven_rows_raises_with_advice(mesh) -> None:
+def test_vectors_of_full_parameters_can_be_written(mesh) -> None:
     model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
-    model(torch.ones(2, 5, device=device())).sum().backward()
-    weight = model.weight
-    shapes = (
-        Tensor.flatten,
-        Tensor.ravel,
-        lambda t: t.view(-1),
-        lambda t: t.reshape(15),
-        lambda t: t.detach().view(-1),
-    )
-    for change in (*shapes, flat_gradient, lambda t: parameters_to_vector(model.parameters())):
-        with pytest.raises(
-            acc.UsageError, match=r"sharded tensor of shape \(3, 5\).*do not divide.*full_params\(model\)"
-        ):
-            change(weight)
-    with pytest.raises(RuntimeError, match="invalid for input of size 15"):
-        weight.view(7)
     before = acc.full_state_dict(model, rank0_only=False)
     with acc.full_params(model, write=True):
         vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
     assert_close(acc.full_state_dict(model, rank0_only=False), {name: value / 2 for name, value in before.items()})
+
+
+@on_world(2)
+def test_a_loss_on_weights_is_refused_or_has_the_right_gradients_if_written_as_errors_md_says(mesh) -> None:
+    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
+    with pytest.raises(acc.UsageError, match="an output of the sharded model is a DTensor"):
+        (one_loss(model) + sum(p.pow(2).sum() for p in model.parameters())).backward()
+    model.zero_grad()
+    for m in (plain, model):
+        tokens = torch.arange(6, device=device()).view(2, 3)
+        term = m.head.weight.pow(2).sum()
+        (m(tokens).mean() + (term.full_tensor() if m is model else term)).backward()
+    assert plain.head.weight.grad is not None
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), plain.head.weight.grad)

@@ -23,7 +23,7 @@ from tests.devices import device
 from tests.inside import engine_in
 from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of, under
 from tests.support.compare import seeded
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
@@ -118,36 +118,31 @@ APART: dict[str, tuple[Way, Way]] = {
 }
 
 
-SHOWN = {"leaves_one_out", "calls_none", "swaps", "a_tower_of_its_own"}
+SHOWN = {"swaps", "a_tower_of_its_own"}
 
 
 @pytest.mark.parametrize("how", sampled(APART, SHOWN.__contains__))
 def test_ranks_may_skip_units_from_the_first_step_on(world, how):
-    for num_ranks in (2, 3):
-        said = world.run(num_ranks, run_ways, acc.FULL_SHARD, [APART[how]] * 2)
-        assert all(len(lines) == 1 for lines in said), said
+    said = world.run(3, run_ways, acc.FULL_SHARD, [APART[how]] * 2)
+    assert all(len(lines) == 1 for lines in said), said
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("how", sampled(APART, lambda how: how not in SHOWN or how == "leaves_one_out"))
+@pytest.mark.parametrize("how", sampled(APART, {"leaves_one_out", "nothing_in_common", "calls_none"}.__contains__))
 def test_ranks_may_skip_units_from_a_later_step_on(world, how):
     """By then the other ranks wait in a collective, where they poll for meetings."""
     said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [APART[how]] * 2 + [(WHOLE,)])
     assert all(len(lines) == 1 for lines in said), said
 
 
-# Strategies and options under which ranks diverge in a later step in the usual run; under the others in the first one.
-LATER = ("full_shard", "no_shard", "hybrid_shard", "no_sync", "full", "offload")
-
-
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, lambda name: name not in LATER))
+@under("shard_grad_op", "hybrid_shard_optim")
 def test_ranks_may_skip_units_with_every_strategy(world, strategy):
     ways = [APART["leaves_one_out"], APART["ends_early"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, LATER.__contains__))
+@under("no_shard", "hybrid_shard")
 def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(world, strategy):
     ways = [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
@@ -164,14 +159,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(OPTIONS, lambda name: name not in LATER))
+@pytest.mark.parametrize("name", sampled(OPTIONS, {"debug", "selective"}.__contains__))
 def test_ranks_may_skip_units_with_each_option(world, name):
     apart, options = OPTIONS[name]
     world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], APART[apart], (WHOLE,)], **options)
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("name", sampled(OPTIONS, LATER.__contains__))
+@pytest.mark.parametrize("name", sampled(OPTIONS, {"offload", "full"}.__contains__))
 def test_ranks_may_skip_units_with_each_option_from_a_later_step_on(world, name):
     apart, options = OPTIONS[name]
     world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), APART[apart]], **options)
@@ -213,16 +208,12 @@ def run_drawn(mesh, seeds: Sequence[int]) -> None:
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_may_drop_layers_at_random(world, num_ranks):
-    world.run(num_ranks, run_drawn, range(3))
-
-
-@IN_STREAMS
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_ranks_may_drop_layers_at_random_in_many_programs(world, num_ranks):
-    world.run(num_ranks, run_drawn, range(100, 160), timeout_s=600)
+@pytest.mark.parametrize(
+    ("num_ranks", "seeds"),
+    sampled([(2, range(2)), *((n, range(100, 160)) for n in (2, 3, 4))], lambda n, seeds: len(seeds) < 3),
+)
+def test_ranks_may_drop_layers_at_random(world, num_ranks, seeds):
+    world.run(num_ranks, run_drawn, seeds, timeout_s=600)
 
 
 @on_world(3)
@@ -235,10 +226,10 @@ def test_ranks_may_call_frozen_blocks_in_different_ways(mesh) -> None:
         check_step(mesh, model, plain, ways[dist.get_rank() % 3], step)
 
 
-@pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
 @on_world(2)
-def test_equal_steps_hold_no_meetings(mesh, no_sync: int, settled: int) -> None:
+def test_equal_steps_hold_no_meetings(mesh) -> None:
     """With gradient accumulation the next pass depends on several last passes, at most 32."""
+    no_sync, settled = 1, 10
     model, plain = paths(mesh)
     watch = engine_in(model).context.waiter
     for step in range(settled):
@@ -274,21 +265,21 @@ def unequal(mesh, strategy: acc.Strategy) -> None:
 
 @IN_STREAMS
 def test_ranks_may_skip_units_in_evaluations(world):
-    for strategy in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD):
-        world.run(2, evaluates, strategy)
-    for strategy in (acc.SHARD_OPTIM, acc.NO_SHARD):
-        world.run(2, unequal, strategy)
+    world.run(2, evaluates, acc.FULL_SHARD)
+    world.run(2, unequal, acc.SHARD_OPTIM)
 
 
 @IN_STREAMS
+@pytest.mark.parametrize(
+    "strategy", sampled([acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD], lambda s: s is acc.SHARD_OPTIM)
+)
 @on_world(2)
-def test_ranks_may_skip_units_under_no_sync(mesh) -> None:
+def test_ranks_may_skip_units_under_no_sync(mesh, strategy: acc.Strategy) -> None:
     """Ranks skip a tower in passes without communication."""
-    for strategy in (acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD):
-        model, plain = paths(mesh, strategy=strategy)
-        for step in range(4):
-            way = APART["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
-            check_step(mesh, model, plain, way, step, no_sync=2)
+    model, plain = paths(mesh, strategy=strategy)
+    for step in range(4):
+        way = APART["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
+        check_step(mesh, model, plain, way, step, no_sync=2)
 
 
 @on_world(2)

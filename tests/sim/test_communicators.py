@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from tests.devices import device
 from tests.inside import engine_in
-from tests.support.checks import logged
 
 pytestmark = pytest.mark.sim
 
@@ -110,23 +109,3 @@ def test_every_library_of_a_device_is_left_to_its_streams(world, library, reduce
     for waits, launches in world.run(world.num_ranks, waits_and_launches, library, reduce):
         assert waits[1:] == [0, 0, 0]
         assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"
-
-
-def on_one_device(mesh) -> tuple[list[str], list[str]]:
-    """The log of a rank on a device of its own, and of the same one on the first device, which rank 0 has."""
-    own, logs = torch.accelerator.current_device_index(), []
-    try:
-        for index in (own, 0):
-            torch.accelerator.set_device_index(index)
-            with logged() as log:
-                acc.shard(nn.Linear(8, 8).to(device()), mesh)
-            logs.append([line for line in log if "computes on" in line])
-    finally:
-        torch.accelerator.set_device_index(own)
-    return logs[0], logs[1]
-
-
-def test_a_rank_on_the_device_of_another_one_is_named(world):
-    (first, second), (other_first, (line,)) = world.run(2, on_one_device)
-    assert first == second == other_first == []
-    assert line.startswith("rank 1 computes on sim:0, as rank 0 does, and this machine has 4 devices; call")

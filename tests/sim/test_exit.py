@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +14,14 @@ import accordion as acc
 from accordion.offload import arena
 from tests.devices import device
 from tests.inside import engine_in
-from tests.safety.test_exit import ALONE, Outcomes, assert_failed_alone, fail_alone
+from tests.safety.test_exit import ALONE, assert_each_exits_alone
 from tests.support.fails_alone import Block, Model
 
 pytestmark = pytest.mark.sim
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: Any) -> Outcomes:
-    return fail_alone("sim", tmp_path_factory.mktemp("exit"))
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_rank_that_fails_alone_exits_at_once(outcomes, name):
-    assert_failed_alone(outcomes[name])
+def test_a_rank_that_fails_alone_exits_at_once(tmp_path):
+    assert_each_exits_alone("sim", tmp_path, ALONE)
 
 
 waits: list[str] = []

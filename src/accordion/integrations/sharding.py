@@ -20,7 +20,7 @@ from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.optim import ELEMENTWISE, inner_of, refuse_adafactor, wrap_optimizer
-from accordion.same_on_ranks import first_ranks
+from accordion.safety.same_on_ranks import first_ranks
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
 from accordion.sharding import Sharding

@@ -6,18 +6,15 @@ from collections.abc import Collection, Sequence
 
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
-from accordion.offload.tiers import Tiers
 from accordion.safety.agreement import OrderAgreement
 from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
-from accordion.safety.dtensor_calls import AnomalyChecks
 from accordion.safety.finite import FiniteCheck
 from accordion.safety.first_inputs import FirstInputs, have_own_data
 from accordion.safety.forward_writes import ForwardWrites
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.overflow import OverflowSpread
 from accordion.safety.refusals import guard
-from accordion.safety.replicas import ReplicaCheck, has_replicas
 from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads
 
@@ -34,13 +31,10 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     # it, so that the calls that reads began end first.
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)
-    if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):
-        engine.observers.attach(ReplicaCheck(engine, monitor))
     engine.observers.attach(ForwardWrites(engine, always=bool(debug)))
     if "finite" in debug:
         engine.observers.attach(FiniteCheck(engine))
     engine.observers.attach(OverflowSpread(engine))
-    engine.observers.attach(AnomalyChecks())
     for each in hooks:
         guard(each)
         # A read of a layer's parameter begins a call of the layer. Not if the unit wraps gathered tensors in a subclass: the

@@ -77,6 +77,7 @@ class DivergenceMonitor(Observer):
         self._join: Callable[[], Join | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
         self._num_polls = self._num_met = 0
+        self._num_circles = 0  # polls in a row in which ranks waited for each other
         self.num_since_meeting = 0  # forwards of the whole model
         self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
         self._own_hub = hub
@@ -192,17 +193,17 @@ class DivergenceMonitor(Observer):
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        num_circles, next_s = 0, min(REPORT_AFTER_S, lost_s)
+        self._num_circles, next_s = 0, min(REPORT_AFTER_S, lost_s)
 
         def check(waited_s: float) -> None:
-            nonlocal num_circles, next_s
+            nonlocal next_s
             if (gone := self._gone(self._ranks)) is not None and not hub.has_over(self._meeting):
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s < next_s:
                 return
             next_s = waited_s + POLL_S
             self.busy(what)
-            num_circles = self._report_wait(hub, self._ranks, what, num_circles)
+            self._report_wait(hub, self._ranks, what)
 
         over = poll(ready, lost_s, check, hub.pause)
         if over is None:
@@ -261,7 +262,7 @@ class DivergenceMonitor(Observer):
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
         """Wait for `work`, and check now and then if its `ranks` have ended, diverged or opened a meeting."""
-        done, num_circles = False, 0
+        done, self._num_circles = False, 0
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting
 
@@ -270,7 +271,7 @@ class DivergenceMonitor(Observer):
             done = self._done(work, timedelta(seconds=seconds), what)
 
         def check(waited_s: float) -> None:
-            nonlocal num_circles, gone_s, called_s
+            nonlocal gone_s, called_s
             self.busy(what)
             if (hub := self._hub) is None:
                 return
@@ -285,7 +286,7 @@ class DivergenceMonitor(Observer):
                 if waited_s - called_s > POLLS * REPORT_AFTER_S and not work.is_completed():
                     self.fail_diverged(reports)  # this rank has joined before, and the work still waits
             elif waited_s >= REPORT_AFTER_S:
-                num_circles = self._report_wait(hub, ranks, what, num_circles)
+                self._report_wait(hub, ranks, what)
 
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
@@ -302,12 +303,8 @@ class DivergenceMonitor(Observer):
             self._fail_in_backend(what, error)
         return True
 
-    def _report_wait(self, hub: Hub, ranks: list[int], what: str, num_circles: int) -> int:
-        """Post that this rank waits for `ranks`; raise `DivergenceError` if all ranks wait for each other in different places.
-
-        Returns:
-            The number of polls in a row in which ranks waited for each other; `num_circles` is the number before this poll.
-        """
+    def _report_wait(self, hub: Hub, ranks: list[int], what: str) -> None:
+        """Post that this rank waits for `ranks`; raise `DivergenceError` if all ranks wait for each other in different places."""
         self._tell({"ranks": ranks, "what": self._doing(what), **self._facts})
         posts = hub.posts(self._prefix)
         for rank, post in posts.items():
@@ -320,12 +317,10 @@ class DivergenceMonitor(Observer):
         # A wait that all of its ranks have joined is slow, but will end.
         places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
         goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
-        if goes_on or len(posts) < len(self._ranks):
-            return 0
-        if num_circles + 1 == POLLS:
+        self._num_circles = 0 if goes_on or len(posts) < len(self._ranks) else self._num_circles + 1
+        if self._num_circles == POLLS:
             each = wording.doing_of(posts)
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
-        return num_circles + 1
 
     def _silent(self, hub: Hub, posts: Mapping[int, Any]) -> str:
         """Return the positions of the ranks without a post if all of them answer; otherwise name them."""

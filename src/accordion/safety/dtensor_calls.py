@@ -1,4 +1,4 @@
-"""Correct or refuse DTensor operators that are silently wrong, or fail obscurely, on tensors of sharded models.
+"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models.
 
 DTensor has one table of operator handlers for the process. The handlers here act on parameters of sharded models, views of them,
 and tensors on the mesh of a sharded model, such as gradients; for every other tensor they call torch's own implementation.
@@ -6,41 +6,34 @@ and tensors on the mesh of a sharded model, such as gradients; for every other t
 
 from __future__ import annotations
 
-import logging
-import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
-from accordion.engine.observer import Observer
 from accordion.engine.params import Param
 from accordion.errors import UsageError
 from accordion.row_marks import refuse_rows_of_others
 
-log = logging.getLogger("accordion")
 aten = torch.ops.aten
-
-# Seconds after which a rank that waits for the others in `.item()` logs a warning.
-WAIT_S = 10.0
 
 DRAWS_INTO = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
 DRAWS_LIKE = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 WRITES = (
-    *(aten.zero_.default, aten.fill_.Scalar, aten.copy_.default),
+    *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default),
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.lerp_.Scalar, aten.lerp_.Tensor),
     *(aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default),
+    *(aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor),
 )
-WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+NUMBER, ANY_TRUE = aten._local_scalar_dense.default, aten._is_any_true.default
 # Attribute of a shard's storage that refers to the parameter; `p.data` and views of it have the same storage.
 OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
-
 
 # Meshes of sharded models. The result of an operator may have an equal mesh that is another object; a set finds it too.
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
@@ -52,17 +45,11 @@ def answer_for_shards(engine: Engine) -> None:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
             _meshes.add(param.sharded.device_mesh)
-    for operators, answer in (
-        ((aten._local_scalar_dense.default,), _number),
-        ((*DRAWS_INTO, *DRAWS_LIKE), _draw),
-        (WRITES, _write),
-        (WRITES_AT, _write_at),
-        ((aten.view.default,), _view),
-        ([each for each in (aten.fill_.Tensor,) if not _torch.has_rule(each)], _refuse_fill),
-        ([each for each in (aten._has_same_storage_numel.default,) if not _torch.has_rule(each)], _refuse_dual),
-    ):
-        for operator in operators:
-            _torch.answer_operator(operator, answer)
+    answers = {NUMBER: _number, **dict.fromkeys((*DRAWS_INTO, *DRAWS_LIKE), _draw), **dict.fromkeys(WRITES, _write)}
+    if not _torch.has_rule(ANY_TRUE):  # torch 2.11 to 2.13
+        answers[ANY_TRUE] = _any_true
+    for operator, answer in answers.items():
+        _torch.answer_operator(operator, answer)
 
 
 def _is_ours(tensor: Any) -> bool:
@@ -117,115 +104,26 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    param = _param_of(args[0])
+    """Write into a tensor; raise `UsageError` if it is a view gathered into new memory, as `weight[0]`."""
+    tensor, param = args[0], _param_of(args[0])
     if param is not None:
-        _begin_write(args[0], param)
+        _begin_write(tensor, param)
         if operator is aten.copy_.default:
-            refuse_rows_of_others([(args[1], args[0])], "a tensor")
-            # On some accelerators `weight[:, i] = 0` is a copy, which torch refuses with another error.
-            if _torch.base_of(args[0]) is not None and not isinstance(args[1], DTensor):
-                raise _part_written(args[0])
+            refuse_rows_of_others([(args[1], tensor)], "a tensor")
     return _torch.unanswered(operator, args, kwargs)
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Raise `UsageError` if `tensor` is a view gathered into new memory, as `weight[0]`; count a write through `.data`."""
+    """Raise `UsageError` for a view gathered into new memory; count a write through `.data`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
-        raise _part_written(base)
+        raise UsageError(
+            f"a part of a sharded tensor of shape {tuple(base.shape)} at {base.placements} was written, as in w[i].zero_(), and "
+            f"the change would not reach the shards; {INSTEAD}."
+        )
     # Full parameters that stay in memory are out of date from now on.
     if param.sharded is not tensor:
         torch.autograd.graph.increment_version(param.sharded)
-
-
-def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write into a tensor by index or mask, as in `weight[rows] = 0`; raise `UsageError` if torch cannot."""
-    param = _param_of(args[0])
-    if param is not None:
-        _begin_write(args[0], param)
-    try:
-        return _torch.unanswered(operator, args, kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        if not _is_ours(args[0]):
-            raise
-        raise _part_written(args[0]) from error
-
-
-def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    base = _torch.base_of(args[0])
-    tensor = args[0] if base is None else base
-    if _is_ours(tensor):
-        raise _part_written(tensor)
-    return _torch.unanswered(operator, args, kwargs)
-
-
-def _part_written(tensor: Any) -> UsageError:
-    at = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return UsageError(
-        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), and the "
-        f"change would not reach the shards; {INSTEAD}."
-    )
-
-
-# -- tangents and other shapes
-
-
-def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not any(map(_is_ours, args)):
-        return _torch.unanswered(operator, args, kwargs)
-    raise UsageError(
-        "a sharded tensor got a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
-        "tangents of the inputs only, or the unsharded model."
-    )
-
-
-def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
-    try:
-        return _torch.unanswered(operator, args, kwargs)
-    except RuntimeError as error:
-        tensor: DTensor = args[0]
-        axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
-        if not uneven or not _is_ours(tensor):
-            raise
-        # Raises torch's own error if the shape does not fit.
-        operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
-        raise UsageError(
-            f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
-            "flatten() and parameters_to_vector do, and its rows do not divide by the ranks; flatten its full_tensor(), or do "
-            "this under full_params(model), with write=True for vector_to_parameters."
-        ) from error
-
-
-# -- anomaly detection
-
-
-class AnomalyChecks(Observer):
-    """Observer that lets `torch.autograd.set_detect_anomaly` find NaN in sharded gradients during a backward of the model.
-
-    After each node autograd calls `isnan(gradient)._is_any_true()`, for which DTensor has no rule (torch 2.11 to 2.13). The
-    handler checks this rank's rows only: a reduction would be a collective that other ranks may not reach.
-    """
-
-    OPERATOR = aten._is_any_true.default
-
-    def __init__(self) -> None:
-        self._answers = False
-
-    def backward_begins(self) -> None:
-        if torch.is_anomaly_check_nan_enabled() and not _torch.has_rule(self.OPERATOR):
-            self._answers = _torch.answer_operator(
-                self.OPERATOR, lambda operator, args, kwargs: operator(_torch.local_of(args[0]))
-            )
-
-    def backward_ended(self, reduced: bool) -> None:
-        self.interrupted()
-
-    def interrupted(self) -> None:
-        if self._answers:
-            _torch.drop_answer(self.OPERATOR)
-            self._answers = False
 
 
 # -- `.item()`, float(), bool(), int()
@@ -245,17 +143,12 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     whole = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    waits = threading.Timer(
-        WAIT_S,
-        log.warning,
-        [
-            "this rank reads a DTensor with .item(), float() or bool(), and waits for the other ranks' parts: read it on every "
-            "rank, or read this rank's part alone with .to_local()."
-        ],
-    )
-    waits.daemon = True
-    waits.start()
-    try:
-        return operator(whole.full_tensor().to(local.dtype), *args[1:], **kwargs)
-    finally:
-        waits.cancel()
+    return operator(whole.full_tensor().to(local.dtype), *args[1:], **kwargs)
+
+
+def _any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return this rank's part: under `torch.autograd.set_detect_anomaly`, autograd asks it of `isnan(gradient)`.
+
+    A reduction would be a collective that other ranks may not reach.
+    """
+    return operator(_torch.local_of(args[0])) if _is_ours(args[0]) else _torch.unanswered(operator, args, kwargs)

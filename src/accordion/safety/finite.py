@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,13 +16,8 @@ from accordion.engine.tree import tensors_of
 from accordion.engine.unit import Unit
 from accordion.errors import NonFiniteError
 
-
-class Moment(Enum):
-    """The moment at which a unit is checked; the value is its name in messages."""
-
-    PARAMETERS = "in its parameters"
-    FORWARD = "in what its forward returned"
-    BACKWARD = "in the gradients of its parameters, before they were reduced"
+PARAMETERS, FORWARD = "in its parameters", "in what its forward returned"
+BACKWARD = "in the gradients of its parameters, before they were reduced"
 
 
 class FiniteCheck(Observer):
@@ -39,18 +33,18 @@ class FiniteCheck(Observer):
         self._communicators = [communicator for communicator in communicators if communicator.num_ranks > 1]
         self._rank = dist.get_rank() if self._communicators else 0
         self._device, self._units = context.device, engine.units
-        self._flags: dict[tuple[int, Moment], Tensor] = {}
+        self._flags: dict[tuple[int, str], Tensor] = {}  # by unit and moment
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        self._check(call.unit.index, Moment.PARAMETERS, call.unit.views)
+        self._check(call.unit.index, PARAMETERS, call.unit.views)
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         if error is None:
-            self._check(call.unit.index, Moment.FORWARD, tensors_of(out))
+            self._check(call.unit.index, FORWARD, tensors_of(out))
         return out
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        self._check(unit.index, Moment.BACKWARD, grads)
+        self._check(unit.index, BACKWARD, grads)
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is None:
@@ -61,7 +55,7 @@ class FiniteCheck(Observer):
     def backward_ended(self, reduced: bool) -> None:
         self.report()
 
-    def _check(self, unit: int, moment: Moment, tensors: Iterable[Tensor | None]) -> None:
+    def _check(self, unit: int, moment: str, tensors: Iterable[Tensor | None]) -> None:
         floating = [t.detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
         flag = self._flags.get((unit, moment), torch.zeros((), device=self._device))
         for tensor in floating:
@@ -82,6 +76,6 @@ class FiniteCheck(Observer):
         for (unit, moment), value in zip(flags, marks, strict=True):
             if value:
                 raise NonFiniteError(
-                    f"NaN or inf appeared first in unit {unit} ({self._units[unit].name or 'root'}), {moment.value}, on rank "
+                    f"NaN or inf appeared first in unit {unit} ({self._units[unit].name or 'root'}), {moment}, on rank "
                     f"{2**20 - int(value)}; inspect the inputs of that unit on that rank."
                 )

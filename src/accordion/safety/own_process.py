@@ -11,20 +11,16 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 KEPT_BYTES = 2**30
 
 
-def take_process() -> None:
-    """Without an accelerator, call `keep_freed_memory`. In a process that a user started, no setting is changed."""
-    if not torch.accelerator.is_available():
-        keep_freed_memory()
-
-
 def keep_freed_memory() -> None:
-    """Keep freed host memory in this process for the next allocation, as an accelerator's allocator does.
+    """Without an accelerator, keep freed host memory in this process for the next allocation, as an accelerator does.
 
     Full parameters and gradients are allocated and freed with every unit. By default glibc returns large blocks, and free memory
     at the end of its heap, to the system, which clears each page when it is touched again. For two ranks of a 30 M-parameter GPT
     that was 16,416 pages (64 MiB) per step and rank; without them a step takes 0.87 to 0.89 of its processor time
     (docs/performance.md). `malloc_trim(0)` returns free memory. Other C libraries are left unchanged.
     """
+    if torch.accelerator.is_available():
+        return
     with contextlib.suppress(OSError, TypeError, AttributeError):
         library = ctypes.CDLL(None)
         for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -16,8 +17,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
+from accordion.engine.unit import Unit
 from accordion.errors import AssertedUsageError, UsageError
-from accordion.safety.mixed_tensors import MIXED, read_outside
 
 TAKES_WHOLE = {
     "save_pretrained": "save_pretrained writes whole parameters, and this model is sharded; call "
@@ -36,7 +37,7 @@ NO_COPY = (
     "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's, clone "
     "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
 )
-RESIZES = "resize_token_embeddings"  # of transformers' models
+MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 # Attribute of a guarded model: (the guarded forward, the forward that its instance had before or None).
 OWN_FORWARD = "_accordion_own_forward"
 
@@ -128,7 +129,7 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
             return original(*args, **kwargs) if original is not None else function(reference(), *args, **kwargs)
         except Exception as error:
             if MIXED in str(error):
-                raise read_outside(error, engine.units) from error
+                raise _read_outside(error, engine.units) from error
             raise
         except BaseException:
             engine.reset()
@@ -137,6 +138,26 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
     forward.__signature__ = inspect.signature(original or module.forward)  # type: ignore[attr-defined]
     module.__dict__["forward"] = forward
     module.__dict__[OWN_FORWARD] = (forward, original)
+
+
+def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
+    """Return the error to raise in place of torch's `error` about mixed tensors in a forward.
+
+    It names the sharded parameters of the innermost module in the traceback that has any.
+    """
+    shards = {id(p.sharded): (p.name, unit.name) for unit in units for p in unit.params}
+    read = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = next((frame.f_locals.get(name) for name in frame.f_code.co_varnames[:1]), None)
+        params = module._parameters.values() if isinstance(module, nn.Module) else ()
+        named = [shards[id(param)] for param in params if id(param) in shards]
+        if named:
+            read = f" ({', '.join(name for name, _ in named)} of unit {named[0][1]!r})"
+    names = ", ".join(unit.name or "(root)" for unit in units)
+    return UsageError(
+        f"the forward read a parameter of a unit{read} outside of that unit's own forward, where it is a shard; choose `units` "
+        f"so that one unit holds all modules that read it, or pass the method to entry_point. The units are: {names}."
+    )
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
@@ -170,7 +191,7 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
 
 
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
-    """Have the next forward raise `UsageError` if the model got a trainable parameter after `shard`; refuse `RESIZES` too.
+    """Have the next forward raise `UsageError` if the model got a trainable parameter after `shard`.
 
     A forward checks the model only if a module or parameter was registered anywhere in the process since the last check.
     """
@@ -192,14 +213,6 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
                 )
         is_changed = False
 
-    def resize(*_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            f"{RESIZES} was called after shard(), which has sharded the embedding's rows; resize the model before shard()."
-        )
-
     for handle in (on_module(register), on_parameter(register)):
         weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(_torch.unseen_by_dynamo(check), prepend=True)
-    for module in model.modules():
-        if callable(getattr(type(module), RESIZES, None)):
-            module.__dict__[RESIZES] = resize

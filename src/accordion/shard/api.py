@@ -26,7 +26,7 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import check_activations
 from accordion.offload.tiers import activation_offload_of
 from accordion.safety.refusals import refuse_additions
-from accordion.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
+from accordion.safety.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.shard.build import UnitSpec, build_engine, groups_over, with_secondary, with_tiers
 from accordion.shard.checks import check_entry_point, check_model
@@ -65,7 +65,7 @@ def shard(
             are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
             as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
             With any of them every forward is checked for writes into full parameters through `.data`, which would be lost;
-            without, those of the first two steps of each unit.
+            without, those of the first step of each unit.
         fields: the fields of `Sharding`.
 
     Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models

@@ -26,9 +26,9 @@ from accordion.engine.context import ShardingContext
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
-from accordion.errors import UsageError
+from accordion.errors import DivergenceError, UsageError
 from accordion.safety.divergence import DivergenceMonitor
-from accordion.safety.liveness.hub import together
+from accordion.safety.liveness.wording import is_echo
 from accordion.shard.same_mesh import same_mesh
 
 
@@ -85,7 +85,6 @@ def communicator_over(group: Any, device: torch.device) -> Communicator:
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
-@together("shards a model")
 def wire(
     mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
 ) -> ShardingContext:
@@ -94,8 +93,16 @@ def wire(
     Raises `DivergenceError` on every rank if ranks passed different meshes and wait for each other.
     """
     device = device_of(mesh)
-    axes = _axes(mesh, strategy, device, make)
-    monitor = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
+    try:
+        axes = _axes(mesh, strategy, device, make)
+        monitor = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
+    except RuntimeError as error:
+        if not is_echo(error):
+            raise
+        raise DivergenceError(
+            "this rank shards a model, and another rank has ended, cannot be reached, or does something else (see its output); "
+            "all ranks must do this together."
+        ) from error
     return ShardingContext(
         shard=axes[0],
         replicate=axes[1],

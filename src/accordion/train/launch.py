@@ -43,8 +43,7 @@ from accordion.safety.liveness.hub import hubs_of_job
 from accordion.safety.liveness.links import give_up
 from accordion.safety.liveness.polling import poll
 from accordion.safety.liveness.wording import is_echo
-from accordion.safety.mixed_tensors import advise
-from accordion.safety.own_process import take_process
+from accordion.safety.own_process import keep_freed_memory
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.ending import PREEMPTED, SIGNALS
@@ -301,7 +300,7 @@ def guarded(entry: Entry, *args: Any) -> None:
             # get nothing, lose the store and print C++ frames.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         faulthandler.enable()
-        take_process()
+        keep_freed_memory()
         end_with_one_collection()
         place = place_of(os.environ)
         assert place is not None, "ranks are started by a launcher"
@@ -314,7 +313,6 @@ def guarded(entry: Entry, *args: Any) -> None:
             _report_to_hubs(error)
             os._exit(INTERRUPTED)
         except Exception as error:
-            advise(error)
             _report_to_hubs(error)
             code = _report(error, place.rank, store)
             get_error_handler().record_exception(error)  # for torchrun's summary

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from accordion.compat.fsdp2 import install
 from accordion.safety import report_crashes
-from accordion.safety.mixed_tensors import advise
-from accordion.safety.own_process import take_process
+from accordion.safety.own_process import keep_freed_memory
 
 
 def main(words: list[str]) -> None:
@@ -19,18 +18,14 @@ def main(words: list[str]) -> None:
     if not words:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
-    take_process()
+    keep_freed_memory()
     report_crashes()
-    try:
-        with install():
-            if as_module:
-                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(words[0]).absolute().parent)
-                runpy.run_path(words[0], run_name="__main__")
-    except RuntimeError as error:
-        advise(error)
-        raise
+    with install():
+        if as_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words[0]).absolute().parent)
+            runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from accordion.engine.params import Param
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
-from accordion.same_on_ranks import same_structure
+from accordion.safety.same_on_ranks import same_structure
 from accordion.shard.build import UnitSpec, build_engine, keep_parts, plan_groups, with_secondary, with_tiers
 from accordion.shard.layouts import Layout
 from accordion.shard.subclasses import check_tensor, is_extended, rows_mesh

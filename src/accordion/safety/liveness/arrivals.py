@@ -36,8 +36,3 @@ class Arrivals:
             return False
         self.count(rank, -1)
         return True
-
-    def forget_last(self) -> None:
-        """Delete the counter of the previous barrier, which all ranks have left."""
-        if self.time > 1:
-            self._store.delete_key(f"{self._name}/met/{self.time - 1}")

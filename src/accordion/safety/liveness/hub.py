@@ -10,12 +10,10 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accordion import _torch
-from accordion.errors import DivergenceError
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.links import HubLinks
 from accordion.safety.liveness.messages import (
@@ -32,14 +30,13 @@ from accordion.safety.liveness.messages import (
     StepsDiffer,
 )
 from accordion.safety.liveness.polling import poll
-from accordion.safety.mixed_tensors import print_advice
 
 log = logging.getLogger("accordion")
 KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
 ANSWER_S = 1.0  # time for ranks to answer a question
 ECHO_S = 2.0  # time for the rank that caused a follow-on error to report
 NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
-KEPT_STEPS = 64  # digests of steps that the first rank keeps
+KEPT_STEPS = 64  # backwards of which the first rank keeps digests
 NOTICED_STEPS = 4  # backwards after which all ranks know that steps differ, and compare their records
 FOR_FIRST = (Arrival, StepDigest, InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
@@ -162,7 +159,6 @@ class Hub:
         error = _last_error() if is_exit else sys.exception()
         if is_exit and error is not None:
             self.explain(error)
-            print_advice(error)
         text = wording.PROGRAM_END if is_exit else wording.LEFT_END.format(wording.while_handling(error))
         self.say_ended(text, echo=error is not None and wording.is_echo(error))
         self._links.close()
@@ -340,8 +336,7 @@ class _FirstRank:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._arrivals: dict[str, dict[int, Arrival]] = {}
-        self._steps: dict[str, dict[int, int]] = {}  # by model and backward, this rank's own digest
-        self._others: dict[str, dict[int, set[int]]] = {}  # digests of backwards that this rank has not reached
+        self._steps: dict[str, dict[int, set[int]]] = {}  # by model and backward, the digests of all ranks
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: HubMessage) -> None:
@@ -377,19 +372,14 @@ class _FirstRank:
             hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
 
     def _compare_steps(self, message: StepDigest) -> None:
-        """Compare another rank's digest with this rank's for the same backward, or this rank's with digests received before."""
-        hub, model, num = self._hub, message.model, message.num
-        steps, others = self._steps.setdefault(model, {}), self._others.setdefault(model, {})
-        if message.rank == hub.rank:
-            steps[num] = message.chain
-            while len(steps) > KEPT_STEPS:
-                del steps[next(iter(steps))]
-            differs = bool(others.pop(num, set()) - {message.chain})
-        else:
-            differs = num in steps and steps[num] != message.chain
-            if num not in steps and num > max(steps, default=0):
-                others.setdefault(num, set()).add(message.chain)
-        if differs and hub.steps_differ_at(model) is None:
+        """If digests of one backward differ, have all ranks compare their records a few backwards later."""
+        hub, model = self._hub, message.model
+        steps = self._steps.setdefault(model, {})
+        chains = steps.setdefault(message.num, set())
+        chains.add(message.chain)
+        if len(steps) > KEPT_STEPS:
+            del steps[min(steps)]
+        if len(chains) > 1 and hub.steps_differ_at(model) is None:
             hub.send_and_note(StepsDiffer(rank=hub.rank, model=model, at=max(steps) + NOTICED_STEPS), hub.ranks)
 
 
@@ -412,17 +402,3 @@ def _last_error() -> BaseException | None:
     # An interactive session keeps the last error of any statement. torch prints a warning that became an error like one that
     # ends the program, and continues.
     return None if isinstance(error, Warning) or hasattr(sys, "ps1") else error
-
-
-@contextmanager
-def together(what: str) -> Iterator[None]:
-    """Context manager for collectives before ranks have a hub: raise `DivergenceError` with `what` for a backend's error."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not wording.is_echo(error):
-            raise
-        raise DivergenceError(
-            f"this rank {what}, and another rank has ended, cannot be reached, or does something else (see its output); all "
-            "ranks must do this together."
-        ) from error

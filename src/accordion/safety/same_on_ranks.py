@@ -121,15 +121,12 @@ COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefet
 
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
     """Return the arguments of `shard` for the whole model, as text; they must be equal on all ranks."""
-    changed, recomputed = sharding.as_config(), sharding.checkpointing
-    asked = "none" if not recomputed.every else "full" if recomputed.every == 1 else f"every:{recomputed.every}"
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
         "sync": str(sync),
         "debug": str(sorted(debug)),
-        **{f.name: repr(changed.get(f.name, f.default)) for f in fields(Sharding) if f.name not in COMPARED_APART},
+        **{f.name: repr(getattr(sharding, f.name)) for f in fields(Sharding) if f.name not in COMPARED_APART},
         "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
-        "checkpoint_activations": repr("selective" if recomputed.selective else asked),  # `full` is `every:1`
     }
 
 
@@ -146,14 +143,9 @@ def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads:
 
 def _settings(precision: Precision, offload: Offload) -> Facts:
     # Folders of tiers and byte budgets may differ between ranks.
-    kinds = ("params", "reduce", "output", "master", "buffers", "cast_inputs")
-    places = {
-        "params": offload.params,
-        "grads": offload.rest_of_grads,
-        "optimizer": offload.optimizer,
-        "activations": offload.activations,
-        "step": offload.stepped_on,
-    }
+    kinds = [f.name for f in fields(Precision) if f.name != "overrides"]
+    places = {key: getattr(offload, key) for key in ("params", "optimizer", "activations")}
+    places |= {"grads": offload.rest_of_grads, "step": offload.stepped_on}
     return {
         **{f"precision.{key}": str(getattr(precision, key)).removeprefix("torch.") for key in kinds},
         **{f"offload.{key}": repr(place.partition(":")[0]) for key, place in places.items()},
@@ -164,22 +156,16 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
     """Return `make()`; if it raises a `UsageError` or `OffloadError` on any rank, every rank raises an error. A collective."""
-    result: Result | None = None
     error: AccordionError | None = None
     try:
         result = make()
     except (UsageError, OffloadError) as caught:
         error = caught
-    failed, communicators = torch.tensor([float(error is not None)], device=context.device), _communicators(context)
-    if communicators:
-        reduced(failed, communicators)
+    refused = differences({"a refusal:": str(error or "none")}, monitor_of(context), "compares its resources")
     if error is not None:
         raise error
-    if communicators and failed.item():
-        raise UsageError(
-            f"{int(failed.item())} other ranks refused their arguments or lack a resource; see their errors for the reason."
-        )
-    assert result is not None, "`make` returns an object"
+    if refused:
+        raise UsageError(f"other ranks refused their arguments or lack a resource: {refused}")
     return result
 
 
@@ -219,7 +205,7 @@ def same_values(
         own_contexts: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.
 
     Raises:
-        DivergenceError: on every rank, if parameters or buffers of the state dict differ. Other buffers get a warning.
+        DivergenceError: on every rank, if parameters or buffers of the state dict differ.
     """
     communicators = _communicators(context)
     if sync and communicators:
@@ -228,28 +214,16 @@ def same_values(
         real = {id(o) for o, is_real in zip(owned, flags, strict=True) if is_real}
         return lambda o: first_ranks(o.original, context) if id(o) in real else None
     if communicators:
-        saved = dict(buffers_of(model))
-        others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in saved}
         contexts = own_contexts or {}
         _same_on_their_ranks([o for o in owned if id(o) in contexts], contexts, context)
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in contexts}
-        facts |= {f"buffer {name!r}": buffer for name, buffer in saved.items()}
+        facts |= {f"buffer {name!r}": buffer for name, buffer in buffers_of(model)}
         differing = differences(checksums(facts), monitor_of(context), "compares its values")
         if differing:
             raise DivergenceError(
                 f"values differ between ranks: {differing}; use the same seed on every rank before building the model, load the "
                 "same weights, or pass sync=True to take the first rank's values. If each rank needs its own value of a buffer, "
                 "register it with persistent=False; of other buffers the first rank's value is saved for all."
-            )
-        forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
-        sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
-        texts = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
-        differing = differences(texts, monitor_of(context), "compares its buffers")
-        if differing and all(communicator.rank == 0 for communicator in communicators):
-            log.warning(
-                "buffers outside of the state dict differ between ranks: %s; each rank keeps its own; pass sync=True to take the "
-                "first rank's.",
-                differing,
             )
     return lambda o: None if o.original.is_meta else _local_of(o).detach()
 
