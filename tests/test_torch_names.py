@@ -36,8 +36,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "engine/test_grid.py": ("foreach_add_", "foreach_copy_", "foreach_mul_", "chunk_cat"),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
     "offload/test_programs.py": ("settle_before_unscale",),
-    "optim/test_lbfgs.py": ("WholeVectors",),
-    "optim/test_kinds_of_optimizers.py": ("has_counted_step", "count_steps"),
+    "optim/test_errors.py": ("has_counted_step", "counts_itself", "count_step"),
     "plan/test_counted.py": (
         *("fake_metadata", "fake_like", "fake_view", "fake_collectives"),
         *(

@@ -18,7 +18,8 @@ import accordion as acc
 from accordion.safety import dtensor_calls
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
-from tests.support.checks import assert_at_rest, assert_close, logged, run_all
+from tests.support.checks import assert_at_rest, assert_close, logged
+from tests.support.ranked import on_world, under_strategies
 
 
 class Net(nn.Module):
@@ -42,7 +43,8 @@ def inputs(rank: int = 0) -> Tensor:
 # -- a model that was compiled as a whole
 
 
-def compiled(mesh) -> None:
+@on_world(2)
+def test_a_model_compiled_before_it_is_sharded(mesh) -> None:
     warnings.filterwarnings("ignore", ".*grad attribute of a Tensor")  # Dynamo asks all the same, and shows none
     plain = Net()
     model = acc.shard(torch.compile(Net(), backend="eager"), mesh=mesh, units={nn.Linear})
@@ -53,10 +55,6 @@ def compiled(mesh) -> None:
             m(inputs()).square().sum().backward()
         found = {name.removeprefix("_orig_mod."): p.grad.full_tensor() for name, p in model.named_parameters()}
         assert_close(found, {name: p.grad for name, p in plain.named_parameters()}, 1e-6)
-
-
-def test_a_model_compiled_before_it_is_sharded(world):
-    world.run(2, compiled)
 
 
 # -- a forward that assigns `weight.data`
@@ -78,7 +76,8 @@ class Assigns(nn.Linear):
         return out
 
 
-def assigned(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard")
+def test_data_assigned_in_a_forward_is_seen(mesh, strategy: acc.Strategy) -> None:
     model, plain = acc.shard(Net(Assigns), mesh=mesh, units={Assigns}, strategy=strategy), Net()
     layer, text = (
         model.layers[1],
@@ -107,10 +106,6 @@ def assigned(mesh, strategy: acc.Strategy) -> None:
     assert_at_rest(model)
 
 
-def test_data_assigned_in_a_forward_is_seen(world):
-    run_all(world, assigned)
-
-
 # -- what is asked of DTensors
 
 
@@ -134,7 +129,8 @@ class Odd(nn.Module):
 REDISTRIBUTES_NOT = ["hybrid_shard_optim"] if torch.__version__ < "2.12" else []
 
 
-def numbers(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", but=REDISTRIBUTES_NOT)
+def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(mesh, strategy: acc.Strategy) -> None:
     plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
     for m in (plain, model):
         m(inputs()).backward()
@@ -156,11 +152,8 @@ def numbers(mesh, strategy: acc.Strategy) -> None:
         model.weight.item()
 
 
-def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
-    run_all(world, numbers, but=REDISTRIBUTES_NOT)
-
-
-def one_asks(mesh) -> None:
+@on_world(2)
+def test_a_rank_that_asks_alone_says_what_it_waits_for(mesh) -> None:
     model = acc.shard(nn.Linear(8, 8), mesh=mesh, sync=True)
     dtensor_calls.WAIT_S = 0.2
     try:
@@ -173,11 +166,9 @@ def one_asks(mesh) -> None:
         dtensor_calls.WAIT_S = 10.0
 
 
-def test_a_rank_that_asks_alone_says_what_it_waits_for(world):
-    world.run(2, one_asks)
-
-
-def drawn(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.cpu("on accelerators torch gives each rank numbers of its own, once all ranks of the job have asked")
+@under_strategies("full_shard")
+def test_init_draws_the_numbers_of_one_device(mesh, strategy: acc.Strategy) -> None:
     """With one seed everywhere `torch.nn.init` gives what it gives on one device."""
     inits = {
         "normal": nn.init.normal_,
@@ -201,12 +192,8 @@ def drawn(mesh, strategy: acc.Strategy) -> None:
     assert torch.equal(plain(inputs()), model(inputs())), "the model computes with it"
 
 
-@pytest.mark.cpu("on accelerators torch gives each rank numbers of its own, once all ranks of the job have asked")
-def test_init_draws_the_numbers_of_one_device(world):
-    run_all(world, drawn)
-
-
-def written(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", but=REDISTRIBUTES_NOT)
+def test_a_part_of_a_sharded_tensor_is_written_or_refused(mesh, strategy: acc.Strategy) -> None:
     """A part of a sharded tensor is written, or refused in a sentence: never lost."""
     ways = {
         "row": lambda w: w.__setitem__(3, 0),
@@ -240,10 +227,6 @@ def written(mesh, strategy: acc.Strategy) -> None:
         assert not refusal or re.search(r"part of a sharded tensor of shape \(7, 8\).*full_params\(", refusal), name
         assert torch.equal(model.weight.full_tensor(), plain.weight), name
     assert not refused & {"whole", "view"}
-
-
-def test_a_part_of_a_sharded_tensor_is_written_or_refused(world):
-    run_all(world, written, but=REDISTRIBUTES_NOT)
 
 
 # -- what reads or changes a unit's layers from outside
@@ -314,7 +297,8 @@ class Resizable(nn.Module):
         self.embed = nn.Embedding(num, 4)
 
 
-def reached(mesh) -> None:
+@on_world(2)
+def test_what_reaches_into_a_unit_is_named(mesh) -> None:
     for kind, named in (
         (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
         (Multiplies, ""),
@@ -331,10 +315,6 @@ def reached(mesh) -> None:
         acc.UsageError, match=r"resize_token_embeddings was called after shard.*resize the model before"
     ):
         model.resize_token_embeddings(10)
-
-
-def test_what_reaches_into_a_unit_is_named(world):
-    world.run(2, reached)
 
 
 # -- dtypes that gloo does not know
