@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -180,14 +181,12 @@ class StepHooks:
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 
 
+@cache
 def step_hooks() -> StepHooks:
     """Return the `StepHooks` of this process, which are registered with torch at the first call."""
-    known = [getattr(hook, "__self__", None) for hook in _torch.hooks_after_any_step()]
-    hooks = next((each for each in known if isinstance(each, StepHooks)), None)
-    if hooks is None:
-        hooks = StepHooks()
-        register_optimizer_step_pre_hook(hooks.before)
-        register_optimizer_step_post_hook(hooks.after)
+    hooks = StepHooks()
+    register_optimizer_step_pre_hook(hooks.before)
+    register_optimizer_step_post_hook(hooks.after)
     return hooks
 
 

@@ -258,31 +258,6 @@ class Multiplies(Net):
         return super().forward(x @ self.layers[0].shift.weight)
 
 
-class Projects(Net):
-    """A function of the root's is handed a bias inside of a block, by the block's number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = 1
-        return added(super().forward(x), self.layers[at].shift.bias)
-
-
-class Sums(Net):
-    """The root reads the weights of all its blocks one by one, under names of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
-            weight = layer.shift.weight
-            x = nn.functional.linear(
-                x,
-                weight,
-            )
-        return x
-
-
-def added(x: Tensor, bias: Tensor) -> Tensor:
-    return x + bias
-
-
 class Resizable(nn.Module):
     """Has what transformers' models have."""
 
@@ -302,8 +277,6 @@ def test_what_reaches_into_a_unit_is_named(mesh) -> None:
     for kind, named in (
         (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
         (Multiplies, ""),
-        (Projects, ""),
-        (Sums, ""),
     ):
         model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated})
         with pytest.raises(

@@ -6,10 +6,8 @@
 from accordion._torch.autograd import *  # noqa: F403
 from accordion._torch.compiling import *  # noqa: F403
 from accordion._torch.devices import *  # noqa: F403
-from accordion._torch.dtensors import *  # noqa: F403
 from accordion._torch.fakes import *  # noqa: F403
 from accordion._torch.fsdp import *  # noqa: F403
-from accordion._torch.hooks import *  # noqa: F403
 from accordion._torch.operators import *  # noqa: F403
 from accordion._torch.optimizers import *  # noqa: F403
 from accordion._torch.process_groups import *  # noqa: F403
