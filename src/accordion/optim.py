@@ -34,7 +34,7 @@ ELEMENTWISE = (
 )
 
 
-class LocalStep:
+class LocalStep(Optimizer):
     """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on local tensors.
 
     Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on DTensors,
@@ -42,17 +42,15 @@ class LocalStep:
     """
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Any, Any]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _torch.count_step(self._as_optimizer())
-        if engines_of(self._as_optimizer()):
-            defer(self._as_optimizer(), self._kind)
+        _torch.count_step(self)
+        if engines_of(self):
+            defer(self, self._kind)
         else:
             self._step_here()
         return loss
@@ -86,7 +84,7 @@ class LocalStep:
             self.state = state
             # This includes attributes other than `param_groups`, such as a list of parameters.
             self._exchange(to_local)
-            super().step()  # type: ignore[misc]
+            super().step()
         finally:
             self.state = outer_state
             self._exchange(from_local)
@@ -108,45 +106,41 @@ class LocalStep:
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
 
-    def _as_optimizer(self) -> Optimizer:
-        assert isinstance(self, Optimizer), "mixed into an optimizer"
-        return self
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # Only `torch.amp.GradScaler.step` reads this.
-        for engine in engines_of(self._as_optimizer()):
+        for engine in engines_of(self):
             refuse_in_backward(engine, "a gradient scaler")
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
         """Wait for steps of offloaded parameters, which may be running on another thread."""
-        for engine in engines_of(self._as_optimizer()):
+        for engine in engines_of(self):
             engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:  # this writes to gradients that the step reads
             self._wait()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict for the rows of this rank, with states marked as such (see `row_marks`)."""
         self._wait()
-        expose(self._as_optimizer())
-        mark_rows(self._as_optimizer())
-        return super().state_dict()  # type: ignore[misc, no-any-return]
+        expose(self)
+        mark_rows(self)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one got another rank's rows."""
-        refuse_other_rows(self._as_optimizer(), state_dict)
+        refuse_other_rows(self, state_dict)
         self._wait()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        prepare(self._as_optimizer(), self._kind)
-        expose(self._as_optimizer())
+        super().load_state_dict(state_dict)
+        prepare(self, self._kind)
+        expose(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wait()
-        super().add_param_group(param_group)  # type: ignore[misc]
+        super().add_param_group(param_group)
 
 
 class StepHooks:
