@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.processes import run_python
 
 PROGRAM = """
@@ -28,6 +30,7 @@ Cycle()
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_one_collection() -> None:
     done = run_python("-c", PROGRAM)
     assert (done.returncode, done.stderr) == (0, "")

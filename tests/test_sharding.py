@@ -11,6 +11,7 @@ import torch
 import accordion as acc
 from accordion.sharding import Sharding
 from tests.support import models
+from tests.support.ranked import on_world
 
 WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"strategy": "shard_optim"}, {"strategy": acc.SHARD_OPTIM}),
@@ -80,15 +81,12 @@ def test_a_value_and_fields_are_not_mixed() -> None:
         acc.shard(models.plain(), None, {"units": None})  # type: ignore[arg-type]
 
 
-def same_layout(mesh: Any) -> None:
+@on_world(2)
+def test_shard_takes_words_fields_and_a_value(mesh: Any) -> None:
     words = acc.shard(models.plain(), mesh, strategy="shard_optim", units="Block", precision="bf16")
     value = Sharding(strategy=acc.SHARD_OPTIM, units={models.Block}, precision=acc.Precision(params=torch.bfloat16))
     whole = acc.shard(models.plain(), mesh, value)
     assert repr(acc.describe(words)) == repr(acc.describe(whole))
-
-
-def test_shard_takes_words_fields_and_a_value(world: Any) -> None:
-    world.run(2, same_layout)
 
 
 def test_each_field_is_documented() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, reduced
+from accordion.engine.communicator import Communicator
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
-from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped, tiers_of
+from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
@@ -32,43 +32,32 @@ ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
-WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
-class Wrapped:
-    """Mixin that `wrap_optimizer` adds to an optimizer's class."""
-
-    _kind: type[Optimizer]  # the optimizer's class before it was wrapped
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Support copies, but not pickles: `_Copied` can be called and cannot be pickled."""
-        reduced: Any = super().__reduce_ex__(max(2, protocol))
-        return _Copied(type(self), reduced[1]), (), *reduced[2:]
-
-
-class LocalStep(Wrapped):
+class LocalStep(Optimizer):
     """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on local tensors.
 
     Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on DTensors,
     which dispatches each operator, takes 2.6 to 4.5 times as long.
     """
 
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Any, Any]
+    _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if engines_of(self._as_optimizer()):
-            defer(self._as_optimizer(), self._kind)
+        _torch.count_step(self)
+        if engines_of(self):
+            defer(self, self._kind)
         else:
             self._step_here()
         return loss
 
     # Otherwise torch's `load_state_dict` would wrap `step` once more, and the step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
+    _torch.counts_itself(step)
 
     def _step_here(self) -> None:
         """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back."""
@@ -95,7 +84,7 @@ class LocalStep(Wrapped):
             self.state = state
             # This includes attributes other than `param_groups`, such as a list of parameters.
             self._exchange(to_local)
-            super().step()  # type: ignore[misc]
+            super().step()
         finally:
             self.state = outer_state
             self._exchange(from_local)
@@ -117,65 +106,41 @@ class LocalStep(Wrapped):
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
 
-    def _as_optimizer(self) -> Optimizer:
-        assert isinstance(self, Optimizer), "mixed into an optimizer"
-        return self
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # Only `torch.amp.GradScaler.step` reads this.
-        for engine in engines_of(self._as_optimizer()):
+        for engine in engines_of(self):
             refuse_in_backward(engine, "a gradient scaler")
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
         """Wait for steps of offloaded parameters, which may be running on another thread."""
-        for engine in engines_of(self._as_optimizer()):
+        for engine in engines_of(self):
             engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:  # this writes to gradients that the step reads
             self._wait()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict for the rows of this rank, with states marked as such (see `row_marks`)."""
         self._wait()
-        expose(self._as_optimizer())
-        mark_rows(self._as_optimizer())
-        return super().state_dict()  # type: ignore[misc, no-any-return]
+        expose(self)
+        mark_rows(self)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one got another rank's rows."""
-        refuse_other_rows(self._as_optimizer(), state_dict)
+        refuse_other_rows(self, state_dict)
         self._wait()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        prepare(self._as_optimizer(), self._kind)
-        expose(self._as_optimizer())
+        super().load_state_dict(state_dict)
+        prepare(self, self._kind)
+        expose(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wait()
-        super().add_param_group(param_group)  # type: ignore[misc]
-
-
-class WholeStep(Wrapped, _torch.WholeVectors):
-    """Mixin for LBFGS: each rank computes the same step, from the gradients of all elements and the mean loss of all ranks."""
-
-    param_groups: list[dict[str, Any]]
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        return super().step(partial(self.mean_loss, closure))  # type: ignore[misc]
-
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def mean_loss(self, closure: Callable[[], Any]) -> Tensor:
-        """Return the mean over all ranks of the loss that `closure` returns. Collective."""
-        loss: Tensor = torch.as_tensor(closure()).detach()
-        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        mesh = next(p.device_mesh for p in self.param_groups[0]["params"] if isinstance(p, DTensor))
-        device = torch.device(mesh.device_type)
-        total = reduced(loss.to(device, copy=True), [Communicator(group, device) for group in mesh.get_all_groups()])
-        return total.div_(mesh.size())
+        super().add_param_group(param_group)
 
 
 class StepHooks:
@@ -186,23 +151,17 @@ class StepHooks:
         self._watches: list[weakref.ref[Any]] = []
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Check an optimizer of sharded parameters that is not wrapped, and wrap it if it is an LBFGS."""
-        if isinstance(optimizer, Wrapped):
-            return None
-        if not any(OURS in vars(p) for group in optimizer.param_groups for p in group["params"]):
-            return None
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check an optimizer of sharded parameters that is not wrapped."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
+            return
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
-            refuse_adafactor(optimizer)
+            refuse_whole(optimizer)
             self._checked.add(optimizer)
             optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
             refuse_states_of_others(optimizer)
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            return None
-        wrapped: Any = wrap_optimizer(optimizer)
-        closure = kwargs["closure"] if "closure" in kwargs else args[1]
-        return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step continues in the new class
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for reference in self._watches:
@@ -216,14 +175,12 @@ class StepHooks:
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 
 
+@cache
 def step_hooks() -> StepHooks:
     """Return the `StepHooks` of this process, which are registered with torch at the first call."""
-    known = [getattr(hook, "__self__", None) for hook in _torch.hooks_after_any_step()]
-    hooks = next((each for each in known if isinstance(each, StepHooks)), None)
-    if hooks is None:
-        hooks = StepHooks()
-        register_optimizer_step_pre_hook(hooks.before)
-        register_optimizer_step_post_hook(hooks.after)
+    hooks = StepHooks()
+    register_optimizer_step_pre_hook(hooks.before)
+    register_optimizer_step_post_hook(hooks.after)
     return hooks
 
 
@@ -235,16 +192,21 @@ def mark_sharded(engine: Engine) -> None:
     step_hooks()
 
 
-def refuse_adafactor(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer` is an Adafactor, of torch or transformers, with sharded parameters."""
+def refuse_whole(optimizer: Optimizer) -> None:
+    """Raise `UsageError` for an LBFGS, or an Adafactor of torch or transformers, whose sharded parameters have several ranks."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & {"Adafactor", "LBFGS"}
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
+    if names and any(
         not placement.is_replicate() and p.device_mesh.size(axis) > 1
         for p in params
         for axis, placement in enumerate(p.placements)
     ):
+        name = names.pop()
+        what = (
+            "means over the rows and columns of whole matrices" if name == "Adafactor" else "vectors of all parameters"
+        )
         raise UsageError(
-            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds only some rows of each sharded "
+            f"{name} keeps {what}, and a rank holds only some rows of each sharded "
             'parameter; use AdamW (optim="adamw_torch" of a Trainer), whose states are sharded too.'
         )
 
@@ -262,25 +224,6 @@ def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mappin
         if p in state:
             local_states[local] = local_state(state[p])
     return local_states
-
-
-class _Copied:
-    """Callable that creates an uninitialized optimizer of a wrapped class, for a copy; refuses to be pickled."""
-
-    def __init__(self, kind: type, args: tuple[Any, ...]) -> None:
-        self._kind, self._args = kind, args
-
-    def __call__(self) -> Any:
-        return self._kind.__new__(*self._args)
-
-    def __deepcopy__(self, memo: object) -> _Copied:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise UsageError(
-            f"a wrapped {self._kind.__name__} cannot be pickled: its parameters are this rank's shards, and their copies would "
-            "belong to no model; save its state_dict() on each rank, or use acc.save."
-        )
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
@@ -307,7 +250,6 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
     Its interface, `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more slowly. The
     update of an element must depend on that element alone, as in most of torch.optim; `elementwise` promises it for others.
-    LBFGS steps on whole vectors on every rank, with the mean loss of all ranks, and is wrapped at its first step at the latest.
     If `optimizer` wraps another one (accelerate's), the inner one is changed. In `torch.compile` the step runs uncompiled. The
     result can be copied, but not pickled. Raises `UsageError` for other optimizers, and for one that was made before `shard`.
 
@@ -317,40 +259,32 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if not isinstance(target, Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch.optim.Optimizer, not {type(target).__name__}.")
     if inner_of(target) is not target:
-        if not isinstance(inner_of(target), Wrapped):
+        if not isinstance(inner_of(target), LocalStep):
             _refuse_stored_step(target)
         wrap_optimizer(inner_of(target), elementwise=elementwise)
         return optimizer
-    if isinstance(target, Wrapped):
+    if isinstance(target, LocalStep):
         return optimizer
     _check_wrappable(target, elementwise)
     kind = type(optimizer)
-    is_whole, is_counted = isinstance(target, torch.optim.LBFGS), "step" in vars(optimizer)
-    step = WholeStep if is_whole else LocalStep
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
-    attributes["step"] = _torch.unseen_by_dynamo(step.step)
-    optimizer.__class__ = type(kind.__name__, (step, kind), attributes)
-    if is_counted:
-        _torch.count_steps(optimizer)
-    if not is_whole:
-        prepare(optimizer, kind)
+    attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
+    optimizer.__class__ = type(kind.__name__, (LocalStep, kind), attributes)
+    vars(optimizer).pop("step", None)  # by which a scheduler counts steps
+    prepare(optimizer, kind)
     return optimizer
 
 
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor wraps another one."""
-    name, is_whole = type(optimizer).__name__, isinstance(optimizer, torch.optim.LBFGS)
-    if isinstance(optimizer, WHOLE):
-        raise UsageError(
-            f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; "
-            + ("use AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps Muon on DTensors.")
-        )
-    if not (elementwise or is_whole or isinstance(optimizer, ELEMENTWISE)):
+    name = type(optimizer).__name__
+    if not (elementwise or isinstance(optimizer, ELEMENTWISE)):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
             "does; otherwise leave out wrap_optimizer."
         )
+    refuse_whole(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
         raise UsageError(f"the step method of this {name} was replaced; call wrap_optimizer before that happens.")
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -358,17 +292,6 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
-    if is_whole and len({p.device_mesh for p in params if isinstance(p, DTensor)}) > 1:
-        raise UsageError(
-            f"{name} steps all of its parameters as one vector, and these are sharded over several meshes; make one optimizer "
-            "for each mesh."
-        )
-    for engine in engines_of(optimizer) if is_whole else ():
-        if any(offload.streams or offload.step_in_backward for offload in tiers_of(engine).offloads):
-            raise UsageError(
-                f"{name} steps whole vectors, and with the Offload of its parameters a step works on one part of them at a time; "
-                "leave out step, step_in_backward and optimizer of the Offload."
-            )
 
 
 def clip_grad_norm_(

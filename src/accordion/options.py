@@ -111,15 +111,12 @@ def values_of(
     texts = {kind: _texts(kind) for kind in {option.owner for option in options}} if helps else {}
     parser = _parser(options, texts, prog, about, more or {})
     flags = [option.flag for option in options if not option.is_place]
-    spelled = _spelled(words, flags)
-    for word in spelled:
-        flag = word.partition("=")[0]
+    for flag in (word.partition("=")[0] for word in words):
         if flag.startswith("--") and flag not in (*flags, "--help"):
-            raise UsageError(
-                f"option {flag!r} does not exist; {hint_of(flag, [*flags, *(more or {}), '--help'], prog)}"
-            )
+            hint = hint_of(flag, [*flags, *(more or {}), "--help"], prog)
+            raise UsageError(f"option {flag!r} does not exist; {hint}")
     try:
-        namespace, rest = parser.parse_known_args(spelled)
+        namespace, rest = parser.parse_known_args(words)
     except SystemExit:  # of --help
         return None
     if rest:
@@ -355,14 +352,3 @@ def _add(group: Any, option: Option, text: str) -> None:
         group.add_argument(
             option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=text
         )
-
-
-def _spelled(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return `words` with the names of options spelled as in `flags`: "-" and "_" are equivalent."""
-    known = {flag.replace("_", "-"): flag for flag in flags}
-
-    def one(word: str) -> str:
-        name, equals, value = word.partition("=")
-        return known.get(name.replace("_", "-"), name) + equals + value if name.startswith("--") else word
-
-    return [one(word) for word in words]

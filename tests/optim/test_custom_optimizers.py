@@ -14,6 +14,7 @@ import accordion as acc
 from tests.support import models
 from tests.support.checks import assert_close, mean_grads, one_loss, run_all
 from tests.support.offloads import HOST, disk, disk_of_all
+from tests.support.ranked import on_world
 from tests.support.reference import params_of
 
 
@@ -145,25 +146,24 @@ def steps_as_unsharded(mesh, strategy: acc.Strategy, offloads: tuple[acc.Offload
             assert_close(params_of(model), params, 1e-5)
 
 
-def test_custom_optimizer_counts_each_step_once(world):
+@pytest.mark.slow
+def test_custom_optimizer_counts_each_step_once_under_every_strategy(world):
     run_all(world, steps_as_unsharded)
 
 
-def of_all_tiers(mesh, path: Path) -> None:
+@on_world(2)
+def test_custom_optimizer_counts_each_step_once_also_in_partial_steps_of_offload(mesh, tmp_path: Path) -> None:
     device = acc.Offload(optimizer="host", step="device")
     backward = acc.Offload(params="host", optimizer="host", step_in_backward=True)
-    steps_as_unsharded(mesh, acc.FULL_SHARD, (HOST, disk(path), disk_of_all(path), device, backward))
+    steps_as_unsharded(mesh, acc.FULL_SHARD, (None, HOST, disk_of_all(tmp_path), device, backward))
 
 
-def test_partial_steps_of_offload_count_as_one_step(world, tmp_path):
-    world.run(2, of_all_tiers, tmp_path)
-
-
-def goes_on(mesh, path: Path) -> None:
+@on_world(2)
+def test_checkpoint_keeps_states_that_belong_to_no_parameter(mesh, tmp_path: Path) -> None:
     for kind in KINDS[:2]:
         params, left = expected(mesh, kind)
-        for offload in (None, HOST, disk(path)):
-            folder = path / f"{kind.__name__}-{offload is None}-{offload is HOST}"
+        for offload in (None, disk(tmp_path)):
+            folder = tmp_path / f"{kind.__name__}-{offload is None}"
             model = acc.shard(models.plain(), mesh=mesh, offload=offload)
             optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
             trained(model, optimizer, range(2))
@@ -175,25 +175,19 @@ def goes_on(mesh, path: Path) -> None:
             assert_close(params_of(model), params, 1e-5)
 
 
-def test_checkpoint_keeps_states_that_belong_to_no_parameter(world, tmp_path):
-    world.run(2, goes_on, tmp_path)
-
-
-def differs(mesh, path: Path) -> None:
+@on_world(2)
+def test_shared_state_that_differs_between_ranks_is_refused(mesh, tmp_path: Path) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     optimizer = acc.wrap_optimizer(InState(model.parameters()), elementwise=True)
     optimizer.state["steps"]["count"] = dist.get_rank()
     with pytest.raises(
         acc.CheckpointError, match=r"different states of the optimizer that belong to no parameter.*steps"
     ):
-        acc.save(path / "c", model, optimizer)
+        acc.save(tmp_path / "c", model, optimizer)
 
 
-def test_shared_state_that_differs_between_ranks_is_refused(world, tmp_path):
-    world.run(2, differs, tmp_path)
-
-
-def refused(mesh) -> None:
+@on_world(2)
+def test_optimizers_that_hide_parameters_or_are_not_elementwise_are_refused(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="host"))
     optimizer = acc.wrap_optimizer(ByNorm(model.parameters()), elementwise=True)
     one_loss(model).backward()
@@ -205,7 +199,3 @@ def refused(mesh) -> None:
     one_loss(model).backward()
     with pytest.raises(acc.UsageError, match="Hidden holds its parameters in an object"):
         optimizer.step()
-
-
-def test_optimizers_that_hide_parameters_or_are_not_elementwise_are_refused(world):
-    world.run(2, refused)

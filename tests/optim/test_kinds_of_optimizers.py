@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,28 +12,21 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from tests.support import models, reference
-from tests.support.checks import (
-    assert_close,
-    assert_equal,
-    mean_grads,
-    one_loss,
-    run_all,
-)
+from tests.support.checks import assert_close, assert_equal, mean_grads, one_loss
+from tests.support.ranked import on_world
 from tests.support.reference import params_of
+from tests.support.sample import sampled
 
 
-def early_optimizer(mesh, strategy: acc.Strategy) -> None:
+@on_world(2)
+def test_optimizer_made_before_shard_raises(mesh) -> None:
     for wrong in ("step", "zero_grad", "wrap"):
         plain = models.plain()
         optimizer = reference.adamw(plain.parameters())
-        model = acc.shard(plain, mesh=mesh, strategy=strategy)
+        model = acc.shard(plain, mesh=mesh)
         one_loss(model).backward()
         with pytest.raises(acc.UsageError, match=r"made before shard.*model\.parameters\(\)"):
             acc.wrap_optimizer(optimizer) if wrong == "wrap" else getattr(optimizer, wrong)()
-
-
-def test_optimizer_made_before_shard_raises(world):
-    run_all(world, early_optimizer)
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -51,7 +45,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def optimizers(mesh, kind: str) -> None:
+@pytest.mark.parametrize("kind", sampled(OPTIMIZERS, ("sgd", "adamw_fused", "adagrad", "rprop").__contains__))
+@on_world(2)
+def test_optimizers_step_equally_with_and_without_wrap_optimizer(mesh, kind: str) -> None:
     """Step an ordinary optimizer, wrapped or not, with groups and a scheduler."""
     make, options = OPTIMIZERS[kind]
     found = []
@@ -93,12 +89,8 @@ def optimizers(mesh, kind: str) -> None:
     assert_equal(found[1][2], found[-1][2])
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_step_equally_with_and_without_wrap_optimizer(world, kind):
-    world.run(2, optimizers, kind)
-
-
-def replaced_optimizer_state(mesh) -> None:
+@on_world(2)
+def test_wrapped_optimizer_takes_a_closure(mesh) -> None:
     """Step a wrapped optimizer with a closure, and with parameters without a gradient."""
     model = acc.shard(models.spare(), mesh=mesh)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -115,18 +107,12 @@ def replaced_optimizer_state(mesh) -> None:
     assert model.blocks[0].up.weight in optimizer.state
 
 
-def test_wrapped_optimizer_takes_a_closure(world):
-    world.run(2, replaced_optimizer_state)
-
-
-def refused(mesh) -> None:
+@on_world(2)
+def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(mesh) -> None:
     """Wrap optimizers that combine several elements, and unknown ones."""
     model = acc.shard(models.plain(), mesh=mesh)
-    for kind in (torch.optim.Adafactor, torch.optim.Muon):
-        params = [p for p in model.parameters() if p.dim() == 2]
-        way = "use AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
-        with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*{way}"):
-            acc.wrap_optimizer(kind(params))
+    with pytest.raises(acc.UsageError, match=r"does not know Muon; .*otherwise leave out wrap_optimizer"):
+        acc.wrap_optimizer(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]))
 
     class Lion(torch.optim.Optimizer):
         @torch.no_grad()
@@ -153,11 +139,8 @@ def refused(mesh) -> None:
     assert_equal(params_of(model), dict(plain.named_parameters()))
 
 
-def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(world):
-    world.run(2, refused)
-
-
-def whole_tensors(mesh) -> None:
+@on_world(2)
+def test_optimizers_of_whole_tensors_step_unwrapped(mesh) -> None:
     """Step Muon on DTensors, with torch's own step, which communicates."""
     found = []
     for sharded in (False, True):
@@ -175,25 +158,23 @@ def whole_tensors(mesh) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-2)
 
 
-def test_optimizers_of_whole_tensors_step_unwrapped(world):
-    world.run(2, whole_tensors)
-
-
-def adafactor(mesh) -> None:
+@on_world(2)
+def test_adafactor_and_lbfgs_raise_and_name_adamw(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     one_loss(model).backward()
-    with pytest.raises(acc.UsageError, match="Adafactor keeps means over the rows and columns"):
-        torch.optim.Adafactor(model.parameters()).step()
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+        for use in (lambda optimizer: optimizer.step(lambda: None), partial(acc.wrap_optimizer, elementwise=True)):
+            with pytest.raises(
+                acc.UsageError, match=f"{kind.__name__} keeps .* a rank holds only some rows.*use AdamW"
+            ):
+                use(kind(model.parameters()))
     whole = acc.shard(models.plain(), mesh=mesh, strategy=acc.NO_SHARD)
     one_loss(whole).backward()
     torch.optim.Adafactor(whole.parameters()).step()
 
 
-def test_unwrapped_adafactor_raises_and_names_adamw(world):
-    world.run(2, adafactor)
-
-
-def compiled(mesh) -> None:
+@on_world(2)
+def test_wrapped_step_runs_uncompiled_in_compiled_functions(mesh) -> None:
     found = []
     for compile in (False, True):
         model = acc.shard(models.plain(), mesh=mesh)
@@ -205,7 +186,3 @@ def compiled(mesh) -> None:
             optimizer.zero_grad()
         found.append(params_of(model))
     assert_equal(*found)
-
-
-def test_wrapped_step_runs_uncompiled_in_compiled_functions(world):
-    world.run(2, compiled)

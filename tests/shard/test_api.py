@@ -28,16 +28,17 @@ from tests.support.checks import (
     go_on,
     mean_grads,
     one_loss,
-    run_all,
     unit_names,
 )
 from tests.support.models import Block
+from tests.support.ranked import on_mesh, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
 
 # -- what shard makes
 
 
-def placements(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "hybrid_shard_optim")
+def test_parameters_are_dtensors_at_the_placement_of_their_optimizer(mesh, strategy: acc.Strategy) -> None:
     wanted = {
         "no_shard": (Replicate(),),
         "hybrid_shard": (Replicate(), Shard(0)),
@@ -59,11 +60,8 @@ def placements(mesh, strategy: acc.Strategy) -> None:
             assert torch.equal(p.to_local(), q[rank * rows : (rank + 1) * rows])
 
 
-def test_parameters_are_dtensors_at_the_placement_of_their_optimizer(world):
-    run_all(world, placements)
-
-
-def default_mesh(mesh) -> None:
+@on_mesh((2, 2), HYBRID)
+def test_without_a_mesh_all_ranks_shard_and_a_slice_uses_only_its_axes(mesh) -> None:
     model = acc.shard(models.plain())
     assert model.head.weight.device_mesh.size() == 4
     one_loss(model).backward()
@@ -74,11 +72,8 @@ def default_mesh(mesh) -> None:
     assert_at_rest(sliced)
 
 
-def test_without_a_mesh_all_ranks_shard_and_a_slice_uses_only_its_axes(world):
-    world.run_mesh((2, 2), HYBRID, default_mesh)
-
-
-def choices(mesh) -> None:
+@on_world(1)
+def test_units_are_found_or_given_by_class_size_or_callable(mesh) -> None:
     blocks = ["", "blocks.0", "blocks.1", "blocks.2"]
     assert unit_names(acc.shard(models.plain(), mesh=mesh, units=acc.only_blocks())) == blocks
     wide = models.Tiny(vocab=512)
@@ -113,11 +108,8 @@ def choices(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, units={nn.Conv2d})
 
 
-def test_units_are_found_or_given_by_class_size_or_callable(world):
-    world.run(1, choices)
-
-
-def misuse(mesh) -> None:
+@on_world(1)
+def test_misuse_is_said_by_name(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     with pytest.raises(acc.UsageError, match="sharded already"):
         acc.shard(model, mesh=mesh)
@@ -161,14 +153,13 @@ def misuse(mesh) -> None:
             pass
 
 
-def test_misuse_is_said_by_name(world):
-    world.run(1, misuse)
-
-
 # -- ranks that differ
 
 
-def different(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard")
+def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronised(
+    mesh, strategy: acc.Strategy
+) -> None:
     model = models.plain()
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -188,14 +179,11 @@ def different(mesh, strategy: acc.Strategy) -> None:
     one_loss(synced).backward()
 
 
-def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronised(world):
-    run_all(world, different)
-
-
 # -- full parameters
 
 
-def read_full(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("hybrid_shard_optim", num_ranks=3)
+def test_full_params_reads_and_forgets_changes(mesh, strategy: acc.Strategy) -> None:
     for make in (models.uneven, models.tied):
         plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
         tokens, _ = batch(plain)
@@ -217,11 +205,8 @@ def read_full(mesh, strategy: acc.Strategy) -> None:
         assert_at_rest(model)
 
 
-def test_full_params_reads_and_forgets_changes(world):
-    run_all(world, read_full, 3)
-
-
-def write_full(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", num_ranks=3)
+def test_full_params_writes(mesh, strategy: acc.Strategy) -> None:
     for make in (models.uneven, models.tied):
         plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
         with torch.no_grad():
@@ -235,11 +220,8 @@ def write_full(mesh, strategy: acc.Strategy) -> None:
         assert one_loss(model).item() == one_loss(plain).item()
 
 
-def test_full_params_writes(world):
-    run_all(world, write_full, 3)
-
-
-def full_params_raises(mesh) -> None:
+@on_world(2)
+def test_full_params_closes_after_an_error(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     with pytest.raises(KeyError), acc.full_params(model, write=True):
         raise KeyError
@@ -248,14 +230,11 @@ def full_params_raises(mesh) -> None:
     assert_at_rest(model)
 
 
-def test_full_params_closes_after_an_error(world):
-    world.run(2, full_params_raises)
-
-
 # -- the norm of gradients
 
 
-def clip(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "hybrid_shard_optim", num_ranks=3)
+def test_clip_grad_norm_is_that_of_one_device_for_any_norm(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.uneven(), acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
     for norm_type, max_norms in {2: (0.05, 1e4), 1: (0.05,), 3.0: (0.05,), float("inf"): (0.05,)}.items():
         for max_norm in max_norms:
@@ -275,14 +254,11 @@ def clip(mesh, strategy: acc.Strategy) -> None:
     assert acc.clip_grad_norm_(model, 1.0).item() == 0.0, "no gradients at all"
 
 
-def test_clip_grad_norm_is_that_of_one_device_for_any_norm(world):
-    run_all(world, clip, 3)
-
-
 # -- state dicts
 
 
-def full_state(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("hybrid_shard_optim", num_ranks=3)
+def test_full_state_dict_is_that_of_the_unsharded_model(mesh, strategy: acc.Strategy) -> None:
     for make in (models.uneven, models.tied):
         plain, model = make(), make()
         for m in (plain, model):
@@ -302,11 +278,8 @@ def full_state(mesh, strategy: acc.Strategy) -> None:
         assert_equal(params_of(model), dict(plain.named_parameters()))
 
 
-def test_full_state_dict_is_that_of_the_unsharded_model(world):
-    run_all(world, full_state, 3)
-
-
-def load_full(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("shard_optim", num_ranks=3)
+def test_load_state_dict_takes_full_tensors(mesh, strategy: acc.Strategy) -> None:
     for options in ({"vocab": 19, "width": 10, "hidden": 7, "scalar": True}, {"tied": True}):
         old, new = models.seeded(0, **options), models.seeded(1, **options)
         model = acc.shard(old, mesh=mesh, strategy=strategy)
@@ -323,10 +296,6 @@ def load_full(mesh, strategy: acc.Strategy) -> None:
             model.load_state_dict(state)
 
 
-def test_load_state_dict_takes_full_tensors(world):
-    run_all(world, load_full, 3)
-
-
 def trained(mesh, strategy: acc.Strategy, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = acc.shard(models.seeded(seed, vocab=19, width=10, hidden=7), mesh=mesh, strategy=strategy)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -334,7 +303,8 @@ def trained(mesh, strategy: acc.Strategy, seed: int, steps: int) -> tuple[nn.Mod
     return model, optimizer
 
 
-def load_sharded(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", num_ranks=3)
+def test_sharded_state_dicts_continue_the_same_training(mesh, strategy: acc.Strategy) -> None:
     model, optimizer = trained(mesh, strategy, 0, 2)
     state, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     assert all(isinstance(t, DTensor) for t in state.values())
@@ -354,11 +324,8 @@ def load_sharded(mesh, strategy: acc.Strategy) -> None:
     assert_equal(params_of(other), params_of(model))
 
 
-def test_sharded_state_dicts_continue_the_same_training(world):
-    run_all(world, load_sharded, 3)
-
-
-def from_meta(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("shard_grad_op", num_ranks=3)
+def test_a_model_on_the_meta_device_is_filled_by_load_state_dict(mesh, strategy: acc.Strategy) -> None:
     with torch.device("meta"):
         empty = models.Tiny(vocab=19, width=10, hidden=7)
     model = acc.shard(empty, mesh=mesh, strategy=strategy)
@@ -368,14 +335,12 @@ def from_meta(mesh, strategy: acc.Strategy) -> None:
     assert one_loss(model).item() == one_loss(plain).item()
 
 
-def test_a_model_on_the_meta_device_is_filled_by_load_state_dict(world):
-    run_all(world, from_meta, 3)
-
-
 # -- the rest
 
 
-def functional(mesh) -> None:
+@on_world(1)
+def test_functional_call_is_refused(mesh) -> None:
+    """The weights that it passes would be ignored in silence."""
     model = acc.shard(models.plain(), mesh=mesh)
     tokens, _ = batch(model)
     zeros = {name: torch.zeros(p.shape, device=device()) for name, p in model.named_parameters()}
@@ -383,12 +348,8 @@ def functional(mesh) -> None:
         torch.func.functional_call(model, zeros, (tokens,))
 
 
-def test_functional_call_is_refused(world):
-    """The weights that it passes would be ignored in silence."""
-    world.run(1, functional)
-
-
-def compiled(mesh) -> None:
+@on_world(2)
+def test_blocks_compile_into_one_graph(mesh) -> None:
     import torch._dynamo.testing
 
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
@@ -407,11 +368,8 @@ def compiled(mesh) -> None:
     assert counter.frame_count == 1, "one graph serves all blocks and steps"
 
 
-def test_blocks_compile_into_one_graph(world):
-    world.run(2, compiled)
-
-
-def described(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_describe_says_what_a_rank_holds(mesh, strategy: acc.Strategy) -> None:
     model = acc.shard(models.frozen(), mesh=mesh, strategy=strategy)
     report = acc.describe(model)
     params = list(model.parameters())
@@ -426,11 +384,8 @@ def described(mesh, strategy: acc.Strategy) -> None:
     assert [unit.name for unit in report.units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_describe_says_what_a_rank_holds(world):
-    run_all(world, described)
-
-
-def nothing_left(mesh) -> None:
+@on_world(1)
+def test_no_sync_nests(mesh) -> None:
     """Contexts restore what they found, also when nested or left by an error."""
     model = acc.shard(models.plain(), mesh=mesh)
     engine = engine_in(model)
@@ -440,10 +395,6 @@ def nothing_left(mesh) -> None:
         assert not engine.sync
         raise PlantedError
     assert engine.sync
-
-
-def test_no_sync_nests(world):
-    world.run(1, nothing_left)
 
 
 class Wrapping(nn.Module):
@@ -466,10 +417,7 @@ class Wrapping(nn.Module):
         return self.inner(x)
 
 
-def wraps(mesh) -> None:
+@on_world(1)
+def test_modules_are_asked_for_nothing_that_they_do_not_have(mesh) -> None:
     model = acc.shard(Wrapping().to(device()), mesh=mesh)
     model(torch.ones(2, 4, device=device())).sum().backward()
-
-
-def test_modules_are_asked_for_nothing_that_they_do_not_have(world):
-    world.run(1, wraps)

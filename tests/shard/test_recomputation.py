@@ -19,7 +19,9 @@ from tests.support.checks import assert_at_rest, assert_close, mean_grads
 from tests.support.compare import seeded
 from tests.support.meters import Wire
 from tests.support.programs import Node, Program
+from tests.support.ranked import on_world
 from tests.support.reference import grads_of
+from tests.support.sample import sampled
 
 WIDTH = 8
 
@@ -88,7 +90,9 @@ class Named(nn.Module):
         return x
 
 
-def dropped(mesh, how: str) -> None:
+@pytest.mark.parametrize("how", ["full", "selective"])
+@on_world(2)
+def test_dropout_of_units_that_are_called_by_keyword_is_recomputed_as_it_was(mesh, how: str) -> None:
     x, found = torch.randn(5, WIDTH, device=device()), []
     for options in ({}, {"checkpoint_activations": how}):
         torch.manual_seed(1)
@@ -98,12 +102,9 @@ def dropped(mesh, how: str) -> None:
     assert_close(found[1], found[0], 1e-6)
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
-def test_dropout_of_units_that_are_called_by_keyword_is_recomputed_as_it_was(world, how):
-    world.run(2, dropped, how)
-
-
-def writing(mesh, kind: str) -> None:
+@pytest.mark.parametrize("kind", sampled(WRITES, ("gru", "rnn_cell", "relu_in_place", "chunks").__contains__))
+@on_world(2)
+def test_products_that_are_written_into_are_computed_again(mesh, kind: str) -> None:
     torch.manual_seed(0)
     x, found = torch.randn(5, WIDTH, device=device()), []
     for sharded in (False, True):
@@ -117,18 +118,13 @@ def writing(mesh, kind: str) -> None:
     assert_close(found[1], found[0], 1e-6)
 
 
-@pytest.mark.parametrize("kind", WRITES)
-def test_products_that_are_written_into_are_computed_again(world, kind):
-    world.run(2, writing, kind)
-
-
 NESTED = Node(
     kind="seq", unit="self", keeps=True, kids=(Node(kind="lookup", unit="self"), Node(kind="pair", unit="both"))
 )
 
 
 @pytest.mark.parametrize("packed_bytes", [programs.layout.PACK_LIMIT_BYTES, 100])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim"])
+@pytest.mark.parametrize("strategy", sampled(["full_shard", "shard_grad_op", "shard_optim"], "full_shard".__eq__))
 def test_units_inside_may_gather_more_or_less_often_than_in_the_forward(world, strategy, packed_bytes):
     """`packed_bytes=100`: the table inside travels by itself, so that its unit has two gathers of one kind."""
     program = Program(
@@ -137,7 +133,8 @@ def test_units_inside_may_gather_more_or_less_often_than_in_the_forward(world, s
     programs.run(program, world)
 
 
-def retained(mesh) -> None:
+@on_world(2)
+def test_a_graph_may_be_walked_twice(mesh) -> None:
     """What is kept is given once; the second walk computes it."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh, checkpoint_activations="selective")
     tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
@@ -147,10 +144,6 @@ def retained(mesh) -> None:
         loss.backward()
     assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
     assert_at_rest(model)
-
-
-def test_a_graph_may_be_walked_twice(world):
-    world.run(2, retained)
 
 
 def products(mesh, mode: str) -> int:
@@ -180,7 +173,9 @@ class Dropping(nn.Module):
         return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.5, self.training)
 
 
-def dropping(mesh, training: bool) -> None:
+@pytest.mark.parametrize("training", [False, True])
+@on_world(2)
+def test_attention_and_what_drops(mesh, training: bool) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(1)
@@ -191,11 +186,6 @@ def dropping(mesh, training: bool) -> None:
         model(torch.randn(2, 4, WIDTH, device=device())).square().sum().backward()
         found.append(grads_of(model) if sharded else mean_grads(mesh, model))
     assert_close(found[1], found[0], 1e-6)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_attention_and_what_drops(world, training):
-    world.run(2, dropping, training)
 
 
 def test_attention_is_kept_where_it_draws_no_random_numbers() -> None:
@@ -212,7 +202,9 @@ def test_attention_is_kept_where_it_draws_no_random_numbers() -> None:
             assert _Choice()(op, [q] * 3, {"dropout_p": rate, "scale": 0.125}) is (rate == 0.0), op
 
 
-def compiled(mesh) -> None:
+@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf.*")
+@on_world(1)
+def test_compiled_units_and_parts_of_units(mesh) -> None:
     """Both ways around: a part of a unit is compiled, and a recomputed unit is."""
     plain = models.plain()
     model = acc.shard(models.plain(), mesh, checkpoint_activations="selective")
@@ -222,11 +214,6 @@ def compiled(mesh) -> None:
     for m in (plain, model):
         models.loss_of(m(tokens), targets).backward()
     assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
-
-
-@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf.*")
-def test_compiled_units_and_parts_of_units(world):
-    world.run(1, compiled)
 
 
 class Recomputed(nn.Module):
@@ -244,7 +231,8 @@ class Recomputed(nn.Module):
         return x
 
 
-def referring(mesh) -> None:
+@on_world(2)
+def test_what_trains_is_asked_again_where_a_unit_is_recomputed(mesh) -> None:
     """DPO with adapters: between the forward and its backward another one runs, in which nothing trains."""
     model, plain = acc.shard(seeded(Recomputed), mesh=mesh, units={models.Block}), seeded(Recomputed)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank())).to(device())
@@ -259,7 +247,3 @@ def referring(mesh) -> None:
             (out - 0.5 * reference).square().mean().backward()
         assert_close(grads_of(model), mean_grads(mesh, plain))
         assert_at_rest(model)
-
-
-def test_what_trains_is_asked_again_where_a_unit_is_recomputed(world):
-    world.run(2, referring)

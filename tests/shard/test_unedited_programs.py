@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
-from tests.support.checks import assert_at_rest, assert_close, run_all
+from tests.support.checks import assert_at_rest, assert_close
+from tests.support.ranked import on_world, under_strategies
 
 
 class Net(nn.Module):
@@ -40,7 +41,8 @@ def inputs(rank: int = 0) -> Tensor:
 # -- a model that was compiled as a whole
 
 
-def compiled(mesh) -> None:
+@on_world(2)
+def test_a_model_compiled_before_it_is_sharded(mesh) -> None:
     warnings.filterwarnings("ignore", ".*grad attribute of a Tensor")  # Dynamo asks all the same, and shows none
     plain = Net()
     model = acc.shard(torch.compile(Net(), backend="eager"), mesh=mesh, units={nn.Linear})
@@ -51,10 +53,6 @@ def compiled(mesh) -> None:
             m(inputs()).square().sum().backward()
         found = {name.removeprefix("_orig_mod."): p.grad.full_tensor() for name, p in model.named_parameters()}
         assert_close(found, {name: p.grad for name, p in plain.named_parameters()}, 1e-6)
-
-
-def test_a_model_compiled_before_it_is_sharded(world):
-    world.run(2, compiled)
 
 
 # -- a forward that assigns `weight.data`
@@ -76,7 +74,8 @@ class Assigns(nn.Linear):
         return out
 
 
-def assigned(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard")
+def test_data_assigned_in_a_forward_is_seen(mesh, strategy: acc.Strategy) -> None:
     model, plain = acc.shard(Net(Assigns), mesh=mesh, units={Assigns}, strategy=strategy), Net()
     layer, text = (
         model.layers[1],
@@ -105,10 +104,6 @@ def assigned(mesh, strategy: acc.Strategy) -> None:
     assert_at_rest(model)
 
 
-def test_data_assigned_in_a_forward_is_seen(world):
-    run_all(world, assigned)
-
-
 # -- what is asked of DTensors
 
 
@@ -132,7 +127,8 @@ class Odd(nn.Module):
 REDISTRIBUTES_NOT = ["hybrid_shard_optim"] if torch.__version__ < "2.12" else []
 
 
-def numbers(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", but=REDISTRIBUTES_NOT)
+def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(mesh, strategy: acc.Strategy) -> None:
     plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
     for m in (plain, model):
         m(inputs()).backward()
@@ -154,11 +150,9 @@ def numbers(mesh, strategy: acc.Strategy) -> None:
         model.weight.item()
 
 
-def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
-    run_all(world, numbers, but=REDISTRIBUTES_NOT)
-
-
-def drawn(mesh, strategy: acc.Strategy) -> None:
+@pytest.mark.cpu("on accelerators torch gives each rank numbers of its own, once all ranks of the job have asked")
+@under_strategies("full_shard")
+def test_init_draws_the_numbers_of_one_device(mesh, strategy: acc.Strategy) -> None:
     """With one seed everywhere `torch.nn.init` gives what it gives on one device."""
     inits = {
         "normal": nn.init.normal_,
@@ -182,12 +176,8 @@ def drawn(mesh, strategy: acc.Strategy) -> None:
     assert torch.equal(plain(inputs()), model(inputs())), "the model computes with it"
 
 
-@pytest.mark.cpu("on accelerators torch gives each rank numbers of its own, once all ranks of the job have asked")
-def test_init_draws_the_numbers_of_one_device(world):
-    run_all(world, drawn)
-
-
-def written(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", but=REDISTRIBUTES_NOT)
+def test_a_part_of_a_sharded_tensor_is_written_or_refused(mesh, strategy: acc.Strategy) -> None:
     """A part of a sharded tensor is written, or refused in a sentence: never lost."""
     ways = {
         "row": lambda w: w.__setitem__(3, 0),
@@ -224,10 +214,6 @@ def written(mesh, strategy: acc.Strategy) -> None:
     assert not refused & {"whole", "view"}
 
 
-def test_a_part_of_a_sharded_tensor_is_written_or_refused(world):
-    run_all(world, written, but=REDISTRIBUTES_NOT)
-
-
 # -- what reads or changes a unit's layers from outside
 
 
@@ -257,47 +243,17 @@ class Multiplies(Net):
         return super().forward(x @ self.layers[0].shift.weight)
 
 
-class Projects(Net):
-    """A function of the root's is handed a bias inside of a block, by the block's number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = 1
-        return added(super().forward(x), self.layers[at].shift.bias)
-
-
-class Sums(Net):
-    """The root reads the weights of all its blocks one by one, under names of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
-            weight = layer.shift.weight
-            x = nn.functional.linear(
-                x,
-                weight,
-            )
-        return x
-
-
-def added(x: Tensor, bias: Tensor) -> Tensor:
-    return x + bias
-
-
-def reached(mesh) -> None:
+@on_world(2)
+def test_what_reaches_into_a_unit_is_named(mesh) -> None:
     for kind, named in (
         (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
         (Multiplies, ""),
-        (Projects, ""),
-        (Sums, ""),
     ):
         model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated})
         with pytest.raises(
             acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"
         ):
             model(inputs())
-
-
-def test_what_reaches_into_a_unit_is_named(world):
-    world.run(2, reached)
 
 
 # -- dtypes that gloo does not know

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -80,3 +80,25 @@ def on_strategies(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def on_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """`on_mesh` for a job of so many ranks, which libraries take for all that there are."""
     return on_mesh((num_ranks,), pool="ranks")
+
+
+def under_strategies(
+    *usual: str, num_ranks: int = 2, but: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function (mesh, strategy) under the `usual` strategies, and under all `but` some with `make test-all`."""
+
+    def decorate(program: Callable[..., None]) -> Callable[..., None]:
+        def test(world: Any, strategy: str) -> None:
+            __tracebackhide__ = True
+            given = {"strategy": STRATEGIES[strategy]}
+            shape, names = mesh_of(STRATEGIES[strategy], num_ranks)
+            world.run_mesh(shape, names, _call, program.__module__, program.__qualname__, given)
+
+        functools.update_wrapper(test, program)
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("world", "strategy")]
+        )
+        names = [name for name in STRATEGIES if name not in but]
+        return pytest.mark.parametrize("strategy", sampled(names, usual.__contains__))(test)
+
+    return decorate

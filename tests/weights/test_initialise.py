@@ -19,6 +19,8 @@ from accordion.weights.write_through import init_mode
 from tests.devices import device
 from tests.support import families, models
 from tests.support.meters import Allocations
+from tests.support.ranked import on_world
+from tests.support.sample import sampled
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 LAYOUTS = {
@@ -149,14 +151,14 @@ def differences(mesh: Any, strategy: str, names: tuple[str, ...]) -> dict[str, l
     return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, ("three", "over both").__contains__))
 def test_equal_to_one_device_for_any_ranks_and_strategy(world, layout):
     shape, axes, strategy = LAYOUTS[layout]
     for found in world.run_mesh(shape, axes, differences, strategy, tuple(BUILDS)):
         assert found == {name: [] for name in BUILDS}
 
 
-@pytest.mark.parametrize("layout", ["one rank", "three", "over both"])
+@pytest.mark.parametrize("layout", sampled(["one rank", "three", "over both"], "three".__eq__))
 def test_families_that_write_into_their_children(world, layout):
     pytest.importorskip("transformers")
     shape, axes, strategy = LAYOUTS[layout]
@@ -256,7 +258,7 @@ def with_inits(mesh: Any, strategy: str) -> list[list[str]]:
     return result
 
 
-@pytest.mark.parametrize("layout", ["one rank", "two", "three", "replicated", "over both"])
+@pytest.mark.parametrize("layout", sampled(["one rank", "three", "replicated", "over both"], "three".__eq__))
 def test_any_init_function_that_works_on_one_device(world, layout):
     shape, axes, strategy = LAYOUTS[layout]
     for found in world.run_mesh(shape, axes, with_inits, strategy):
@@ -266,11 +268,10 @@ def test_any_init_function_that_works_on_one_device(world, layout):
 # -- afterwards
 
 
-def trained(mesh: Any, emptied: bool) -> tuple[float, float, list[str]]:
-    """Return the losses of a step sharded and unsharded after the same init, and traces of the init in the model.
-
-    `emptied`: `to_empty` is called on the sharded model first, which `initialise` does not need.
-    """
+@pytest.mark.parametrize("emptied", [False, True])
+@on_world(2)
+def test_an_initialised_model_trains(mesh: Any, emptied: bool) -> None:
+    """`emptied`: `to_empty` is called on the sharded model first, which `initialise` does not need."""
     tokens, targets = models.batch(0, 0, 0, vocab=48)
     with torch.device("meta"):
         meta = models.Tiny()
@@ -282,15 +283,8 @@ def trained(mesh: Any, emptied: bool) -> tuple[float, float, list[str]]:
     initialise(model)
     losses = [models.loss_of(m(tokens), targets) for m in (model, wanted)]
     losses[0].backward()
-    left = [n for n, p in model.named_parameters() if type(p.data).__name__ != "DTensor" or p.grad is None]
-    return losses[0].item(), losses[1].item(), left
-
-
-@pytest.mark.parametrize("emptied", [False, True])
-def test_an_initialised_model_trains(world, emptied):
-    for found, wanted, left in world.run(2, trained, emptied):
-        assert found == wanted
-        assert left == []
+    assert losses[0].item() == losses[1].item()
+    assert all(type(p.data).__name__ == "DTensor" and p.grad is not None for p in model.parameters())
 
 
 WIDTH = 256
@@ -313,8 +307,9 @@ def scaled(module: nn.Module) -> None:
             param.mul_(0.5)
 
 
-def peak_bytes(mesh: Any, init: Init | None) -> int:
-    """Return the peak bytes that `initialise` allocated besides the shards."""
+@pytest.mark.parametrize("init", [None, scaled])
+@on_world(4)
+def test_one_full_parameter_is_alive_at_a_time(mesh: Any, init: Init | None) -> None:
     with Allocations() as memory:
         with torch.device("meta"):
             model = Heavy()
@@ -323,13 +318,8 @@ def peak_bytes(mesh: Any, init: Init | None) -> int:
         initialise(model, init)
         memory.mark("initialised")
     assert memory.live("initialised") <= memory.live("sharded") + 1024
-    return memory.peak("sharded", "initialised") - memory.live("sharded")
-
-
-@pytest.mark.parametrize("init", [None, scaled])
-def test_one_full_parameter_is_alive_at_a_time(world, init):
-    for found in world.run(4, peak_bytes, init):
-        assert LAYER_BYTES <= found <= LAYER_BYTES + 4096
+    peak = memory.peak("sharded", "initialised") - memory.live("sharded")
+    assert LAYER_BYTES <= peak <= LAYER_BYTES + 4096
 
 
 # -- buffers
@@ -362,7 +352,8 @@ class Gathers(nn.Module):
             nn.init.normal_(scale)
 
 
-def buffers(mesh: Any) -> list[Any]:
+@on_world(2)
+def test_buffers_are_computed_by_the_code_of_their_modules(mesh: Any) -> None:
     with torch.device("meta"):
         first = acc.shard(
             nn.ModuleList([Resets(), nn.BatchNorm1d(3), Gathers()]),
@@ -377,21 +368,12 @@ def buffers(mesh: Any) -> list[Any]:
     after = torch.get_rng_state()
     torch.manual_seed(3)
     torch.empty(6, 6, device=device()).normal_()
-    same = torch.equal(after, torch.get_rng_state())
+    assert torch.equal(after, torch.get_rng_state()), "the second pass draws nothing that counts"
+    for model, dtype in ((first, torch.bfloat16), (second, torch.float32)):
+        assert torch.equal(model[0].table.cpu(), (torch.arange(6) / 6).to(dtype))
+        assert torch.equal(model[1].running_var.cpu(), torch.ones(3, dtype=dtype))
     bias = acc.full_state_dict(second, rank0_only=False)["0.linear.bias"]
-    tables = (first[0].table, first[1].running_var, second[0].table, second[1].running_var, bias)
-    return [*(table.cpu() for table in tables), same]
-
-
-def test_buffers_are_computed_by_the_code_of_their_modules(world):
-    for found in world.run(2, buffers):
-        table, var, table_too, var_too, bias, same = found
-        assert torch.equal(table, (torch.arange(6) / 6).bfloat16())
-        assert torch.equal(var, torch.ones(3).bfloat16())
-        assert torch.equal(table_too, torch.arange(6) / 6)
-        assert torch.equal(var_too, torch.ones(3))
-        assert torch.equal(bias, torch.zeros(6)), "the second pass is for buffers only"
-        assert same, "the second pass draws nothing that counts"
+    assert torch.equal(bias, torch.zeros(6)), "the second pass is for buffers only"
 
 
 # -- refusals
@@ -435,7 +417,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], Init | None, list[str]]] = {
     "no reset": (
         lambda: nn.ModuleDict({"a": Bare(), "b": nn.ModuleList([Bare()]), "c": nn.Linear(2, 2)}),
         None,
-        ["2 modules", "a: Bare (weight, extra)", "b.0: Bare (weight, extra)", "reset_parameters", "`init`"],
+        ["4 parameters and buffers", "a.weight, a.extra, b.0.weight, b.0.extra", "reset_parameters", "`init`"],
     ),
     "not written": (
         lambda: nn.Sequential(Forgets(), Forgets()),
@@ -450,52 +432,35 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], Init | None, list[str]]] = {
 }
 
 
-def refused(mesh: Any) -> dict[str, str]:
-    """Return the message of each refusal, after which the model is sharded as before, with its buffers on meta."""
-    result = {}
-    for name, (make, init, _) in REFUSALS.items():
+@on_world(2)
+def test_what_cannot_be_initialised_is_named_in_one_message(mesh: Any) -> None:
+    """Afterwards the model is sharded as before, with its buffers on meta."""
+    for name, (make, init, words) in REFUSALS.items():
         with torch.device("meta"):
             model = make()
         model = acc.shard(model, mesh)
         before = [(n, id(p)) for n, p in model.named_parameters()]
-        try:
+        with pytest.raises((acc.UsageError, KeyError)) as caught:
             initialise(model, init)
-        except (acc.UsageError, KeyError) as error:
-            result[name] = str(error)
+        assert all(word in str(caught.value) for word in words), (name, str(caught.value))
         assert before == [(n, id(p)) for n, p in model.named_parameters()]
         assert all(b.is_meta for b in model.buffers())
         with acc.full_params(model):
             pass
-    return result
 
 
-def test_what_cannot_be_initialised_is_named_in_one_message(world):
-    for found in world.run(2, refused):
-        for name, (_, _, words) in REFUSALS.items():
-            assert all(word in found.get(name, "") for word in words), (name, found.get(name))
-
-
-def seeded_apart(mesh: Any) -> str:
+@on_world(2)
+def test_ranks_with_other_random_numbers_are_an_error_on_every_rank(mesh: Any) -> None:
     model = acc.shard(nn.Linear(4, 4, device="meta"), mesh)
-    torch.manual_seed(mesh.get_local_rank())
-    with pytest.raises(acc.DivergenceError) as error:
-        initialise(model)
-    return str(error.value)
-
-
-def drawn_apart(mesh: Any) -> str:
-    model = acc.shard(nn.Linear(4, 4, device="meta"), mesh)
-    with pytest.raises(acc.DivergenceError) as error:
+    with pytest.raises(acc.DivergenceError, match=r"differ after initialise\(\)"):
         initialise(model, lambda m: m.weight.normal_() if mesh.get_local_rank() else None)
-    return str(error.value)
+    torch.manual_seed(mesh.get_local_rank())
+    with pytest.raises(acc.DivergenceError, match=r"differ before initialise\(\)"):
+        initialise(model)
 
 
-def test_ranks_with_other_random_numbers_are_an_error_on_every_rank(world):
-    assert all("before initialise() " in text.replace(";", " ") for text in world.run(2, seeded_apart))
-    assert all("after initialise() " in text.replace(";", " ") for text in world.run(2, drawn_apart))
-
-
-def nested(mesh: Any) -> None:
+@on_world(1)
+def test_misuse_is_named(mesh: Any) -> None:
     model = acc.shard(nn.Linear(4, 4), mesh)
     with pytest.raises(acc.UsageError, match="not sharded"):
         initialise(nn.Linear(4, 4))
@@ -507,7 +472,3 @@ def nested(mesh: Any) -> None:
         assert not (model.weight == 7.0).any()
         assert F.linear(torch.ones(1, 4, device=device()), model.weight).shape == (1, 4)
     assert not fulls.written
-
-
-def test_misuse_is_named(world):
-    world.run(1, nested)

@@ -167,7 +167,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, 
     attributes = dict(vars(optimizer))
     try:
         if only_try and isinstance(target, LocalStep):
-            super(LocalStep, target).load_state_dict(state)  # type: ignore[misc]
+            super(LocalStep, target).load_state_dict(state)
         else:
             optimizer.load_state_dict(state)
     except BaseException as error:

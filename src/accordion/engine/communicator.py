@@ -86,7 +86,7 @@ class Communicator:
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
         # Before 2.12, torch's checking wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) has no coalesced collectives.
-        self._coalesces = not _torch.checks_groups()
+        self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
         self._gather = _torch.collective(group, "all_gather_single")
         self._exchange = _torch.collective(group, "all_to_all_single")
         self._scatter = _torch.collective(group, "reduce_scatter_single")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accordion import _torch
 from accordion.config import ActivationCheckpointing
 from accordion.engine.tree import tensors_of
+from accordion.offload.activations.offload import OffloadedInput
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
@@ -134,14 +135,7 @@ def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
 
 
-class StoredInput(Protocol):
-    """Protocol for a stored input, which `tensor` returns for the recomputation. `leave`: called when the forward has ended."""
-
-    def tensor(self) -> Tensor: ...
-    def leave(self) -> None: ...
-
-
-OffloadInput = Callable[[Tensor], StoredInput]
+OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:

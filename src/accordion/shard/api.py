@@ -251,13 +251,6 @@ def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Mod
         "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
         engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
     )  # fmt: skip
-    axes = engine.context.shard, engine.context.replicate
-    ends = [end for axis in axes for end in (axis.gather, axis.reduce) if end.num_ranks > 1]
-    num_communicators = len({id(end.group) for end in ends})
-    if num_communicators > 1:
-        log.info("%d communicators; what each takes of a device's memory is not in torch's count", num_communicators)
     for o in owned:
         if len(o.names) > 1:
             log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")
-    if engine.precision.params is not None:
-        log.info("precision: %s", engine.precision)

@@ -28,11 +28,11 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
             'as in {"*.experts": mesh["edp"]}.'
         )
     for key, mesh in meshes.items():
-        if not (isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))):
-            raise UsageError(f"meshes has the key {key!r}; pass a class of modules, or a pattern of names as a string.")
-        if not isinstance(mesh, DeviceMesh):
+        is_key = isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))
+        if not is_key or not isinstance(mesh, DeviceMesh):
             raise UsageError(
-                f"meshes[{_shown(key)}] is of type {type(mesh).__name__}; pass a DeviceMesh, such as a slice of another."
+                f"meshes has {key!r}: {mesh!r}; pass classes of modules or patterns of names, each with a DeviceMesh, such as a "
+                "slice of another."
             )
     if meshes and strategy.optim_over_replicas:
         raise UsageError(
@@ -91,17 +91,10 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
         raise UsageError(
             f"{entry} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}."
         )
-    if asked.device_type != mesh.device_type:
+    is_inside = asked.device_type == mesh.device_type and {*_torch.ranks_of(asked)} <= {*_torch.ranks_of(mesh)}
+    if not is_inside or asked.get_coordinate() is None:
         raise UsageError(
-            f"{entry} has {asked.device_type!r} devices, and the model's mesh has {mesh.device_type!r} devices; pass a slice of "
-            "the model's mesh."
-        )
-    if asked.get_coordinate() is None:
-        raise UsageError(f"{entry} is {asked}, which lacks this rank; on each rank pass a mesh that includes it.")
-    beyond = sorted(set(_torch.ranks_of(asked)) - set(_torch.ranks_of(mesh)))
-    if beyond:
-        raise UsageError(
-            f"{entry} has the ranks {beyond}, which are not in the model's mesh; pass a slice of the model's mesh."
+            f"{entry} is {asked}, but the model's mesh is {mesh}; pass a slice of the model's mesh that includes this rank."
         )
 
 

@@ -36,12 +36,12 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     their initialisation, that of the source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond the
     shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
 
-    Raises `UsageError`, which names every module, parameter and buffer that nothing initialises, and `DivergenceError` if the
+    Raises `UsageError`, which names every parameter and buffer that nothing initialises, and `DivergenceError` if the
     ranks' random generators differ.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
-        _check_resets(model)
+        check_adapters(model)
     engine.synchronize()
     _agree_on_generators(engine, "before")
     with materialised_buffers(model, engine) as buffers:
@@ -256,31 +256,6 @@ def _package_of(module: nn.Module) -> str:
 def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
     """Return the modules that have a parameter with one of the ids `params`, directly or in a submodule."""
     return {m for m in model.modules() if any(id(p) in params for p in m.parameters())} if params else set()
-
-
-def _check_resets(model: nn.Module) -> None:
-    """Raise `UsageError` if `initialise` without `init` would leave an adapter, or parameters of a module, without a value."""
-    check_adapters(model)
-    missing = []
-
-    def search(module: nn.Module, name: str) -> None:
-        if is_adapter(module):
-            search(module.get_submodule("base_layer"), f"{name}.base_layer".lstrip("."))
-            return
-        if _reset_of(module) is not None or is_of_transformers(module):
-            return
-        keys = [key for key, param in module._parameters.items() if param is not None]
-        if keys:
-            missing.append(f"{name or '(root)'}: {type(module).__name__} ({', '.join(keys)})")
-        for key, child in module.named_children():
-            search(child, f"{name}.{key}".lstrip("."))
-
-    search(model, "")
-    if missing:
-        raise UsageError(
-            f"{len(missing)} modules have parameters and no `reset_parameters`: {'; '.join(missing)}; give their classes one, "
-            "or pass initialise() an `init` that is called with every module."
-        )
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:

@@ -1,0 +1,15 @@
+"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.15.
+
+"No public name" means that torch has no public name for what a function does. Callers write `_torch.name`, whatever the file.
+"""
+
+from accordion._torch.autograd import *  # noqa: F403
+from accordion._torch.compiling import *  # noqa: F403
+from accordion._torch.devices import *  # noqa: F403
+from accordion._torch.fakes import *  # noqa: F403
+from accordion._torch.fsdp import *  # noqa: F403
+from accordion._torch.operators import *  # noqa: F403
+from accordion._torch.optimizers import *  # noqa: F403
+from accordion._torch.process_groups import *  # noqa: F403
+from accordion._torch.references import *  # noqa: F403
+from accordion._torch.tensors import *  # noqa: F403

@@ -1,0 +1,152 @@
+"""Names of autograd: the running backward, nodes and their order, hooks, and functions without torch's lookups."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion._torch.tensors import plain_attributes
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
+
+NO_BACKWARD = -1
+"""Result of `current_graph_task` outside of a backward."""
+
+
+def is_in_backward() -> bool:
+    """Return True if autograd runs a backward on this thread."""
+    return current_graph_task() != NO_BACKWARD
+
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return True if the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
+
+
+def walks_everything(leaf: Tensor) -> bool:
+    """Return True if the running backward computes all gradients: it has no `inputs`, and is not `autograd.grad`.
+
+    `leaf`: a leaf of the graph that no caller names in `inputs`, so the engine executes its node only in a full backward.
+    """
+    return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def saving_hook() -> Callable[[Tensor], Any] | None:
+    """Return the innermost active pack hook of `saved_tensors_hooks`; None without one. No public name."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def node_of(tensor: Tensor) -> Any:
+    """Return the autograd node that receives the gradient of `tensor`: its `grad_fn`, or the AccumulateGrad of a leaf."""
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def reserve_number() -> int:
+    """Return an unused sequence number for an autograd node of this thread, for `set_number`. No public names.
+
+    autograd runs the ready node with the highest number first. Creating a node increments the number.
+    """
+    number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    torch._C._functions.UndefinedGrad()
+    return int(number)
+
+
+def set_number(tensor: Tensor, number: int) -> None:
+    """Set the sequence number of the node of `tensor`, which must not be waiting to run. No public name."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call `function` after the running backward has ended without an error. No public name."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def transforms_active() -> bool:
+    """Return True in a transform of torch.func or under `make_fx`, which `linearize` uses. No public names (all versions)."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxies) is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor of a transform of torch.func, or of a backward with `is_grads_batched`. No public names."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call `function.apply(*args)` without support for transforms of torch.func, which may not be active: 12 instead of 21 us.
+
+    Only the Python override of the method is public; the one in C takes the same arguments (all versions).
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def run_at_once(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Decorator that has autograd call `function.backward` directly, without torch's lookups. No public name."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    return function
+
+
+def pass_hooks_by(mode: Any) -> Any:
+    """Set a mode of `create_selective_checkpoint_contexts` to hide its results from saved tensor hooks, and return it.
+
+    This is the behaviour of all versions so far; torch 2.15 warns if it is not chosen under such hooks. No public name.
+    """
+    if hasattr(mode, "respect_saved_tensors_hooks"):
+        mode.respect_saved_tensors_hooks = False
+    return mode
+
+
+def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a permanent hook on the gradient of `tensor`; without torch's handle it takes 3.5 us instead of 7.8."""
+    if tensor.grad_fn is None or tensor._backward_hooks is not None:
+        tensor.register_hook(function)
+        return
+    # An OrderedDict, as in torch: handles of hooks that are registered later refer to it weakly. Their ids are not negative.
+    tensor._backward_hooks = OrderedDict({-1: function})
+    tensor.grad_fn._register_hook_dict(tensor)
+
+
+def hand_over_hooks(old: Tensor, new: Tensor) -> None:
+    """Have the hooks of leaf `old` run for `new`; both share the mappings, so that handles still remove hooks.
+
+    `register_hook` and `register_post_accumulate_grad_hook` set these attributes too. No public names.
+    """
+    if old._backward_hooks is not None:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Return True if a leaf has hooks that `hand_over_hooks` would pass to another leaf."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+_grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
+
+
+def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
+    """Return (gradient of each leaf, a flag for each leaf that has hooks or is frozen, so that autograd must accumulate)."""
+    with plain_attributes():
+        hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
+        return list(map(_grad, leaves)), hooked
+
+
+def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the indices of the leaves that require gradients."""
+    with plain_attributes():
+        return tuple(compress(range(len(leaves)), map(_trains, leaves)))
+
+
+def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks of `register_post_accumulate_grad_hook`, to call them if autograd does not accumulate the gradient."""
+    return list((param._post_accumulate_grad_hooks or {}).values())

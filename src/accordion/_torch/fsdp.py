@@ -1,0 +1,89 @@
+"""Names of torch's FSDP1, FSDP2 and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module that DistributedDataParallel reads before anything else. No public name (2.11 to 2.15)."""
+
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+"""Modules whose import takes seconds; none starts threads or looks for a device (all versions)."""
+
+
+def is_wrap_policy(policy: object) -> bool:
+    """Return True if `policy` is a policy object of torch.distributed.fsdp.wrap; their base class has no public name."""
+    return callable(getattr(policy, "_run_policy", None))
+
+
+def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Return the modules that a policy object selects, each with the keyword arguments of its wrapper. No public name."""
+    return dict(policy._run_policy(root, set(), arguments))
+
+
+def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
+    """Return the classes that FSDP's MixedPrecision leaves in float32, by default batch norms. No public name."""
+    return tuple(getattr(mixed, "_module_classes_to_ignore", ()))
+
+
+def data_parallel_mesh_dims() -> Any:
+    """Return `torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has; None in torch 2.11."""
+    import torch.distributed.fsdp as fsdp
+
+    return getattr(fsdp, "DataParallelMeshDims", None)
+
+
+def fsdp_module_base() -> type:
+    """Return FSDP2's class for modules if torch's pipelines use its public methods alone (2.15 on), else `object`.
+
+    In 2.11 to 2.14 pipelines use private state of its instances, and treat other modules as ordinary ones.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule if hasattr(FSDPModule, "finalize_backward") else object
+
+
+def gradient_reduction_handle() -> type:
+    """Return the class of the result of `FSDPModule.finalize_backward` (2.15 on), else `object`."""
+    import torch.distributed.fsdp as fsdp
+
+    return getattr(fsdp, "GradientReductionHandle", object)
+
+
+def reduces_in_own_dtype() -> bool:
+    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on) instead of the compute dtype."""
+    import torch.distributed.fsdp as fsdp
+
+    return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())
+
+
+def is_shard_placement_result(value: object) -> bool:
+    """Return True if `value` is FSDP2's `ShardPlacementResult`, for a parameter with its own mesh. No public name (2.13 on)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    kind = getattr(_fsdp_common, "ShardPlacementResult", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def composed_with(module: Any) -> set[str]:
+    """Return the names of torch's composable functions that were applied to a module, such as "replicate"."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return set(_get_registry(module) or ())
+
+
+def mark_fully_sharded(module: Any) -> None:
+    """Have torch's composable functions (`replicate`) skip a module's parameters, as after torch's own `fully_shard`."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def homes_of_fully_shard() -> list[Any]:
+    """Return the modules of torch from which programs import `fully_shard`; the second is an older, still used one."""
+    import torch.distributed._composable.fsdp as older
+    import torch.distributed.fsdp as public
+    import torch.distributed.fsdp._fully_shard as inner
+
+    return [public, older, inner]

@@ -1,0 +1,70 @@
+"""Names of dispatch modes and of operators' schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Base class of modes that intercept every operator. No public name (all versions)."""
+
+
+class EagerMode(TorchDispatchMode):
+    """Base class of modes without torch's check for its compiler, which takes a tenth of their time; nothing is compiled under
+    them. No public name (all versions)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def mutates(func: Any) -> bool:
+    """Return True if an operator of a dispatch mode writes into one of its arguments. No public name."""
+    return bool(func._schema.is_mutable)
+
+
+def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the value of an operator's argument `name` in a dispatch mode; None if the operator has no such argument."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    at = names.index(name)
+    return args[at] if at < len(args) else func._schema.arguments[at].default_value
+
+
+WITHOUT_KERNEL = (
+    *("aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift"),
+    *("aten._unsafe_view", "aten.set_"),
+)
+"""Beginnings of the names of operators that run no kernel; one of them has no public name."""
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return (name in the schema, value) of each argument of an operator in a dispatch mode."""
+    positional = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
+    return positional + list(kwargs.items())
+
+
+def mutated_arguments(func: Any) -> list[str]:
+    """Return the names of the arguments into which an operator writes."""
+    return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@contextmanager
+def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager that replaces aten operators on CPU tensors by `functions`, for all callers and threads.
+
+    They are registered for autograd, which records the operators that they call. Only for composite operators, which have no
+    kernel there. The method that removes the registration has no public name (2.11 to 2.13).
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in functions.items():
+            library.impl(name, function, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()

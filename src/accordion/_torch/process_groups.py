@@ -1,0 +1,172 @@
+"""Names of process groups, their backends and stores, and of meshes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+_c10d = torch._C._distributed_c10d
+
+
+def default_store() -> Any:
+    """Return the key-value store of this job's process group. No public name."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def _options(kind: Any, async_op: bool) -> Any:
+    # `asyncOp=False` keeps NCCL on the current stream instead of its internal one.
+    options = kind()
+    options.asyncOp = async_op
+    return options
+
+
+# Each returns new options of a collective, given `async_op`. Reductions sum.
+gather_options: Callable[[bool], Any] = partial(_options, _c10d.AllgatherOptions)
+exchange_options: Callable[[bool], Any] = partial(_options, _c10d.AllToAllOptions)
+reduce_scatter_options: Callable[[bool], Any] = partial(_options, _c10d.ReduceScatterOptions)
+all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOptions)
+
+
+BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""Methods of process groups, and their names in torch 2.11 and 2.12; groups written in Python may have either name."""
+
+
+def collective(group: Any, name: str) -> Callable[..., Any]:
+    """Return the method of a process group that is called `name` since torch 2.13."""
+    return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
+
+
+def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
+    """Return (timeout, new options) of the backend of `group` for `device`; the options copy what a caller may set for NCCL.
+
+    Each is None if the backend has none. No public names: only NCCL's and gloo's `options` are public (2.11 to 2.13).
+    """
+    try:
+        backend = group._get_backend(device)
+        options = getattr(backend, "wrapped_pg", backend).options
+    except (AttributeError, RuntimeError):  # the latter from C++
+        return None, None
+    fresh, nccl = None, getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if nccl is not None and isinstance(options, nccl.Options):
+        fresh = nccl.Options()  # a copy would name the communicator from which it was split
+        for name in ("is_high_priority_stream", "config"):
+            if hasattr(options, name):
+                setattr(fresh, name, getattr(options, name))
+        fresh._timeout = options._timeout
+    return getattr(options, "_timeout", None), fresh
+
+
+def named_group(
+    name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
+) -> Any:
+    """Return a new process group of `ranks`; only these ranks call this, with equal names. No public way (2.11 to 2.15).
+
+    `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
+    different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
+    not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
+    job would have to take part. A job that is bound to a device allows groups of that device alone.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    device = c10d._get_default_group().bound_device_id or device
+    plain = c10d._process_group_name, c10d._get_split_source
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    c10d._get_split_source = lambda *_: None  # (group), since 2.15 (group, backend)
+    try:
+        return torch.distributed.new_group(
+            ranks, timeout, pg_options=options, use_local_synchronization=True, device_id=device
+        )
+    finally:
+        c10d._process_group_name, c10d._get_split_source = plain
+
+
+def keep_with_job(name: str, thing: Any) -> None:
+    """Keep a reference to `thing` until `destroy_process_group`.
+
+    The reference is among torch's tags of groups (no public name, 2.11 to 2.15), since C++ groups take no attributes.
+    """
+    torch.distributed.distributed_c10d._world.tags_to_pg[name] = [thing]
+
+
+def kept_with_job(name: str) -> list[Any]:
+    """Return the things that `keep_with_job` keeps under names that begin with `name`."""
+    tags = torch.distributed.distributed_c10d._world.tags_to_pg
+    return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
+
+
+def abandon_works(group: Any, works: list[Any]) -> None:
+    """Keep references to unfinished gloo works that nobody will wait for, and to their group, which is never destroyed.
+
+    Deleting a send or receive closes its connection, and the destructor of a group waits for its collectives up to the
+    timeout, at exit too. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
+    """
+    keep_with_job(f"accordion/abandoned/{id(works)}", works)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """Return the name of the backend of `group` for `device` ("nccl", "gloo", "fake", ...). No public name.
+
+    A group written in Python may have no backends, such as the one with threads as ranks in torch's tests.
+    """
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError:
+        if type(group) is torch.distributed.ProcessGroup:
+            raise
+        return str(group.getBackendName()).lower()
+
+
+def timeout_s_of_job() -> float:
+    """Return the seconds after which a collective of the job's process group fails. No public name."""
+    group: Any = torch.distributed.group.WORLD
+    types = [] if group is None else group._device_types  # empty for a group written in Python
+    options = getattr(group._get_backend(types[0]), "options", None) if types else None
+    timeout = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+def ranks_of(mesh: Any) -> list[int]:
+    """Return all ranks of `mesh` by their number in the job; works in a fake tensor mode too. No public name."""
+    with unset_fake_temporarily():
+        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def fake_store() -> Any:
+    """Return a store for a process group in which only this rank exists; the import registers the backend "fake"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def group_name(group: Any) -> str:
+    """Return the name of a process group; C++ groups have it in an undocumented attribute (all versions)."""
+    return str(group.group_name)
+
+
+def name_of_group(group: Any) -> str:
+    """Return the name under which torch registered a process group written in Python. No public name (all versions)."""
+    return str(torch.distributed.distributed_c10d._world.pg_names[group])
+
+
+def joined_mesh(*slices: Any) -> Any:
+    """Return the mesh with the axes of all `slices`, as in torch's FSDP2; works in a fake tensor mode too. No public name."""
+    with unset_fake_temporarily():
+        return type(slices[0])._concatenate(list(slices))
+
+
+def flattened_mesh(mesh: Any, name: str) -> Any:
+    """Return `mesh` with its axes flattened into one, as torch's FSDP2 does; works in a fake tensor mode too. No public name."""
+    with unset_fake_temporarily():
+        return mesh._flatten(name)

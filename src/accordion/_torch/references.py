@@ -1,0 +1,87 @@
+"""Names that count references to tensors and to their memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion._torch.autograd import run_at_once
+from accordion._torch.tensors import plain_attributes
+
+
+def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storage of each DTensor itself, not of its local tensor; it has no memory. No Python call for each.
+
+    `p.data = x` gives `p` the storage of `x` and does not change the local tensor of `p` (all versions). While there is a
+    reference to a storage, torch returns the same Python object for it.
+    """
+    with plain_attributes():
+        return list(map(Tensor.untyped_storage, tensors))
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which `tensor` is a view, according to autograd; None if it is no view."""
+    return tensor._base
+
+
+def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Return, for each gradient, True if nobody else has a reference to its memory. Call it first in a Function's backward.
+
+    autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
+    reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`, which
+    steals or clones. A count that is too high costs a copy.
+    """
+    return [_references(grads, i) in _alone() for i in range(len(grads))]
+
+
+def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
+    grad = grads[i]
+    if grad is None or grad.layout != torch.strided:
+        return ()
+    base = grad._base  # a view refers to its base: the gradient of nn.Linear is the transpose of a product
+    of_base = () if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), grad._use_count(), storage, *of_base  # type: ignore[attr-defined]
+
+
+@cache
+def _alone() -> list[tuple[int, ...]]:
+    """Return the reference counts of unshared gradients, measured for a plain one and a view, since versions differ."""
+    counts: list[tuple[int, ...]] = []
+
+    @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.detach() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            counts.extend([_references(grads, i) for i in range(len(grads))])
+            return grads
+
+    with torch.enable_grad():
+        both = [torch.ones(1, 1, requires_grad=True, device="cpu") for _ in range(2)]
+        plain, viewed = Counts.apply(*both)  # type: ignore[no-untyped-call]
+        (plain * 2 + viewed.t() * 2).backward()
+    return counts
+
+
+def holders_of_memory(tensor: Tensor) -> int:
+    """Return the reference count of the tensor's storage, to be compared with a later count of it. No public name."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other live storage has. No public name."""
+    return int(storage._cdata)
+
+
+def forget_references() -> None:
+    """Have `are_ours` measure reference counts again; they differ between real and fake tensors."""
+    _alone.cache_clear()
