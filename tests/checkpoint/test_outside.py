@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import struct
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -45,24 +44,14 @@ def assert_refused(source, folder, *words):
     return str(refused.value)
 
 
-LIES = {  # the header, how many bytes of data follow, and what is said of it
-    "below zero": ({"a": tensor(-4, 0, shape=[4]), "b": tensor(0, 4)}, 4, "-4"),
+LIES = {  # the header, the number of bytes of data, and words of the error
     "overlap": ({"a": tensor(0, 4), "b": tensor(2, 6)}, 6, "invalid offset for tensor `b`"),
-    "the same bytes": ({"a": tensor(0, 4), "b": tensor(0, 4)}, 4, "invalid offset for tensor"),
     "gap": ({"a": tensor(0, 4), "b": tensor(8, 12)}, 12, "invalid offset for tensor `b`"),
-    "rest": ({"a": tensor(0, 4)}, 8, "file not fully covered"),
     "too short": ({"a": tensor(0, 8)}, 4, "file not fully covered"),
-    "other size": ({"a": tensor(0, 4, "F32", [2])}, 4, "invalid shape"),
-    "float": ({"a": tensor(0, 4, shape=[4.0])}, 4, "4.0"),
-    "true": ({"a": tensor(0, 1, shape=[True])}, 1, "true"),
     "huge": ({"a": tensor(0, 0, shape=[2**40, 2**40, 0])}, 0, "overflow"),
     "many dims": ({"a": tensor(0, 1, shape=[1] * 65)}, 1, "a cannot be U8"),
-    "dtype": ({"a": tensor(0, 4, "F13")}, 4, "F13"),
     "dtype of others": ({"a": tensor(0, 4, "F8_E8M0")}, 4, "a has the dtype 'F8_E8M0', which cannot be read"),
-    "metadata": ({"__metadata__": {"a": 1}, "a": tensor(0, 4)}, 4, "expected a string"),
     "key twice": ('{"a": ONE, "a": ONE}'.replace("ONE", json.dumps(tensor(0, 4))), 4, "a key twice"),
-    "list": ("[]", 0, "invalid JSON in header"),
-    "surrogate": ('{"\\ud800": ONE}'.replace("ONE", json.dumps(tensor(0, 4))), 4, "invalid JSON in header"),
     "nothing": ({"__metadata__": {"format": "pt"}}, 0, "holds no tensors"),
 }
 
@@ -117,19 +106,18 @@ def test_keys_with_equal_names_are_refused(tmp_path):
     assert_refused(tmp_path / "dcp", tmp_path, "both stand for model/a")
 
 
-PREFIXES = (
-    "_orig_mod.",
-    "module.",
-    "module._orig_mod.",
-    "_orig_mod.module.",
-    "module.module.",
-    "_checkpoint_wrapped_module.",
-)
+PREFIX = "module._orig_mod."
 
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [*(("torch", prefix) for prefix in PREFIXES), ("safetensors", PREFIXES[2]), ("dcp", PREFIXES[2])],
+    [
+        *(
+            ("torch", prefix)
+            for prefix in (PREFIX, "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module.")
+        ),
+        *(("safetensors", PREFIX), ("dcp", PREFIX)),
+    ],
 )
 def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
     held = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
@@ -140,8 +128,10 @@ def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, pre
     else:
         save_file(held, source := tmp_path / "x.safetensors")
     assert set(convert(source, tmp_path / "out").shapes) == {"model/a.weight", "model/module.b"}
-    held = {"module.a": torch.ones(2), "b": torch.ones(2)}  # a name of the model's own
-    torch.save(held, tmp_path / "own.pt")
+
+
+def test_names_of_the_models_own_modules_stay(tmp_path):
+    torch.save({"module.a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "own.pt")
     assert set(convert(tmp_path / "own.pt", tmp_path / "own").shapes) == {"model/module.a", "model/b"}
 
 
@@ -168,12 +158,7 @@ def test_every_value_in_dcp_metadata_must_exist_once(tmp_path):
         folder = lied_metadata(tmp_path / f"no-{key}", lambda m, p, k=key: m.storage_data.pop(p[k]))
         assert_refused(folder, tmp_path, key)
     folder = lied_metadata(tmp_path / "unsaid", lambda m, p: m.state_dict_metadata.pop("model.a"))
-    assert_refused(folder, tmp_path, "which part of model.a is stored in")
-
-    def shares(metadata, places):
-        metadata.storage_data[places["model.a"]].offset = metadata.storage_data[places["model.b"]].offset
-
-    assert_refused(lied_metadata(tmp_path / "shared", shares), tmp_path, "model.a and model.b into the same bytes")
+    assert_refused(folder, tmp_path, "does not describe model.a, of which it stores a part")
 
 
 def test_metadata_of_another_version_of_torch_is_read(tmp_path, monkeypatch):
@@ -230,22 +215,6 @@ def test_flipped_byte_of_a_torch_file_raises(tmp_path):
     assert_refused(tmp_path / "m.pt", tmp_path, "Bad CRC-32")
 
 
-@pytest.mark.parametrize("shape", ["larger", "negative", "strides"])
-def test_tensor_outside_of_its_storage_is_refused(tmp_path, shape):
-    torch.save({"a": torch.arange(7.0)}, tmp_path / "m.pt")
-    with zipfile.ZipFile(tmp_path / "m.pt") as file:
-        records = {name: file.read(name) for name in file.namelist()}
-    old = b"K\x00K\x07\x85q"
-    new = {"larger": b"K\x00K\x08\x85q", "negative": b"K\x00J\xff\xff\xff\xff\x85q", "strides": b"K\x02K\x07\x85q"}[
-        shape
-    ]
-    with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
-        for name, record in records.items():
-            assert not name.endswith("data.pkl") or old in record
-            file.writestr(name, record.replace(old, new) if name.endswith("data.pkl") else record)
-    assert_refused(tmp_path / "m.pt", tmp_path, "m.pt cannot be read as tensors alone")
-
-
 def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     errors = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "save it again")
@@ -258,19 +227,18 @@ def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_pat
 # -- load_pretrained
 
 
-@pytest.mark.parametrize("lie", ["gap", "key twice", "nothing"])
-def test_load_pretrained_refuses_a_forged_header(tmp_path, lie):
-    words, num_bytes, said = LIES[lie]
-    safetensors(tmp_path / "model.safetensors", words, bytes(num_bytes))
-    model = nn.Module()
-    model.register_buffer("a", torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match="missing in the folder" if lie == "nothing" else said):
-        check_pretrained(model, tmp_path)
+def check_linear(folder):
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        check_pretrained(nn.Linear(2, 2), folder)
 
 
-def test_load_pretrained_opens_no_pipe_and_casts_no_float_to_an_integer(tmp_path):
+def test_load_pretrained_refuses_forged_headers_pipes_and_casts_of_floats_to_integers(tmp_path):
     model = nn.Module()
     model.register_buffer("a", torch.zeros(4, dtype=torch.int32))
+    words, num_bytes, said = LIES["gap"]
+    safetensors(tmp_path / "model.safetensors", words, bytes(num_bytes))
+    with pytest.raises(CheckpointError, match=said):
+        check_pretrained(model, tmp_path)
     for dtype in (torch.float32, torch.int64, torch.bool):
         save_file({"a": torch.ones(4, dtype=dtype)}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=r"a is \w+ \(4,\) in the folder and int32 \(4,\) in the model"):
@@ -281,9 +249,4 @@ def test_load_pretrained_opens_no_pipe_and_casts_no_float_to_an_integer(tmp_path
     with pytest.raises(CheckpointError, match="a key twice"):
         check_pretrained(model, tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
-    code = (
-        "from accordion.weights.pretrained import check_pretrained\nimport pathlib\ntry:\n"
-        "    check_pretrained(torch.nn.Linear(2, 2), pathlib.Path(sys.argv[1]))\n"
-        "except CheckpointError as error:\n    print(error)\n"
-    )
-    assert "is no regular file" in run_bounded(code, tmp_path)[0]
+    run_bounded(check_linear, tmp_path)

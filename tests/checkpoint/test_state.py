@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -69,45 +68,6 @@ def test_strict_false_leaves_misfits_and_warns(tmp_path):
     same = small(3)
     load(tmp_path / "c", same, strict=False)  # fits: not a word
     assert torch.equal(same[0].weight, model[0].weight)
-
-
-class Gate:
-    """A replacement of `os.fsync` that blocks until it is opened, and can fail."""
-
-    def __init__(self, monkeypatch):
-        self.open, self.failure, self._fsync = threading.Event(), None, os.fsync
-        monkeypatch.setattr(os, "fsync", self)
-
-    def __call__(self, handle):
-        assert self.open.wait(60)
-        if self.failure:
-            raise self.failure
-        self._fsync(handle)
-
-
-def test_failed_background_save_raises_after_the_next_step(tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
-    gate.failure = OSError(28, "No space left on device")
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    saving = save(tmp_path / "a", model, optimizer, background=True)
-    optimizer.step()  # it is not known yet
-    gate.open.set()
-    saving._thread.join()
-    before = model[0].weight.clone()
-    with pytest.raises(CheckpointError, match=r"in the background was not written: OSError: .* No space left"):
-        optimizer.step()
-    assert torch.equal(model[0].weight, before - 1)  # the step is done
-    optimizer.step()  # and it is told once
-    saving = save(tmp_path / "a", model, optimizer, background=True)
-    saving._thread.join()
-    with pytest.raises(CheckpointError, match="No space left"):
-        save(tmp_path / "b", model)
-    gate.failure = None
-    save(tmp_path / "b", model)
-    assert os.listdir(tmp_path) == ["b"]
 
 
 def test_model_can_be_copied_during_a_background_save(tmp_path):

@@ -189,11 +189,10 @@ class ThreadAgreement:
         name = f"{self._name}/{self._num_agreed}"
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
-        over = poll(
-            lambda: hub.over(name), self._team.timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
-        )
+        timeout_s = _torch.timeout_s_of_job()
+        over = poll(lambda: hub.over(name), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S)
         if over is None:
-            self._give_up(hub, self._team.timeout_s)
+            self._give_up(hub, timeout_s)
         if over.reports is None:
             return [text] * len(ranks)
         texts = {rank: text for rank, text, _ in over.reports}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +75,7 @@ class PruneOptions:
 def run(words: list[str]) -> int:
     """Run the subcommand that `words` name and return the exit code: 0, or 1 if `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
-        _print(
+        print(
             f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
             "`accordion export` writes the model in other formats."
         )
@@ -91,20 +89,8 @@ def run(words: list[str]) -> int:
         answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    _print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines))
+    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
     return answer.code
-
-
-def _print(text: str) -> None:
-    """Print `text` and flush. Raises `CheckpointError` if it cannot be written, for example because the disk is full."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`
-        raise
-    except OSError as error:
-        # The rest of the buffer is dropped, as flushing it would fail again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise CheckpointError(f"the result cannot be written to standard output: {error.strerror}.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.foreign import DCP_METADATA, MODEL_KEYS, Foreign, Shape, check_unique, part_of, tensors_alone
+from accordion.checkpoint.foreign import MODEL_KEYS, Foreign, Shape, check_unique, part_of
 from accordion.checkpoint.format import CODES, make_up
 from accordion.checkpoint.json_values import Json, encode
-from accordion.checkpoint.untrusted_files import check_names, opened, plain_names
+from accordion.checkpoint.reading import DCP_METADATA
+from accordion.checkpoint.untrusted_files import check_names, named, opened, plain_names
 from accordion.errors import CheckpointError
 
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
@@ -68,7 +69,7 @@ def open_dcp(folder: Path) -> Foreign:
     with opened(folder / DCP_METADATA) as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     keys, paths = metadata.state_dict_metadata, metadata.planner_data or {}
-    _check_places(folder, metadata.storage_data, keys)
+    _check_files(folder, metadata.storage_data, keys)
     shapes = {
         key: _checked_shape(key, value, metadata.storage_data)
         for key, value in keys.items()
@@ -86,27 +87,18 @@ def open_dcp(folder: Path) -> Foreign:
         for key, shape in shapes.items()
         if key in names
     ]
-    ours = {names[key]: shape for key, shape in shapes.items() if key in names}
     left += [key for key in shapes if key not in names]
-    return Foreign(kind="torch DCP", shapes=ours, files=(parts,), optimizer=optimizer, extra=extra, left=tuple(left))
+    return Foreign(kind="torch DCP", parts=parts, optimizer=optimizer, extra=extra, left=tuple(left))
 
 
-def _check_places(folder: Path, storage_data: Mapping[MetadataIndex, Any], keys: Mapping[str, object]) -> None:
-    """Raise `CheckpointError` unless each stored part has a key in `keys` and a place of its own in a regular file."""
-    places: dict[tuple[str, int], str] = {}
-    for index, info in storage_data.items():
-        name, place = info.relative_path, (info.relative_path, info.offset)
+def _check_files(folder: Path, storage_data: Mapping[MetadataIndex, Any], keys: Mapping[str, object]) -> None:
+    """Raise `CheckpointError` unless each stored part has a key in `keys`, and is in a regular file of the folder."""
+    for name in {info.relative_path for info in storage_data.values()}:
         if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
             raise CheckpointError(f"it names {str(name)[:100]!r}, which is not the plain name of a file.")
-        if index.fqn not in keys:
-            raise CheckpointError(f"it does not say which part of {index.fqn[:100]} is stored in {name[:100]}.")
-        if place in places:
-            raise CheckpointError(
-                f"it puts {places[place][:100]} and {index.fqn[:100]} into the same bytes of {name[:100]}."
-            )
-        places[place] = index.fqn
-    for name in {name for name, _ in places}:
         opened(folder / name).close()  # DCP's own reader would wait for the writer of a pipe
+    if lost := {index.fqn for index in storage_data} - set(keys):
+        raise CheckpointError(f"it does not describe {min(lost)[:100]}, of which it stores a part.")
 
 
 def _checked_shape(key: str, value: TensorStorageMetadata, storage_data: Mapping[MetadataIndex, Any]) -> Shape:
@@ -123,7 +115,7 @@ def _checked_shape(key: str, value: TensorStorageMetadata, storage_data: Mapping
 
 def _dcp_value(folder: Path, metadata: Metadata, key: str, shape: Shape | None = None) -> Any:
     """Return the value stored under `key`; for a tensor, pass its dtype and shape as `shape`."""
-    with tensors_alone(f"{key[:100]} in {folder}"):
+    with named(f"{key[:100]} in {folder} cannot be read as tensors alone"):
         into = None if shape is None else torch.empty(shape[1], dtype=shape[0], device="cpu")
         reader, planner = FileSystemReader(folder), _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader.set_up_storage_reader(metadata, is_coordinator=True)

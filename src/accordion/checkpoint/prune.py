@@ -15,7 +15,8 @@ import torch.distributed as dist
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
-from accordion.checkpoint.storage.folders import Folder, Local, folder_at, readable
+from accordion.checkpoint.storage.folders import Folder, folder_at, readable
+from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")

@@ -16,7 +16,8 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import Folder, Local, Reader
+from accordion.checkpoint.storage.folders import Folder, Reader
+from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 

@@ -105,7 +105,7 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
     # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
-    with folder.create(name, len(plan.head) + plan.num_bytes + plan.sums_bytes) as file:
+    with folder.create(name) as file:
         file.write(memoryview(plan.head))
         at = 0
         for part in plan.parts:
