@@ -35,7 +35,10 @@ class _Crc32:
 
 
 def running(kind: str) -> Callable[[], Any]:
-    """Return the constructor of checksums of `kind`, which have `update` and `hexdigest` as those of hashlib. Raises `CheckpointError` if its package is not installed."""
+    """Return the constructor of checksums of `kind`, with `update` and `hexdigest` as those of hashlib.
+
+    Raises `CheckpointError` if its package is not installed.
+    """
     if kind == "crc32":
         return _Crc32
     assert kind == "xxh3_64", "parse() refuses other kinds"
