@@ -29,7 +29,7 @@ def told(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_inspect_verify_and_prune(tmp_path, capsys):
+def test_inspect_and_verify(tmp_path, capsys):
     model = Tied()
     optimizer = trained(model)
     save(tmp_path / "step-1", model, optimizer, extra={"step": 1})
@@ -55,18 +55,11 @@ def test_inspect_verify_and_prune(tmp_path, capsys):
     assert len(found["faults"]) == 1
     assert "is damaged in bytes" in found["faults"][0]
 
-    assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == []  # the last good one
-    file.write_bytes(whole)
-    assert told(capsys, "prune", tmp_path, "--keep", 1, "--dry-run")[1]["removed"] == [str(tmp_path / "step-1")]
-    assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == [str(tmp_path / "step-1")]
-    assert os.listdir(tmp_path) == ["step-2"]
-
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["verifi", "x"], "invalid choice"),
-        (["prune", "x", "--keep", "0"], "takes 1 or more"),
         (["export", "x", "y", "--format", "tar"], "invalid choice"),
         (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
         (["convert", "absent", "y"], "is neither a folder of safetensors"),
@@ -84,14 +77,6 @@ def test_missing_checkpoint_gives_an_error_of_one_line(tmp_path, capsys):
     assert "is no checkpoint" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert cli.main(["checkpoint", "--help"]) == 0
-
-
-@pytest.mark.parametrize("words", [["verify"], ["prune", "--keep", "1"], ["inspect"]])
-def test_missing_folder_is_an_error(tmp_path, capsys, words):
-    assert cli.main(["checkpoint", words[0], str(tmp_path / "nowhere"), *words[1:]]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "there is no such folder" in said.err
 
 
 NO_CONFIG = "config.json: the checkpoint does not say of which model it is; give --like a folder that has it"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import RandomState, latest, load, prune, save
+from accordion.checkpoint import RandomState, latest, load, save
 from accordion.checkpoint import background as bg
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import CheckpointError
 from tests.support.checkpoints import small, stepped
 
 
@@ -83,18 +83,10 @@ def test_newest_good_checkpoints_are_kept(tmp_path):
     model = small()
     for step in (1, 2, 3, 10):
         save(tmp_path / f"step-{step}", model)
-    save(tmp_path / "best", model)
+    save(tmp_path / "best", model)  # has another name but for its number: neither counted nor removed
     for name in ("step-11", "step-12"):  # torn ones do not count as kept, and are not touched
         save(tmp_path / name, model)
         os.truncate(tmp_path / name / "rank-00000.safetensors", 9)
-    assert prune(tmp_path, 3, dry=True) == [
-        str(tmp_path / "step-1")
-    ]  # "best" is of no series: neither counted nor removed
     save(tmp_path / "step-20", model, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["best", "step-10", "step-11", "step-12", "step-20"]
-    assert prune(tmp_path, 1) == [str(tmp_path / "step-10")]
-    assert (tmp_path / "best").is_dir()
     assert latest(tmp_path) == str(tmp_path / "step-20")
-    for keep in (0, -1):
-        with pytest.raises(UsageError, match="takes 1 or more"):
-            prune(tmp_path, keep)

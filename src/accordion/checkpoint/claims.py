@@ -198,7 +198,7 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove the folder if it exists, and ignore errors: a later save or `prune` tries again."""
+    """Remove the folder if it exists, and ignore errors: a later save tries again."""
     with suppress(OSError):
         if os.path.lexists(path):
             remove(path)

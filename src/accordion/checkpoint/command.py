@@ -1,4 +1,4 @@
-"""The command `accordion checkpoint`: inspect, verify, convert and prune, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect, verify and convert, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from accordion.checkpoint.convert import convert
 from accordion.checkpoint.inspect import inspect, verify
-from accordion.checkpoint.prune import prune
-from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
 from accordion.options import check_subcommand, listed, place, read
 
@@ -52,23 +51,6 @@ class ConvertOptions:
 
     source: str = place()
     target: str = place()
-    json: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions:
-    """Options of `prune`.
-
-    Args:
-        folder: the folder that holds the checkpoints
-        keep: number of the newest good checkpoints to keep, 1 or more
-        dry_run: only print which checkpoints would be removed
-        json: print JSON
-    """
-
-    folder: str = place()
-    keep: int
-    dry_run: bool = False
     json: bool = False
 
 
@@ -120,16 +102,8 @@ def _inspect(options: PathOptions) -> Answer:
     return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 
 
-def _check_exists(folder: Folder, what: str) -> None:
-    """Raise `CheckpointError` if `folder` does not exist, as after a typing error."""
-    try:
-        folder.sizes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is {what}: there is no such folder.") from None
-
-
 def _verify(options: PathOptions) -> Answer:
-    _check_exists(checkpoint_at(options.path), "no checkpoint")
+    checkpoint_at(options.path).sizes()  # raises an error if there is no such folder, as after a typing error
     faults = verify(options.path)
     data = {"path": options.path, "good": not faults, "faults": faults}
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
@@ -145,19 +119,9 @@ def _convert(options: ConvertOptions) -> Answer:
     return Answer(data={**data, "optimizer": has_optimizer}, lines=lines)
 
 
-def _prune(options: PruneOptions) -> Answer:
-    gone = prune(options.folder, options.keep, dry=options.dry_run)
-    if not gone:
-        _check_exists(folder_at(options.folder), "no folder of checkpoints")
-    verb = "would remove" if options.dry_run else "removed"
-    lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
-    return Answer(data={"removed": gone, "dry_run": options.dry_run}, lines=lines)
-
-
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
     "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
     "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
     "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", ConvertOptions, _convert),
-    "prune": ("Remove old checkpoints, never the last good one.", PruneOptions, _prune),
 }
 SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}
