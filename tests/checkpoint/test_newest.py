@@ -230,5 +230,8 @@ def test_load_of_other_formats_names_the_convert_command(tmp_path):
         load(tmp_path / "hf", filled(1))
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"of torch\.distributed\.checkpoint; `accordion checkpoint convert`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"of torch\.distributed\.checkpoint; read it into the sharded model with",
+    ):
         load(tmp_path / "dcp", filled(1))

@@ -2,16 +2,13 @@
 
 import json
 import os
-import pickle
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.untrusted_files import read_folder
@@ -101,9 +98,6 @@ def test_every_tensor_in_an_index_must_exist_once(tmp_path):
 def test_keys_with_equal_names_are_refused(tmp_path):
     torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "1 and '1'", "both stand for")
-    state = {"model": {"a": torch.ones(2)}, "module": {"a": torch.zeros(2)}}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert_refused(tmp_path / "dcp", tmp_path, "both stand for model/a")
 
 
 PREFIX = "module._orig_mod."
@@ -116,56 +110,27 @@ PREFIX = "module._orig_mod."
             ("torch", prefix)
             for prefix in (PREFIX, "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module.")
         ),
-        *(("safetensors", PREFIX), ("dcp", PREFIX)),
+        ("safetensors", PREFIX),
     ],
 )
 def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
     held = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
     if kind == "torch":
         torch.save({"model": held}, source := tmp_path / "x.pt")
-    elif kind == "dcp":
-        dcp.save({"model": held}, checkpoint_id=(source := tmp_path / "dcp"))
     else:
         save_file(held, source := tmp_path / "x.safetensors")
-    assert set(convert(source, tmp_path / "out").shapes) == {"model/a.weight", "model/module.b"}
+    assert set(convert(source, tmp_path / "out").tensors) == {"model/a.weight", "model/module.b"}
 
 
 def test_names_of_the_models_own_modules_stay(tmp_path):
     torch.save({"module.a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "own.pt")
-    assert set(convert(tmp_path / "own.pt", tmp_path / "own").shapes) == {"model/module.a", "model/b"}
+    assert set(convert(tmp_path / "own.pt", tmp_path / "own").tensors) == {"model/module.a", "model/b"}
 
 
 @pytest.mark.parametrize("held", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
 def test_source_without_tensors_is_refused(tmp_path, held):
     torch.save(held, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "holds no tensors")
-    if held.get("epoch"):
-        dcp.save({"epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-        assert_refused(tmp_path / "dcp", tmp_path, "holds no tensors")
-
-
-def lied_metadata(folder, change):
-    dcp.save({"model": {"a": torch.ones(2), "b": torch.ones(3)}, "step": 3}, checkpoint_id=folder, no_dist=True)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    places = {index.fqn: index for index in metadata.storage_data}
-    change(metadata, places)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    return folder
-
-
-def test_every_value_in_dcp_metadata_must_exist_once(tmp_path):
-    for key in ("model.a", "step"):
-        folder = lied_metadata(tmp_path / f"no-{key}", lambda m, p, k=key: m.storage_data.pop(p[k]))
-        assert_refused(folder, tmp_path, key)
-    folder = lied_metadata(tmp_path / "unsaid", lambda m, p: m.state_dict_metadata.pop("model.a"))
-    assert_refused(folder, tmp_path, "does not describe model.a, of which it stores a part")
-
-
-def test_metadata_of_another_version_of_torch_is_read(tmp_path, monkeypatch):
-    state_of = TensorProperties.__getstate__
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*state_of(self), None))
-    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert convert(tmp_path / "dcp", tmp_path / "out").shapes == {"model/a": (torch.float32, (2,))}
 
 
 # -- what torch.save writes

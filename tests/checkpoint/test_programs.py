@@ -1,19 +1,13 @@
 """Checkpoints as programs use them: between micro-batches, other units, other precision, torch's own folders."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import accordion as acc
-from accordion.checkpoint.convert import convert
-from accordion.checkpoint.inspect import verify
 from accordion.config import STRATEGIES
 from tests.support import models
 from tests.support.checkpoints import differing
@@ -97,36 +91,3 @@ def other_units_and_precision(mesh, path):
 
 def test_load_with_other_units_and_precision(world, tmp_path):
     world.run(2, other_units_and_precision, tmp_path)
-
-
-def of_fsdp2(mesh, path):
-    """Resume a model that torch's FSDP2 has trained and DCP has saved."""
-    torch.manual_seed(0)
-    theirs = models.seeded()
-    for block in theirs.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(theirs, mesh=mesh)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    go_on(theirs, optimizer, range(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        weights, state = get_state_dict(theirs, optimizer)
-        dcp.save(
-            {"model": weights, "optim": state, "step": 3}, checkpoint_id=path / "dcp", process_group=mesh.get_group()
-        )
-    if mesh.get_rank() == 0:
-        found = convert(path / "dcp", path / "c")
-        assert (found.kind, found.left) == ("torch DCP", ())
-        assert verify(path / "c") == []
-    dist.barrier(mesh.get_group())
-    model, mine = fresh(mesh, seed=7)
-    assert acc.load(path / "c", model, mine) == {"step": 3}
-    go_on(theirs, optimizer, [3])
-    go_on(model, mine, [3])
-    ends = full(model)
-    for name, tensor in theirs.state_dict().items():
-        assert torch.allclose(tensor.full_tensor().cpu(), ends[name].cpu(), atol=1e-6), name
-
-
-def test_dcp_folder_of_fsdp2_is_converted_and_resumed(world, tmp_path):
-    world.run(2, of_fsdp2, tmp_path)

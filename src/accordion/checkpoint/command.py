@@ -111,17 +111,15 @@ def _verify(options: PathOptions) -> Answer:
 
 def _convert(options: ConvertOptions) -> Answer:
     source = convert(options.source, options.target)
-    num_tensors, has_optimizer = len(source.shapes), source.optimizer is not None
+    num_tensors = len(source.tensors)
     data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
-    optimizer = ", with its optimizer" if has_optimizer else ""
-    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}{optimizer}"]
-    lines += [f"left out: {name}" for name in source.left]
-    return Answer(data={**data, "optimizer": has_optimizer}, lines=lines)
+    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
+    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
 
 
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
     "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
     "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
-    "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", ConvertOptions, _convert),
+    "convert": ("Make a checkpoint of a folder of safetensors or a torch.save file.", ConvertOptions, _convert),
 }
 SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of
-from accordion.checkpoint.reading import DCP_METADATA, Files, opened
+from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
 from accordion.checkpoint.save import SaveJob
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
 from accordion.checkpoint.storage.local import Local
@@ -30,12 +31,11 @@ from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
     HF_SINGLE,
     check_quantised,
-    named,
     plain_names,
     read_files,
     read_folder,
 )
-from accordion.checkpoint.writing import layout
+from accordion.checkpoint.writing import WritePart, layout
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 
@@ -50,18 +50,38 @@ LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
     """Write a checkpoint from a source of another format; return the description of the source and of what is left out.
 
-    `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
-    1.6. Pickles are read without running anything they name. Every tensor that the source lists must be there exactly once.
-    Host memory: 100 MiB, and for a DCP folder twice its largest tensor; other files are mapped.
+    `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Pickles are
+    read without running anything they name. Every tensor that the source lists must be there exactly once. Files are mapped.
     Raises `CheckpointError` for a source that is damaged, has no tensors of a model, claims an impossible size or names
     anything but tensors, `UsageError` for one of no known format or on remote storage.
     """
-    try:
-        return _write_checkpoint(local_path(source), target)
-    except (CheckpointError, UsageError):
-        raise
-    except Exception as error:  # a broken source may raise anything, in torch or in this package
-        raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
+    foreign = _open_source(local_path(source))
+    form = Manifest(
+        checksum=kind_here(),
+        piece_bytes=PIECE_BYTES,
+        files={},
+        tensors={
+            name: TensorEntry(dtype=code_of(name, t.dtype), shape=tuple(t.shape), placements=None, chunks=())
+            for name, t in foreign.tensors.items()
+        },
+        aliases={},
+        optimizer=None,
+        extra=None,
+        saved_by={"torch": torch.__version__, "converted_from": foreign.kind, "num_ranks": 1},
+    )
+    team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+    parts = [WritePart(name, box_of(t.shape, ()), t) for name, t in foreign.tensors.items() if t.numel()]
+    job = SaveJob(
+        target=folder_at(target),
+        name=secrets.token_hex(4),
+        place="",
+        form=form,
+        plan=layout(parts, team.index),
+        team=team,
+        keep=0,
+    )
+    job.run(team.agree)
+    return foreign
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -74,55 +94,27 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def _write_checkpoint(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    foreign = _open_source(source)
-    form = Manifest(
-        checksum=kind_here(),
-        piece_bytes=PIECE_BYTES,
-        files={},
-        tensors={
-            name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
-            for name, (dtype, shape) in foreign.shapes.items()
-        },
-        aliases={},
-        optimizer=foreign.optimizer,
-        extra=foreign.extra,
-        saved_by={"torch": torch.__version__, "converted_from": foreign.kind, "num_ranks": 1},
-    )
-    team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
-    plan = layout((part for part in foreign.parts if part.box.numel), team.index)
-    name = secrets.token_hex(4)
-    SaveJob(target=folder_at(target), name=name, place="", form=form, plan=plan, team=team, keep=0).run(team.agree)
-    return foreign
-
-
 def _open_source(path: Path) -> Foreign:
     """Return the description of the source at `path`.
 
     Raises `UsageError` if its format is not known, `CheckpointError` if it is damaged or not safe to read.
     """
     if (path / DCP_METADATA).is_file():
-        from accordion.checkpoint.dcp import open_dcp  # half a second of imports
-
-        with named(f"{path / DCP_METADATA} cannot be read as tensors alone"):
-            source = open_dcp(path)
-    elif (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
+        raise UsageError(f"{path} is a folder of torch.distributed.checkpoint; {FROM_DCP}.")
+    if (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
         source = of_safetensors(read_folder(path))
     elif path.is_file() and path.suffix == ".safetensors":
         source = of_safetensors(read_files(path.parent, [path.name]))
     elif path.is_file():
         source = of_torch_file(path)
     else:
-        raise UsageError(
-            f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a torch DCP folder ({DCP_METADATA}) nor "
-            "a file."
-        )
-    if not source.shapes:
+        raise UsageError(f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a file.")
+    if not source.tensors:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
     config: Any = {}
     with suppress(OSError, ValueError):
         config = json.loads(read_text(path / "config.json"))
-    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.shapes)
+    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.tensors)
     return source
 
 

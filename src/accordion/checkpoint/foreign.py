@@ -1,21 +1,18 @@
-"""Describe checkpoints of other formats for conversion: their tensors by our names."""
+"""Read models in other formats for conversion, without executing anything in their files."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.format import CODES, DTYPES
-from accordion.checkpoint.json_values import Json
+from accordion.checkpoint.format import CODES
 from accordion.checkpoint.untrusted_files import (
     StoredTensor,
     check_names,
@@ -24,7 +21,6 @@ from accordion.checkpoint.untrusted_files import (
     plain_names,
     size_of,
 )
-from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError
 
 ARCHIVE = b"PK\3\4"  # first bytes of a file of torch.save since torch 1.6
@@ -32,28 +28,15 @@ CHECKED_BYTES = 2**20  # read at once when a record of such a file is checked
 LARGEST_EXPANDED = 2**26  # bytes that a file's tensors may have beyond `MOST_COPIES` of the file's size
 MOST_COPIES = 16  # tensors may have more bytes than their file, as some are tied or expanded
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # keys for a model's state dict in other programs
-Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """The description of a checkpoint of another format.
-
-    Attributes:
-        parts: all tensors, by our names, to be read when they are written.
-        left: keys of the source that are left out.
-    """
+    """The model in a file or folder of another format: mapped tensors by our names, and keys of the source that are left out."""
 
     kind: str
-    parts: Sequence[WritePart]
-    optimizer: Json = None
-    extra: Json = None
+    tensors: Mapping[str, Tensor]
     left: tuple[str, ...] = ()
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Dtype and shape of each tensor."""
-        return {part.name: (part.data.dtype, tuple(part.data.shape)) for part in self.parts}
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
@@ -68,35 +51,25 @@ def check_unique(names: Mapping[Any, str]) -> None:
     check_names(first)
 
 
-def part_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> WritePart:
-    return WritePart(name, box_of(shape, ()), torch.empty(shape, dtype=dtype, device="meta"), read)
-
-
 # -- safetensors
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the description of safetensors files, from what `read_files` or `read_folder` returned."""
+    """Return the model in safetensors files, from what `read_files` or `read_folder` returned."""
     plain = plain_names(tensors)
     check_unique(plain)
-
-    def read(path: Path, key: str) -> Tensor:
+    ours: dict[str, Tensor] = {}
+    for path in dict.fromkeys(path for path, _ in tensors.values()):
         with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    parts = [
-        part_of(f"model/{plain[key]}", DTYPES[stored.dtype], stored.shape, partial(read, path, key))
-        for key, (path, stored) in tensors.items()
-    ]
-    return Foreign(kind="safetensors", parts=parts)
+            ours |= {f"model/{plain[key]}": file.get_tensor(key) for key, (at, _) in tensors.items() if at == path}
+    return Foreign(kind="safetensors", tensors=ours)
 
 
 # -- a file of torch.save
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Return the description of a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
+    """Return the model in a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(
@@ -116,12 +89,9 @@ def of_torch_file(path: Path) -> Foreign:
                 raise CheckpointError(f"its tensors claim {total} bytes, and the file has {size_of(file)}.")
             plain_of = plain_names(str(key) for key in tensors)
             check_unique({key: plain_of[str(key)] for key in tensors})
-    parts = [
-        part_of(f"model/{plain_of[str(key)]}", tensor.dtype, tuple(tensor.shape), partial(_resolved, tensor))
-        for key, tensor in tensors.items()
-    ]
+    ours = {f"model/{plain_of[str(key)]}": tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
     left += [str(key) for key in state if key not in tensors]
-    return Foreign(kind="torch.save", parts=parts, left=tuple(left))
+    return Foreign(kind="torch.save", tensors=ours, left=tuple(left))
 
 
 def _check_archive(file: BinaryIO) -> None:
@@ -144,7 +114,3 @@ def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
         if isinstance(saved.get(key), dict):
             return saved[key], [str(other) for other in saved if other != key]
     return saved, []
-
-
-def _resolved(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg()

@@ -28,6 +28,7 @@ REPLACED = "replaced again and again while it was read, another job saves under 
 LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names
 _CONVERT = "`accordion checkpoint convert` makes a checkpoint"
+FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -55,7 +56,7 @@ def look_into(folder: Folder) -> Files:
     if MANIFEST not in sizes:
         instead = ""
         if DCP_METADATA in sizes:
-            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {_CONVERT} of it"
+            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {FROM_DCP}"
         elif any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in sizes):
             instead = f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{instead}.")
@@ -244,7 +245,7 @@ class Files:
             step = self._buffer[: b - a] if into is None else into[a:b]
             reader.read_into(step, at + a)
             total.update(step)
-        return total.hexdigest()
+        return str(total.hexdigest())
 
     def fill_all(self, reads: Iterable[Read]) -> None:
         """Fill the tensors of `reads` that `faults` has not filled already."""

@@ -231,7 +231,7 @@ def keep_as_best(folder: Path, step: int) -> None:
                 if name != MANIFEST:
                     os.link(source.path / name, begun.path / name)
             # Not linked, because checkpoints are distinguished by the time of this file.
-            target.commit(begun, source.read(MANIFEST))
+            begun.commit(source.read(MANIFEST))
         except BaseException:
             with suppress(OSError):  # report the first failure
                 begun.discard()
