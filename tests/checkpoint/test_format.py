@@ -118,34 +118,25 @@ def test_save_accepts_values_as_deep_as_a_reader_does(tmp_path, nest, most):
 
 
 def a_manifest(**changes):
+    chunks = [
+        {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
+        {"offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
+    ]
+    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    chunks = [{"file": name, "at": 8, **chunk} for name, chunk in zip(names, chunks, strict=True)]
     words = {
         "schema": 2,
         "checksum": "crc32",
         "piece_bytes": 12,
         "files": {
-            f"rank-0000{i}.safetensors": {"bytes": 24 - 8 * i, "header_bytes": 8, "header_sum": "0" * 8} for i in (0, 1)
+            name: {"bytes": n, "header_bytes": 8, "header_sum": "0" * 8}
+            for name, n in zip(names, (24, 16), strict=True)
         },
         "saved_by": {},
         "aliases": {"model/b": "model/a"},
         "optimizer": None,
         "extra": None,
-        "tensors": {
-            "model/a": {
-                "dtype": "F32",
-                "shape": [3, 2],
-                "placements": ["S(0)"],
-                "chunks": [
-                    {
-                        "file": "rank-00000.safetensors",
-                        "offset": [0, 0],
-                        "shape": [2, 2],
-                        "at": 8,
-                        "sums": ["1" * 8] * 2,
-                    },
-                    {"file": "rank-00001.safetensors", "offset": [2, 0], "shape": [1, 2], "at": 8, "sums": ["2" * 8]},
-                ],
-            }
-        },
+        "tensors": {"model/a": {"dtype": "F32", "shape": [3, 2], "placements": ["S(0)"], "chunks": chunks}},
     }
     for path, value in changes.items():
         *where, last = path.split("__")

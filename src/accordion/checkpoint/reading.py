@@ -25,7 +25,6 @@ T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names
 _CONVERT = "`accordion checkpoint convert` makes a checkpoint"
 FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
@@ -229,11 +228,11 @@ class Files:
         for (file, at), (name, text, num_bytes, into) in sorted(wanted.items()):
             try:
                 if self._sum(self.opened(file), at, num_bytes, into) != text:
-                    faults[f"{name[:LONGEST_NAME]} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
+                    faults[f"{name} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
             except CheckpointError as error:
                 faults[str(error)] = None
             except OSError as error:
-                faults[f"{name[:LONGEST_NAME]} in {file}: {error}"] = None
+                faults[f"{name} in {file}: {error}"] = None
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
