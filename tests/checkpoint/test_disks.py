@@ -116,8 +116,8 @@ def late(handle, *words):
     return ThreadPoolExecutor().submit(real, handle, *words).result()
 
 os.pwrite = late
-models = {"good": nn.Module(), "fails": nn.Module()}
-for name, model in models.items():
+for name in ("good", "fails"):  # the first model is gone when the program ends
+    model = nn.Module()
     model.a = nn.Parameter(torch.full((2**20,), 3.0))
     save(f"{sys.argv[1]}/{name}", model, background=True)
 last_line.set()

@@ -252,6 +252,8 @@ def test_save_and_load_use_no_pickle():
     )
     files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
     found = {path.name: set(words.findall(path.read_text())) for path in files}
-    assert {name for name, held in found.items() if held} == {"convert.py", "dcp.py", "foreign.py"}
-    assert found["convert.py"] == {"torch.save("}
-    assert found["dcp.py"] == found["foreign.py"] == {"import pickle", "torch.load("}
+    assert {name: held for name, held in found.items() if held} == {
+        "convert.py": {"torch.save("},
+        "foreign.py": {"torch.load("},
+        "untrusted_files.py": {"import pickle"},  # the class of torch.load's error
+    }

@@ -81,7 +81,7 @@ def test_ranks_that_save_to_different_paths_are_refused(world, tmp_path):
     (kind, text), (keep, number), (path, empty), *odd = found[0]
     assert kind == "CheckpointError"
     assert f"rank 1: this rank saves to {tmp_path}/of-1 and rank 0 to {tmp_path}/of-0; pass the same path" in text
-    assert (keep, number[:38]) == ("UsageError", "rank 1, 2: keep is '2'; it takes 1 or ")
+    assert (keep, number[:38]) == ("UsageError", "rank 1, 2: keep is '2'; it takes a num")
     assert (path, empty[:26]) == ("UsageError", "rank 2: the path is empty;")
     assert [kind for kind, _ in odd] == ["CheckpointError"] * 2
     assert all("notes.txt" in text and text.encode() for _, text in odd)

@@ -31,9 +31,13 @@ SAVER = "_accordion_saver"  # attribute of a model
 class Saving:
     """Handle of a save: tells if its thread is done, waits for it, and raises the error that ended it."""
 
-    def __init__(self, write: Callable[[], None] | None = None) -> None:
-        """Start a thread that calls `write`; without `write` the save counts as finished without an error."""
+    def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
+        """Start a thread that calls `write`; without `write` the save counts as finished without an error.
+
+        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model is gone by then.
+        """
         self._failure: CheckpointError | None = None
+        self._saver = saver
         self._thread: threading.Thread | None = None
         if write is not None:
             self._thread = threading.Thread(target=self._run, args=(write,), name="accordion-save")
@@ -46,6 +50,8 @@ class Saving:
             self._failure = error
         except Exception as error:  # remote stores and file systems raise errors of many classes
             self._failure = CheckpointError(message_of(error))
+        finally:
+            self._saver = None
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +106,7 @@ class Saver:
         self._agreement = agree
         if not self._ends_with_program:
             self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
-        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)))
+        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)), self)
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
             optimizer.register_step_post_hook(self._raise_failure)
