@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import Contents
 from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
-from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of
+from accordion.checkpoint.format import DTYPES
 from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
-from accordion.checkpoint.save import SaveJob
+from accordion.checkpoint.save import SaveJob, form_of, layout_of
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
@@ -35,7 +34,6 @@ from accordion.checkpoint.untrusted_files import (
     read_files,
     read_folder,
 )
-from accordion.checkpoint.writing import WritePart, layout
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 
@@ -56,27 +54,14 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     anything but tensors, `UsageError` for one of no known format or on remote storage.
     """
     foreign = _open_source(local_path(source))
-    form = Manifest(
-        checksum=kind_here(),
-        piece_bytes=PIECE_BYTES,
-        files={},
-        tensors={
-            name: TensorEntry(dtype=code_of(name, t.dtype), shape=tuple(t.shape), placements=None, chunks=())
-            for name, t in foreign.tensors.items()
-        },
-        aliases={},
-        optimizer=None,
-        extra=None,
-        saved_by={"torch": torch.__version__, "converted_from": foreign.kind, "num_ranks": 1},
-    )
+    contents = Contents(tensors=foreign.tensors, aliases={}, params={})
     team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
-    parts = [WritePart(name, box_of(t.shape, ()), t) for name, t in foreign.tensors.items() if t.numel()]
     job = SaveJob(
         target=folder_at(target),
         name=secrets.token_hex(4),
         place="",
-        form=form,
-        plan=layout(parts, team.index),
+        form=form_of(contents, team, None),
+        plan=layout_of(contents, {}, team),
         team=team,
         keep=0,
     )

@@ -97,7 +97,7 @@ def save(
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     rank_tensors |= team.agree(lambda: _state_tensors(state or {}, team))
     form, plan = team.agree(
-        lambda: (_form(saved_once, team, encode(extra, "extra")), _layout(saved_once, rank_tensors, team))
+        lambda: (form_of(saved_once, team, encode(extra, "extra")), layout_of(saved_once, rank_tensors, team))
     )
     job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
@@ -145,7 +145,7 @@ class SaveJob:
         write(begun, file_name(self.team.index), self.plan, host)
 
 
-def _layout(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
+def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
     """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`."""
     parts = []
     for name, tensor in saved_once.tensors.items():
@@ -172,7 +172,7 @@ def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tenso
     return {state_key: as_bytes(words), **tensors}
 
 
-def _form(saved_once: Contents, team: Team, extra: Json) -> Manifest:
+def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
     """Return the manifest with all tensors but without files and chunks."""
     tensors = {
         name: TensorEntry(
