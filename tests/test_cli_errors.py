@@ -13,7 +13,7 @@ from accordion.checkpoint.command import JOBS as LOOKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOWHERE = "nowhere/at/all"
-MORE = {"diff": [NOWHERE], "convert": ["written"], "prune": ["--keep", "1"]}
+MORE = {"convert": ["written"]}
 MODELS = ("", "memory")  # subcommands of bench that take one
 INPUTS = [
     ["nonsense"],

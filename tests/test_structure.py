@@ -114,7 +114,7 @@ CORE = [
 ]
 
 # What a function of the core uses where it is installed.
-OPTIONAL = {"checkpoint/checksums.py": {"xxhash"}, "checkpoint/storage/folders.py": {"fsspec"}}
+OPTIONAL = {"checkpoint/checksums.py": {"xxhash"}, "checkpoint/storage/remote.py": {"fsspec"}}
 
 
 # Where code says "cuda", and why it may.

@@ -101,23 +101,25 @@ def fails_on_one(mesh, path):
         fsync(handle)
 
     os.fsync = broken
+    before = acc.full_state_dict(model, rank0_only=False)
     try:
-        saving = acc.save(path / "step-2", model, optimizer, background=True)
-        saving._thread.join()
-        told = ""
-        try:
+        acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
+        with pytest.raises(CheckpointError) as caught:
             step(model, optimizer)
-        except CheckpointError as error:
-            told = str(error)
+        acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
+        with pytest.raises(CheckpointError, match="No space left"):
+            acc.save(path / "step-3", model, optimizer)
     finally:
         os.fsync = fsync
+    after = acc.full_state_dict(model, rank0_only=False)
+    assert not torch.equal(before["embed.weight"], after["embed.weight"])  # the step is done
     optimizer.zero_grad()
-    step(model, optimizer)  # ranks are together still
+    step(model, optimizer)  # an error is raised once, and ranks are still together
     acc.save(path / "step-3", model, optimizer, background=True).wait()
-    return told
+    return str(caught.value)
 
 
-def test_failed_background_save_raises_on_all_ranks(world, tmp_path):
+def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(world, tmp_path):
     found = world.run(3, fails_on_one, tmp_path)
     assert len(set(found)) == 1
     assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in found[0]

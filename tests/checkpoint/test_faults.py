@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch, cli
-from accordion.checkpoint import latest, load, save
+from accordion.checkpoint import latest, load, save, writing
 from accordion.checkpoint.inspect import verify
-from accordion.checkpoint.storage import direct
 from accordion.errors import CheckpointError
 from tests.devices import device
 from tests.pool import _begin
@@ -68,7 +67,7 @@ def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
     real = {what: getattr(os, what) for what in KILLABLE}
     for what, call in real.items():
         setattr(os, what, mortal(call))
-    direct.BUFFER_BYTES = 4096  # so that a file is written in seven parts, past the cache where the disk can
+    writing.SUMMED_BYTES = 4096  # so that a file is written in many parts
     model = Filled(mesh)
     for k in range(1, SAVES + 1):
         with torch.no_grad():

@@ -1,13 +1,9 @@
 """Boxes compared with torch.chunk, the manifest's text, and values that JSON lacks."""
 
-import contextlib
-import functools
-import gc
 import json
 import math
 import os
 import re
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load as load_safetensors
 from torch import nn
 
 import accordion.checkpoint
 from accordion.checkpoint import format as fmt
 from accordion.checkpoint import json_values, load, save
 from accordion.checkpoint.boxes import Box, DimCut, box_of
-from accordion.checkpoint.checksums import kind_here, running
-from accordion.checkpoint.storage.folders import folder_at
-from accordion.checkpoint.writing import HostBuffer, WritePart, layout, write
 from accordion.errors import CheckpointError
 from tests.support.checkpoints import sealed
 
@@ -75,9 +67,6 @@ def test_values_round_trip_exactly(value):
     again = json_values.decode(json.loads(text), dict.__getitem__)
     assert again == value
     assert type(again) is type(value)
-
-
-def test_nan_round_trips():
     assert math.isnan(json_values.decode(json_values.encode(math.nan, "extra"), {}.__getitem__))
 
 
@@ -129,34 +118,25 @@ def test_save_accepts_values_as_deep_as_a_reader_does(tmp_path, nest, most):
 
 
 def a_manifest(**changes):
+    chunks = [
+        {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
+        {"offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
+    ]
+    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    chunks = [{"file": name, "at": 8, **chunk} for name, chunk in zip(names, chunks, strict=True)]
     words = {
         "schema": 2,
         "checksum": "crc32",
         "piece_bytes": 12,
         "files": {
-            f"rank-0000{i}.safetensors": {"bytes": 24 - 8 * i, "header_bytes": 8, "header_sum": "0" * 8} for i in (0, 1)
+            name: {"bytes": n, "header_bytes": 8, "header_sum": "0" * 8}
+            for name, n in zip(names, (24, 16), strict=True)
         },
         "saved_by": {},
         "aliases": {"model/b": "model/a"},
         "optimizer": None,
         "extra": None,
-        "tensors": {
-            "model/a": {
-                "dtype": "F32",
-                "shape": [3, 2],
-                "placements": ["S(0)"],
-                "chunks": [
-                    {
-                        "file": "rank-00000.safetensors",
-                        "offset": [0, 0],
-                        "shape": [2, 2],
-                        "at": 8,
-                        "sums": ["1" * 8] * 2,
-                    },
-                    {"file": "rank-00001.safetensors", "offset": [2, 0], "shape": [1, 2], "at": 8, "sums": ["2" * 8]},
-                ],
-            }
-        },
+        "tensors": {"model/a": {"dtype": "F32", "shape": [3, 2], "placements": ["S(0)"], "chunks": chunks}},
     }
     for path, value in changes.items():
         *where, last = path.split("__")
@@ -177,21 +157,10 @@ def test_manifest_round_trips():
 CHUNK = "tensors__a__chunks__0__"
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../a.safetensors",
-        "/etc/a.safetensors",
-        "a/b.safetensors",
-        "a\\b.safetensors",
-        ".a.safetensors",
-        "a",
-        "",
-        None,
-        3,
-    ]
-    + ["a..safetensors", "..", "a.safetensors\n", "a\0.safetensors"],
-)
+OUTSIDE = ["../a.safetensors", "/a.safetensors", "a\\b.safetensors", ".a.safetensors", "", None, "a..safetensors", "a"]
+
+
+@pytest.mark.parametrize("file", [*OUTSIDE, "a.safetensors\n", "a\0.safetensors"])
 def test_file_names_outside_of_the_folder_are_refused(file):
     with pytest.raises(CheckpointError, match=r"not the plain name|it is damaged"):
         fmt.parse(a_manifest(**{CHUNK + "file": file}))
@@ -200,19 +169,8 @@ def test_file_names_outside_of_the_folder_are_refused(file):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (
-            "schema",
-            1,
-            "schema 1 and this version reads 2; .* export it to safetensors with the version of Accordion that wrote it",
-        ),
-        (
-            "schema",
-            "x" * 10**5,
-            r"^it has schema 'x{19} and this version reads 2; if it is newer, update .* export it to safetensors .*\)\.$",
-        ),
+        ("schema", 1, "schema 1 and this version reads 2; .* export it .* with the version of Accordion that wrote it"),
         ("checksum", "md5", "checksums are 'md5'"),
-        ("checksum", "x" * 10**5, r"^its checksums are 'x{100}' and"),
-        ("tensors__a__dtype", "x" * 10**5, r"^model/a has the unknown dtype 'x{100}'\.$"),
         ("checksum", "xxh3_64", "not of the kind xxh3_64"),
         ("piece_bytes", 0, "piece_bytes is 0"),
         ("piece_bytes", 2**40, "piece_bytes is"),
@@ -235,7 +193,6 @@ def test_file_names_outside_of_the_folder_are_refused(file):
         ("optimizer", 3, "damaged"),
         ("optimizer", {"groups": [{"params": [1], "options": {}}], "state": {}}, "groups and state"),
         ("optimizer", {"groups": [], "state": []}, "groups and state"),
-        ("extra", functools.reduce(lambda value, _: [value], range(200), 1), "nested more than 100 deep"),
         ("tensors__a__shape", [4, 2], "do not make up its shape"),
         ("tensors__a__chunks", [], "do not make up its shape"),
         (CHUNK + "offset", [2, 0], "do not make up its shape"),
@@ -273,43 +230,6 @@ def test_every_flipped_bit_of_a_manifest_is_found():
             fmt.parse(text[:end])
 
 
-def sum_of(kind, data):
-    total = running(kind)()
-    total.update(data)
-    return total.hexdigest()
-
-
-def some_parts():
-    base = torch.arange(24, dtype=torch.float32).view(4, 6)
-    parts = {"half": base[1:3].half()[1:], "one": torch.tensor(True), "view": base[:, 2:4], "double": base.double().t()}
-    return parts | {code: torch.ones(3).to(dtype) for code, dtype in fmt.DTYPES.items()}
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_safetensors_reads_the_files(tmp_path, copied):
-    parts = some_parts()
-    plan = layout([WritePart(name, box_of(t.shape, ()), t) for name, t in parts.items()], 3)
-    host = HostBuffer().copy(plan) if copied else None
-    write(folder_at(tmp_path), "a.safetensors", plan, host)
-    again = load_safetensors((tmp_path / "a.safetensors").read_bytes())
-    sums = json.loads(bytes(again.pop("rank/00003/sums[0]").tolist()))
-    assert again.keys() == {fmt.entry_name(name, [0] * part.dim()) for name, part in parts.items()}
-    for name, part in parts.items():
-        found = again[fmt.entry_name(name, [0] * part.dim())]
-        assert found.dtype == part.dtype
-        torch.testing.assert_close(found, part, rtol=0, atol=0, msg=name)
-    assert sums.keys() == again.keys()
-    data = memoryview(parts["view"].contiguous().view(-1).view(torch.uint8).numpy())
-    assert sums["view[0,0]"] == [sum_of(kind_here(), data)]
-
-
-def test_checksums_of_both_kinds():
-    data = bytes(range(256)) * 40
-    assert sum_of("crc32", data) == f"{zlib.crc32(data):08x}"
-    pytest.importorskip("xxhash")
-    assert sum_of("xxh3_64", b"") == "2d06800538d394c2"  # of the specification
-
-
 def test_missing_package_xxhash_is_named(tmp_path, monkeypatch):
     pytest.importorskip("xxhash")
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -332,31 +252,8 @@ def test_save_and_load_use_no_pickle():
     )
     files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
     found = {path.name: set(words.findall(path.read_text())) for path in files}
-    assert {name for name, held in found.items() if held} == {"convert.py", "dcp.py", "foreign.py"}
-    assert found["convert.py"] == {"torch.save("}
-    assert found["dcp.py"] == found["foreign.py"] == {"import pickle", "torch.load("}
-
-
-def test_a_large_manifest_is_read_without_collections_of_garbage():
-    """Garbage collections took more than half of the time, since they visit all new objects again and again."""
-    chunk = {"file": "rank-00000.safetensors", "offset": [0], "shape": [1], "sums": ["0" * 8]}
-    tensors = {
-        f"t{i}": {"dtype": "U8", "shape": [1], "placements": None, "chunks": [{**chunk, "at": 8 + i}]}
-        for i in range(3000)
+    assert {name: held for name, held in found.items() if held} == {
+        "convert.py": {"torch.save("},
+        "foreign.py": {"torch.load("},
+        "untrusted_files.py": {"import pickle"},  # the class of torch.load's error
     }
-    files = {"rank-00000.safetensors": {"bytes": 3008, "header_bytes": 8, "header_sum": "0" * 8}}
-    words = {"schema": fmt.SCHEMA, "checksum": "crc32", "piece_bytes": 64, "saved_by": {}, "aliases": {}, "extra": None}
-    words |= {"optimizer": None, "files": files, "tensors": tensors}
-    seen = []
-    gc.callbacks.append(lambda phase, about: seen.append(phase))
-    try:
-        for wrong in (0, 1):
-            files["rank-00000.safetensors"]["bytes"] += wrong
-            text = sealed(words)
-            seen.clear()
-            with pytest.raises(CheckpointError, match="its chunks end") if wrong else contextlib.nullcontext():
-                assert len(fmt.parse(text).tensors) == 3000
-            assert len(seen) <= 2, seen
-            assert gc.isenabled()
-    finally:
-        gc.callbacks.pop()

@@ -3,20 +3,18 @@
 import errno
 import os
 import shutil
-import sys
 import threading
 
 import pytest
 import torch
 
-from accordion.checkpoint import latest, load, prune, save
+from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import inspect
-from accordion.checkpoint.storage import folders
+from accordion.checkpoint.storage.folders import folder_at
+from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
-from tests.support.checkpoints import filled, holds, names
-
-prune_module = sys.modules["accordion.checkpoint.prune"]  # the package gives its function under this name
+from tests.support.checkpoints import filled, names
 
 # -- removing old ones
 
@@ -37,25 +35,22 @@ def test_failed_removal_raises_once_and_is_repeated_later(tmp_path, monkeypatch)
             save(tmp_path / "step-3", filled(3), keep=2)
         assert latest(tmp_path) == str(tmp_path / "step-3")
         assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["tmp", "step-2", "step-3"]
-        with pytest.raises(CheckpointError, match="cannot be removed completely"):
-            prune(tmp_path, 2)
-        save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
+        save(tmp_path / "step-3", filled(3), keep=3)  # tries again without an error
     (tmp_path / ".theirs.01234567.tmp").mkdir()
     (tmp_path / ".theirs.01234567.tmp" / "thesis.tex").write_text("...")
     save(tmp_path / "step-4", filled(4), keep=3)
     assert names(tmp_path) == [".theirs.01234567.tmp", "step-2", "step-3", "step-4"]
 
 
-def test_prune_removes_leftovers_of_a_killed_removal(tmp_path):
+def test_keep_removes_leftovers_of_killed_jobs(tmp_path):
     save(tmp_path / "step-1", filled(1))
-    rest = str(shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.01234567.tmp"))
-    begun = folders.folder_at(tmp_path / "step-2").begin("01234567")
+    shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.01234567.tmp")
+    begun = folder_at(tmp_path / "step-2").begin("01234567")
     (begun.path / "rank-00000.safetensors").touch()
-    assert prune(tmp_path, 1, dry=True) == [rest]
-    assert prune(tmp_path, 1) == [rest]
-    assert (begun.path / "rank-00000.safetensors").exists()  # its job lives
+    save(tmp_path / "step-3", filled(3), keep=2)
+    assert (begun.path / "rank-00000.safetensors").exists()  # its job is running
     begun.discard()
-    assert names(tmp_path) == ["step-1"]
+    assert names(tmp_path) == ["step-1", "step-3"]
 
 
 def test_keep_never_removes_the_saved_checkpoint_and_newer_ones(tmp_path):
@@ -73,17 +68,14 @@ def test_checkpoint_with_files_of_a_user_is_not_removed(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"step-{step}", filled(step))
     (tmp_path / "step-1" / "notes.txt").write_text("mine")
-    assert prune(tmp_path, 1) == []
     save(tmp_path / "step-3", filled(3), keep=1)
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
 @pytest.mark.parametrize("keep", ["2", 2.0, True, -1, None])
 def test_keep_must_be_a_number(tmp_path, keep):
-    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
+    with pytest.raises(UsageError, match=r"keep is .*; it takes a number of checkpoints"):
         save(tmp_path / "c", filled(1), keep=keep)
-    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
-        prune(tmp_path, keep)
     assert names(tmp_path) == []
 
 
@@ -105,34 +97,18 @@ def test_latest_works_while_another_job_removes_checkpoints(tmp_path, times):
     save(tmp_path / "last", model)
     writer.start()
     try:
-        for _ in range(times):
-            seen.append(latest(tmp_path))
-            prune(tmp_path, 1)
+        seen.extend(latest(tmp_path) for _ in range(times))
     finally:
         stop.set()
         writer.join()
     assert None not in seen
 
 
-def test_prune_leaves_a_checkpoint_that_was_saved_meanwhile(tmp_path, monkeypatch):
-    for name in ("last", "step-1"):
-        save(tmp_path / name, filled(1))
-    faults_in = prune_module.faults_in
-
-    def beside_a_save(folder):
-        save(tmp_path / "last", filled(2))
-        return faults_in(folder)
-
-    monkeypatch.setattr(prune_module, "faults_in", beside_a_save)
-    prune(tmp_path, 1)
-    assert holds(tmp_path / "last", 2)
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch, number):
+def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch):
+    number = errno.ESTALE
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
-    read = folders.Local.read
+    read = Local.read
 
     def fails_at(step):
         def fails(self, name):
@@ -142,7 +118,7 @@ def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch, numbe
 
         return fails
 
-    monkeypatch.setattr(folders.Local, "read", fails_at(3))
+    monkeypatch.setattr(Local, "read", fails_at(3))
     with pytest.raises(
         CheckpointError, match=rf"step-3 cannot be read \({os.strerror(number)}\), and it may be the newest"
     ):
@@ -152,7 +128,7 @@ def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch, numbe
     for look in (inspect, lambda path: export(path, tmp_path / "out")):
         with pytest.raises(CheckpointError, match=os.strerror(number)):
             look(tmp_path / "step-3")
-    monkeypatch.setattr(folders.Local, "read", fails_at(2))
+    monkeypatch.setattr(Local, "read", fails_at(2))
     assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
 
 
@@ -167,16 +143,33 @@ def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     cut(tmp_path / "step-3")
     (tmp_path / "step-2" / "manifest.json").unlink()
     (tmp_path / "step-9").mkdir()
+    (tmp_path / "step-400").mkdir()  # nothing tells that it was a checkpoint
+    (tmp_path / "step-400" / "manifest.json").write_text('{"schema": 1')
+    (tmp_path / ".step-500.tmp").mkdir()
+    (tmp_path / "step-600").write_text("a file")
     with pytest.warns(
         UserWarning, match=r"step-1 is the newest complete .*step-3/manifest.json cannot.*step-2 .* no man"
-    ):
+    ) as told:
         assert latest(tmp_path) == str(tmp_path / "step-1")
+    assert len(told) == 1
+    assert "step-400" not in str(told[0].message)
     cut(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
         latest(tmp_path)
     for step in (1, 2, 3):
         shutil.rmtree(tmp_path / f"step-{step}")
     assert latest(tmp_path) is None
+
+
+def test_the_newest_has_the_largest_number_or_the_latest_time(tmp_path):
+    assert latest(tmp_path / "absent") is None
+    for age, name in enumerate(("a", "c", "b")):
+        save(tmp_path / name, filled(1))
+        os.utime(tmp_path / name / "manifest.json", (age, age))
+    assert latest(tmp_path) == str(tmp_path / "b")
+    for name in ("step-9", "step-100", "step-20", "best"):
+        save(tmp_path / name, filled(1))
+    assert latest(str(tmp_path)) == str(tmp_path / "step-100")
 
 
 def test_load_of_a_damaged_checkpoint_names_the_one_before(tmp_path):
@@ -212,14 +205,14 @@ def test_missing_checkpoints_and_files_are_refused(tmp_path):
 
 def test_lost_and_found_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "lost+found").mkdir()
-    sizes = folders.Local.sizes
+    sizes = Local.sizes
 
     def refused(self):
         if self.path.name == "lost+found":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         return sizes(self)
 
-    monkeypatch.setattr(folders.Local, "sizes", refused)
+    monkeypatch.setattr(Local, "sizes", refused)
     assert latest(tmp_path) is None
 
 
@@ -237,5 +230,8 @@ def test_load_of_other_formats_names_the_convert_command(tmp_path):
         load(tmp_path / "hf", filled(1))
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"of torch\.distributed\.checkpoint; `accordion checkpoint convert`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"of torch\.distributed\.checkpoint; read it into the sharded model with",
+    ):
         load(tmp_path / "dcp", filled(1))

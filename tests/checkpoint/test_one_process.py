@@ -1,16 +1,22 @@
 """Checkpoints of a model that is not sharded: one process, no process group."""
 
+import copy
 import json
 import os
+import pickle
+import random
 import secrets
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accordion.checkpoint import latest, load, prune, save
+from accordion.checkpoint import RandomState, latest, load, save
+from accordion.checkpoint import background as bg
 from accordion.errors import CheckpointError
+from tests.support.checkpoints import small, stepped
 
 
 class Tied(nn.Module):
@@ -188,14 +194,6 @@ def test_model_on_the_meta_device_is_refused(tmp_path):
         load(tmp_path / "c", Tied().to("meta"))
 
 
-def test_file_of_another_checkpoint_is_detected(tmp_path):
-    save(tmp_path / "c", Tied())
-    save(tmp_path / "d", Tied())
-    os.replace(tmp_path / "d" / "rank-00000.safetensors", tmp_path / "c" / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match=r"model/embed.weight is damaged in bytes \d+ to \d+ of rank-00000.saf"):
-        load(tmp_path / "c", Tied())
-
-
 def test_older_checkpoint_and_empty_folder_are_replaced(tmp_path):
     model = Tied()
     save(tmp_path / "c", model, extra=1)
@@ -229,50 +227,20 @@ def test_odd_paths(tmp_path, monkeypatch):
 
 
 def test_links_to_checkpoints(tmp_path):
-    """A link is followed by `load`, refused by `save`, and neither counted nor followed by `prune`."""
+    """A link is followed by `load`, refused by `save`, and neither counted nor followed by `keep`."""
     model, other = Tied(), Tied()
     for step in (1, 2):
         save(tmp_path / f"step-{step}", model, extra=step)
     (tmp_path / "step-3").symlink_to(tmp_path / "step-2")
     assert latest(tmp_path) == str(tmp_path / "step-3")
     assert load(tmp_path / "step-3", other) == 2
-    assert prune(tmp_path, 1) == [str(tmp_path / "step-1")]
-    assert load(latest(tmp_path), other) == 2
     with pytest.raises(CheckpointError, match=r"step-3 is a link to .*step-2, and a save replaces none"):
         save(tmp_path / "step-3", model, extra=4)
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3"]
     assert [load(tmp_path / f"step-{step}", other) for step in (2, 3)] == [2, 2]
     save(tmp_path / "step-4", model, keep=1)
     assert sorted(os.listdir(tmp_path)) == ["step-3", "step-4"]
     assert latest(tmp_path) == str(tmp_path / "step-4")
-
-
-def test_latest(tmp_path):
-    assert latest(tmp_path / "absent") is None
-    assert latest(tmp_path) is None
-    model = Tied()
-    for name in ("step-9", "step-100", "step-20", "best"):
-        save(tmp_path / name, model)
-    assert latest(str(tmp_path)) == str(tmp_path / "step-100")
-    (tmp_path / "step-100" / "rank-00000.safetensors").unlink()  # torn in several ways
-    (tmp_path / "step-300").mkdir()
-    (tmp_path / "step-400").mkdir()
-    (tmp_path / "step-400" / "manifest.json").write_text('{"schema": 1')
-    (tmp_path / ".step-500.tmp").mkdir()
-    (tmp_path / "step-600").write_text("a file")
-    with pytest.warns(
-        UserWarning, match=r"step-20 is the newest complete checkpoint, newer .*step-100 is damaged: rank-0"
-    ) as told:
-        assert latest(tmp_path) == str(tmp_path / "step-20")
-    assert len(told) == 1
-    assert "step-400" not in str(told[0].message)  # nothing says that it was a checkpoint
-
-
-def test_latest_goes_by_time_where_names_have_no_number(tmp_path):
-    for age, name in enumerate(("a", "c", "b")):
-        save(tmp_path / name, Tied())
-        os.utime(tmp_path / name / "manifest.json", (age, age))
-    assert latest(tmp_path) == str(tmp_path / "b")
 
 
 def test_new_states_are_read_once(tmp_path, monkeypatch):
@@ -341,3 +309,133 @@ def test_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
     log.clear()
     save(tmp_path / "new" / "run" / "c", model)
     assert log == [*files, f"new/run/c -> {old}", f"{begun} -> new/run/c", "new/run", f"{old} -> {begun}"]
+
+
+# -- states of objects
+
+
+def draw():
+    return random.random(), np.random.rand(), np.random.standard_normal(), torch.rand(()).item()
+
+
+def test_schedulers_scalers_and_random_states_resume(tmp_path):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    np.random.standard_normal()  # one is left over in numpy's state
+    optimizer.step()
+    scheduler.step()
+    save(tmp_path / "c", model, optimizer, state={"scheduler": scheduler, "scaler": scaler, "random": RandomState()})
+    drawn = draw()
+    optimizer.step()
+    scheduler.step()
+    wanted = scheduler.state_dict()
+
+    other = torch.optim.SGD(model.parameters(), lr=9.0)
+    late = torch.optim.lr_scheduler.StepLR(other, 7, 0.1)
+    fresh = torch.amp.GradScaler("cpu")
+    state = {"scheduler": late, "scaler": fresh, "random": RandomState()}
+    load(tmp_path / "c", model, other, state=state)
+    assert draw() == drawn
+    assert fresh.get_scale() == 64.0
+    other.step()
+    late.step()
+    assert late.state_dict() == wanted
+    with pytest.raises(CheckpointError, match="no state for loader; it has scheduler, scaler, random"):
+        load(tmp_path / "c", model, state={"loader": scaler})
+    save(tmp_path / "d", model)
+    with pytest.raises(CheckpointError, match="saved without state"):
+        load(tmp_path / "d", model, state={"scaler": scaler})
+
+
+def test_strict_false_leaves_misfits_and_warns(tmp_path):
+    model, other = small(1), small(2, width=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    save(tmp_path / "c", model, stepped(model, optimizer), extra=7)
+    other.append(nn.Linear(2, 1))
+    mine = torch.optim.AdamW(other.parameters())
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"loaded in part: 2 missing .*2\.weight.* of another shape: model/0\.weight"):
+        assert load(tmp_path / "c", other, mine, strict=False) == 7
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name] if name == "1.bias" else before[name]), name
+    assert list(mine.state) == [other[1].bias]
+    assert torch.equal(mine.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
+    assert mine.param_groups[0]["lr"] == 0.5
+    same = small(3)
+    load(tmp_path / "c", same, strict=False)  # fits: not a word
+    assert torch.equal(same[0].weight, model[0].weight)
+
+
+def test_model_can_be_copied_during_a_background_save(tmp_path):
+    model = small()
+    save(tmp_path / "c", model, background=True)
+    copied, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied[0].weight, again[0].weight)
+    assert bg.saver_of(copied) is not bg.saver_of(model)
+    bg.saver_of(model).wait()
+
+
+def test_newest_good_checkpoints_are_kept(tmp_path):
+    model = small()
+    for step in (1, 2, 3, 10):
+        save(tmp_path / f"step-{step}", model)
+    save(tmp_path / "best", model)  # has another name but for its number: neither counted nor removed
+    for name in ("step-11", "step-12"):  # torn ones do not count as kept, and are not touched
+        save(tmp_path / name, model)
+        os.truncate(tmp_path / name / "rank-00000.safetensors", 9)
+    save(tmp_path / "step-20", model, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step-10", "step-11", "step-12", "step-20"]
+    assert latest(tmp_path) == str(tmp_path / "step-20")
+
+
+# -- kinds of numbers
+
+
+class Held(nn.Module):
+    def __init__(self, buffer, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("seen", buffer)
+
+
+CASTS = [
+    (torch.ones(2), torch.zeros(2, dtype=torch.int64), False),
+    (torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), False),
+    (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.uint8), False),
+    (torch.ones(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.int16), True),
+    (torch.ones(2), torch.zeros(2, dtype=torch.bfloat16), True),
+    (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64), True),
+]
+
+
+@pytest.mark.parametrize(("saved", "now", "fits"), CASTS)
+def test_load_casts_only_within_floats_or_integers(tmp_path, saved, now, fits):
+    save(tmp_path / "c", Held(saved, torch.ones(3)))
+    model = Held(now.clone(), torch.zeros(3))
+    if fits:
+        load(tmp_path / "c", model)
+        assert model.seen.tolist() == [1, 1]
+        return
+    with pytest.raises(
+        CheckpointError, match=r"1 of another kind: model/seen is .* in the checkpoint and .* in the model"
+    ):
+        load(tmp_path / "c", model)
+    assert not model.weight.any()
+    with pytest.warns(UserWarning, match="model/seen is "):
+        load(tmp_path / "c", model, strict=False)
+    assert torch.equal(model.seen, now)
+    assert model.weight.all()
+
+
+def test_tensors_with_equal_names_without_wrappers_are_refused(tmp_path):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2))
+    model.add_module("_orig_mod", nn.Module())
+    model._orig_mod.weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(
+        CheckpointError, match=r"_orig_mod.weight and another tensor of the model have the same name weight"
+    ):
+        save(tmp_path / "c", model)
+    assert os.listdir(tmp_path) == []

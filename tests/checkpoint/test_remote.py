@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.checkpoint import RandomState, latest, load, prune, save
-from accordion.checkpoint.convert import FORMATS, convert, export
+from accordion.checkpoint import RandomState, latest, load, save
+from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.inspect import verify
-from accordion.checkpoint.storage import folders
+from accordion.checkpoint.storage import remote
+from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
 from tests.support.checkpoints import assert_same_tensors, differing, small, stepped
@@ -40,7 +41,6 @@ def round_trip(root):
     assert latest(f"{root}/absent") is None
     assert load(f"{root}/step-10", other, torch.optim.AdamW(other.parameters())) == 10
     assert_same_tensors(model, other)
-    assert [path.rpartition("/")[2] for path in prune(root, 2)] == ["step-2"]
     assert verify(f"{root}/step-10") == []
     assert all(name.startswith("optimizer/") for name in differing(f"{root}/step-10", f"{root}/step-11"))
     with pytest.raises(CheckpointError, match="on remote storage none is replaced"):
@@ -76,25 +76,15 @@ def test_incomplete_and_damaged_checkpoints_in_memory(memory):
     torn(memory, fsspec.filesystem("memory"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_to_and_from_other_formats_on_remote_storage(memory, tmp_path, monkeypatch):
+def test_other_formats_are_read_and_written_on_this_machine_only(memory, tmp_path):
     model = small(1)
-    monkeypatch.chdir(tmp_path)
     save(f"{memory}/c", model)
-    export(f"{memory}/c", "m.pt", "torch")
-    assert torch.equal(torch.load("m.pt", weights_only=True)["0.weight"], model[0].weight)
-    for kind in set(FORMATS) - {"safetensors"}:  # a folder of such files comes in, a file does not
-        made = export("c" if kind == "hf" and save("c", model) else f"{memory}/c", f"{memory}/{kind}", kind)
-        assert all(path.startswith(f"{memory}/{kind}") for path in made)
-        with pytest.raises(UsageError, match="exists; pass another path"):
-            export(f"{memory}/c", f"{memory}/{kind}", kind)
-        convert(f"{memory}/{kind}", f"{memory}/from-{kind}")
-        other = small(2)
-        load(f"{memory}/from-{kind}", other)
-        assert_same_tensors(model, other)
-    with pytest.raises(UsageError, match="is neither a file nor a folder"):
-        convert(f"{memory}/absent", "x")
-    assert sorted(os.listdir()) == ["c", "m.pt"]
+    export(f"{memory}/c", tmp_path / "m.pt", "torch")
+    convert(tmp_path / "m.pt", f"{memory}/d")
+    assert differing(f"{memory}/c", f"{memory}/d") == set()
+    for act in (lambda: convert("memory://x", tmp_path / "d"), lambda: export(f"{memory}/c", "memory://x")):
+        with pytest.raises(UsageError, match=r"memory://x is on remote storage, and other formats .* copy it"):
+            act()
 
 
 class Counted(AbstractBufferedFile):
@@ -112,7 +102,7 @@ def test_each_byte_is_fetched_once(memory, monkeypatch):
     save(f"{memory}/c", model)
     storage = type(fsspec.filesystem("memory"))
     monkeypatch.setattr(storage, "open", lambda self, path, **how: Counted(self, path, **how))
-    monkeypatch.setattr(folders, "BLOCK_BYTES", 2**8)
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 2**8)
     Counted.asked.clear()
     load(f"{memory}/c", other)
     Counted.asked.sort()
@@ -122,9 +112,9 @@ def test_each_byte_is_fetched_once(memory, monkeypatch):
 
 def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(memory, monkeypatch):
     storage = fsspec.filesystem("memory")
-    first = folders.folder_at(f"{memory}/c")
+    first = folder_at(f"{memory}/c")
     begun = first.begin("0123abcd")
-    marker = f"{memory}/c/{folders.SAVING}".split("://")[1]
+    marker = f"{memory}/c/{remote.SAVING}".split("://")[1]
     owner = json.loads(storage.cat_file(marker))
     for other in ({"host": "elsewhere"}, {"pid": os.getppid()}):
         storage.pipe_file(marker, json.dumps(owner | other).encode())
@@ -138,14 +128,14 @@ def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(m
     save(f"{memory}/c", small(1))
     assert verify(f"{memory}/c") == []
     with pytest.raises(CheckpointError, match="was saved by another job at the same time"):
-        first.commit(begun, b"{}")
+        begun.commit(b"{}")
     begun.discard()
     assert verify(f"{memory}/c") == []
-    second = folders.folder_at(f"{memory}/d")
+    second = folder_at(f"{memory}/d")
     second.begin("0123abcd")
-    marker = f"{memory}/d/{folders.SAVING}".split("://")[1]
+    marker = f"{memory}/d/{remote.SAVING}".split("://")[1]
     storage.pipe_file(marker, json.dumps(owner | {"host": "elsewhere"}).encode())
-    monkeypatch.setattr(folders, "STALE_S", -1.0)
+    monkeypatch.setattr(remote, "STALE_S", -1.0)
     save(f"{memory}/d", small(1))
     assert sorted(name.rpartition("/")[2] for name in storage.ls(marker.rpartition("/")[0], detail=False)) == [
         "manifest.json",
@@ -158,7 +148,7 @@ def test_missing_storage_is_named(monkeypatch):
         save("nosuch://x/y", small(1))
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(UsageError, match=r"pip install 'accordion-fsdp\[remote\]'"):
-        folders.folder_at("s3://x/y")
+        folder_at("s3://x/y")
 
 
 def credentials(url):
@@ -180,55 +170,59 @@ def s3(monkeypatch):
     server.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_checkpoints_on_s3(s3):
-    assert os.environ["AWS_ENDPOINT_URL"]
-    round_trip("s3://bucket/run")
-    torn("s3://bucket/other", s3)
-
-
 def sharded(mesh, seed):
     torch.manual_seed(seed)
     model = acc.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), mesh)
     return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-def saved_by_ranks(mesh, url, root):
-    """Save on each rank, once at once and once in the background; return what rank 0 loads."""
-    os.environ |= credentials(url)
+def saved_by_ranks(mesh, environ, root):
+    """Save on each rank, once at once and once in the background; return the full tensors after a load."""
+    os.environ |= environ
     model, optimizer = sharded(mesh, 1)
     for step in (1, 2):
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         state = {"random": RandomState()}
         save(f"{root}/step-{step}", model, optimizer, extra=step, state=state, background=step == 2).wait()
-    assert latest(root).endswith("step-2")
     other, others = sharded(mesh, 2)
-    assert load(latest(root), other, others, state={"random": RandomState()}) == 2
+    assert load(f"{root}/step-2", other, others, state={"random": RandomState()}) == 2
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
         assert torch.equal(optimizer.state[mine]["exp_avg"].to_local(), others.state[theirs]["exp_avg"].to_local())
     return {name: tensor.clone() for name, tensor in acc.full_state_dict(model, rank0_only=False).items()}
 
 
-def refused_by_ranks(mesh, url, path):
-    os.environ |= credentials(url)
+def refused_by_ranks(mesh, environ, path):
+    os.environ |= environ
     with pytest.raises(CheckpointError, match="is damaged in bytes") as caught:
         load(path, sharded(mesh, 3)[0])
     return str(caught.value)
 
 
+def between_ranks(ranks, storage, root, environ):
+    wanted = ranks.run(2, saved_by_ranks, environ, root, timeout_s=180)[0]
+    assert verify(f"{root}/step-2") == []
+    alone = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    assert load(f"{root}/step-2", alone) == 2
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in alone.state_dict().items())
+    damage(storage, f"{root}/step-2/rank-00001.safetensors".split("://")[1], -1500)
+    assert len(set(ranks.run(2, refused_by_ranks, environ, f"{root}/step-2"))) == 1
+
+
+def test_checkpoints_of_two_ranks_on_shared_storage(world, tmp_path):
+    """This machine's folder in the place of remote storage: a file system in memory cannot be shared by ranks."""
+    between_ranks(world, fsspec.filesystem("local"), f"local://{tmp_path}", {})
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_checkpoints_of_two_ranks_on_s3(s3):
-    url, ranks = os.environ["AWS_ENDPOINT_URL"], pool.Pool(2)  # of their own: s3fs leaves threads behind
+def test_checkpoints_on_s3(s3):
+    url = os.environ["AWS_ENDPOINT_URL"]
+    round_trip("s3://bucket/run")
+    torn("s3://bucket/other", s3)
+    ranks = pool.Pool(2)  # of their own: s3fs leaves threads behind
     try:
-        wanted = ranks.run(2, saved_by_ranks, url, "s3://bucket/ranks", timeout_s=180)[0]
-        assert verify("s3://bucket/ranks/step-2") == []
-        alone = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-        assert load("s3://bucket/ranks/step-2", alone) == 2
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in alone.state_dict().items())
-        damage(s3, "bucket/ranks/step-2/rank-00001.safetensors", -1500)
-        assert len(set(ranks.run(2, refused_by_ranks, url, "s3://bucket/ranks/step-2"))) == 1
+        between_ranks(ranks, s3, "s3://bucket/ranks", credentials(url))
     finally:
         ranks.close()

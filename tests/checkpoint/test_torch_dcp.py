@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"full_state_dict": True, "cpu_offload": True},
     {"flatten_optimizer_state_dict": True},
 ]
-USUAL = ("full_shard", "hybrid_shard_optim")
+USUAL = {("full_shard", "ours"), ("hybrid_shard_optim", "torch's")}
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -94,7 +95,7 @@ def of_every_kind(mesh: Any, strategy: str) -> None:
         assert_equal(whole(get_state_dict(model, optimizer)), whole(get_state_dict(source, its)))
 
 
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, USUAL.__contains__))
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"full_shard"}.__contains__))
 def test_state_dicts_equal_those_of_fsdp2(world: Any, strategy: str) -> None:
     """Runs on all ranks of the job, as torch's functions require."""
     hybrid = strategy.startswith("hybrid")
@@ -123,14 +124,15 @@ def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> d
     return whole({"model": weights, "optim": moments})
 
 
-@pytest.mark.parametrize("strategy", sampled(STRATEGIES, ("full_shard", "hybrid_shard_optim").__contains__))
-@pytest.mark.parametrize("writer", ["ours", "torch's"])
+@pytest.mark.parametrize(
+    ("strategy", "writer"), sampled(product(STRATEGIES, ["ours", "torch's"]), lambda *case: case in USUAL)
+)
 def test_fsdp2_and_accordion_read_each_others_dcp_folders(
     world: Any, tmp_path: Any, strategy: str, writer: str
 ) -> None:
     """The reader has another number of ranks."""
     names = ("replicate", "shard") if strategy.startswith("hybrid") else ("shard",)
-    shapes = ((2, 2), (2, 1)) if len(names) == 2 else ((4,), (3,))
+    shapes = ((2, 2), (2, 1)) if len(names) == 2 else ((3,), (2,))
     wanted = world.run_mesh(shapes[0], names, stored, strategy, writer, str(tmp_path / "c"), False)[0]
     found = world.run_mesh(shapes[1], names, stored, strategy, writer, str(tmp_path / "c"), True)[0]
     assert_equal(found, wanted)

@@ -1,20 +1,27 @@
-"""Code in a process of its own, and how much memory it took."""
+"""Calls in a process of their own with little memory."""
 
-from tests.support.processes import run_python
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.pool import run_fake
 
 
-def run_bounded(code, *words, seconds=300):
-    """Run `code` in another process that may map 1 GiB more; its output, and the growth of its resident memory in MiB."""
-    head = (
-        "import sys, resource, warnings, torch\nwarnings.simplefilter('ignore')\n"
-        "from accordion.checkpoint.convert import convert\nfrom accordion.errors import CheckpointError, UsageError\n"
-        "import torch.distributed.checkpoint\n"
-        "kib = lambda key: int([l for l in open('/proc/self/status') if l.startswith(key)][0].split()[1])\n"
-        "before = kib('VmHWM')\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (kib('VmSize') * 1024 + 2**30,) * 2)\n"
-    )
-    tail = "\nprint(); print((kib('VmHWM') - before) // 1024)\n"
-    done = run_python("-c", head + code + tail, *map(str, words), timeout_s=seconds)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *lines, mib = done.stdout.strip().splitlines()
-    return "\n".join(lines), int(mib)
+def run_bounded(act: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Call `act(*args)` in a forked process that may map 1 GiB more; return its result and the growth of memory in MiB."""
+    result: tuple[Any, int] = run_fake(1, 0, _bounded, act, args, timeout_s=600)
+    return result
+
+
+def _bounded(_: object, act: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
+    before = _kib("VmHWM")
+    resource.setrlimit(resource.RLIMIT_AS, (_kib("VmSize") * 1024 + 2**30,) * 2)
+    return act(*args), (_kib("VmHWM") - before) // 1024
+
+
+def _kib(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))

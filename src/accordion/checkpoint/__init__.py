@@ -2,8 +2,8 @@
 
 from accordion.checkpoint.background import Saving
 from accordion.checkpoint.load import load
-from accordion.checkpoint.prune import latest, prune
+from accordion.checkpoint.prune import latest
 from accordion.checkpoint.random_state import RandomState
 from accordion.checkpoint.save import save
 
-__all__ = ["RandomState", "Saving", "latest", "load", "prune", "save"]
+__all__ = ["RandomState", "Saving", "latest", "load", "save"]

@@ -31,9 +31,13 @@ SAVER = "_accordion_saver"  # attribute of a model
 class Saving:
     """Handle of a save: tells if its thread is done, waits for it, and raises the error that ended it."""
 
-    def __init__(self, write: Callable[[], None] | None = None) -> None:
-        """Start a thread that calls `write`; without `write` the save counts as finished without an error."""
+    def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
+        """Start a thread that calls `write`; without `write` the save counts as finished without an error.
+
+        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model is gone by then.
+        """
         self._failure: CheckpointError | None = None
+        self._saver = saver
         self._thread: threading.Thread | None = None
         if write is not None:
             self._thread = threading.Thread(target=self._run, args=(write,), name="accordion-save")
@@ -46,6 +50,8 @@ class Saving:
             self._failure = error
         except Exception as error:  # remote stores and file systems raise errors of many classes
             self._failure = CheckpointError(message_of(error))
+        finally:
+            self._saver = None
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +106,7 @@ class Saver:
         self._agreement = agree
         if not self._ends_with_program:
             self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
-        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)))
+        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)), self)
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
             optimizer.register_step_post_hook(self._raise_failure)
@@ -189,11 +195,10 @@ class ThreadAgreement:
         name = f"{self._name}/{self._num_agreed}"
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
-        over = poll(
-            lambda: hub.over(name), self._team.timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
-        )
+        timeout_s = _torch.timeout_s_of_job()
+        over = poll(lambda: hub.over(name), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S)
         if over is None:
-            self._give_up(hub, self._team.timeout_s)
+            self._give_up(hub, timeout_s)
         if over.reports is None:
             return [text] * len(ranks)
         texts = {rank: text for rank, text, _ in over.reports}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from accordion.errors import CheckpointError
 
@@ -23,14 +23,6 @@ def kind_here() -> str:
     return "xxh3_64" if find_spec("xxhash") else "crc32"
 
 
-class Running(Protocol):
-    """A checksum that is updated with one block of bytes after the other, as those of hashlib."""
-
-    def update(self, data: Buffer, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
-
-
 class _Crc32:
     def __init__(self) -> None:
         self._value = 0
@@ -42,8 +34,11 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-def running(kind: str) -> Callable[[], Running]:
-    """Return the constructor of checksums of `kind`. Raises `CheckpointError` if its package is not installed."""
+def running(kind: str) -> Callable[[], Any]:
+    """Return the constructor of checksums of `kind`, with `update` and `hexdigest` as those of hashlib.
+
+    Raises `CheckpointError` if its package is not installed.
+    """
     if kind == "crc32":
         return _Crc32
     assert kind == "xxh3_64", "parse() refuses other kinds"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from accordion.checkpoint.format import MANIFEST
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import CheckpointError
 from accordion.files import NOT_REGULAR, is_open_at, open_regular
 
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -25,7 +25,6 @@ RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 OF_SAVES = re.compile(rf"{RANK_FILE.pattern}|\.nfs[0-9a-f]+")
 BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
 HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}\.tmp|old)")
-LONGEST_NAME = 240  # bytes: file systems take 255, of which a hidden folder's name uses 15 for itself
 LOCK_TIMEOUT_S = 10.0  # a process that a killed job forked, such as a loader's worker, may keep its lock for 5 s
 POLL_S = 0.05
 SHOWN = 5  # names that a message lists
@@ -67,17 +66,6 @@ def _names(folder: Path) -> list[str]:
 # -- may a save take a name?
 
 
-def check_name(path: Path) -> None:
-    """Raise `UsageError` if `path` has no name, or a name that is too long for the hidden folders next to it."""
-    if not path.name:
-        raise UsageError(f"{path} is the root of a file system; name a folder in it.")
-    if (num_bytes := len(os.fsencode(path.name))) > LONGEST_NAME:
-        raise UsageError(
-            f"the name {path.name[:20]}... has {num_bytes} bytes, and a checkpoint's at most {LONGEST_NAME}; "
-            "pass a shorter one."
-        )
-
-
 def check_free(path: Path) -> None:
     """Raise `CheckpointError`, naming what is at `path`, unless a save may take it.
 
@@ -101,9 +89,6 @@ def _occupied(path: Path) -> str:
         return "exists and is no checkpoint but a file"
     if os.path.ismount(path):
         return "is a mount point, which cannot be renamed"
-    with suppress(FileNotFoundError):  # if this process has no current folder any more
-        if os.path.samefile(path, os.curdir):
-            return "is the current folder, which a save would replace"
     if names and MANIFEST not in names:
         return f"exists and is no checkpoint, it holds {_listed(names)}"
     if others := foreign_in(path):
@@ -213,7 +198,7 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove the folder if it exists, and ignore errors: a later save or `prune` tries again."""
+    """Remove the folder if it exists, and ignore errors: a later save tries again."""
     with suppress(OSError):
         if os.path.lexists(path):
             remove(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accordion import _torch
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.safety.liveness.hub import hubs_of_job
@@ -36,11 +34,6 @@ class Team:
     def leads(self) -> bool:
         """True on the first rank, which writes the manifest and all else that is written once."""
         return self.index == 0
-
-    @property
-    def timeout_s(self) -> float:
-        """Timeout of the job's process group."""
-        return _torch.timeout_s_of_job() if dist.is_initialized() else math.inf
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:

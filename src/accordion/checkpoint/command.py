@@ -1,19 +1,16 @@
-"""The command `accordion checkpoint`: inspect, verify, convert and prune, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect, verify and convert, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accordion.checkpoint.convert import convert
 from accordion.checkpoint.inspect import inspect, verify
-from accordion.checkpoint.prune import prune
-from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
 from accordion.options import check_subcommand, listed, place, read
 
@@ -57,27 +54,10 @@ class ConvertOptions:
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions:
-    """Options of `prune`.
-
-    Args:
-        folder: the folder that holds the checkpoints
-        keep: number of the newest good checkpoints to keep, 1 or more
-        dry_run: only print which checkpoints would be removed
-        json: print JSON
-    """
-
-    folder: str = place()
-    keep: int
-    dry_run: bool = False
-    json: bool = False
-
-
 def run(words: list[str]) -> int:
     """Run the subcommand that `words` name and return the exit code: 0, or 1 if `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
-        _print(
+        print(
             f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
             "`accordion export` writes the model in other formats."
         )
@@ -91,20 +71,8 @@ def run(words: list[str]) -> int:
         answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    _print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines))
+    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
     return answer.code
-
-
-def _print(text: str) -> None:
-    """Print `text` and flush. Raises `CheckpointError` if it cannot be written, for example because the disk is full."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`
-        raise
-    except OSError as error:
-        # The rest of the buffer is dropped, as flushing it would fail again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise CheckpointError(f"the result cannot be written to standard output: {error.strerror}.") from error
 
 
 def _plain(value: Any) -> Any:
@@ -134,16 +102,8 @@ def _inspect(options: PathOptions) -> Answer:
     return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 
 
-def _check_exists(folder: Folder, what: str) -> None:
-    """Raise `CheckpointError` if `folder` does not exist, as after a typing error."""
-    try:
-        folder.sizes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is {what}: there is no such folder.") from None
-
-
 def _verify(options: PathOptions) -> Answer:
-    _check_exists(checkpoint_at(options.path), "no checkpoint")
+    checkpoint_at(options.path).sizes()  # raises an error if there is no such folder, as after a typing error
     faults = verify(options.path)
     data = {"path": options.path, "good": not faults, "faults": faults}
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
@@ -151,27 +111,15 @@ def _verify(options: PathOptions) -> Answer:
 
 def _convert(options: ConvertOptions) -> Answer:
     source = convert(options.source, options.target)
-    num_tensors, has_optimizer = len(source.shapes), source.optimizer is not None
+    num_tensors = len(source.tensors)
     data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
-    optimizer = ", with its optimizer" if has_optimizer else ""
-    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}{optimizer}"]
-    lines += [f"left out: {name}" for name in source.left]
-    return Answer(data={**data, "optimizer": has_optimizer}, lines=lines)
-
-
-def _prune(options: PruneOptions) -> Answer:
-    gone = prune(options.folder, options.keep, dry=options.dry_run)
-    if not gone:
-        _check_exists(folder_at(options.folder), "no folder of checkpoints")
-    verb = "would remove" if options.dry_run else "removed"
-    lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
-    return Answer(data={"removed": gone, "dry_run": options.dry_run}, lines=lines)
+    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
+    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
 
 
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
     "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
     "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
-    "convert": ("Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.", ConvertOptions, _convert),
-    "prune": ("Remove old checkpoints, never the last good one.", PruneOptions, _prune),
+    "convert": ("Make a checkpoint of a folder of safetensors or a torch.save file.", ConvertOptions, _convert),
 }
 SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

@@ -43,15 +43,6 @@ class Contents:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
-def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
-    """Raise `UsageError` if an object in `state` lacks `method`, which a save or a load calls."""
-    for key, thing in state.items():
-        if not hasattr(thing, method):
-            raise UsageError(
-                f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; pass plain values as `extra`."
-            )
-
-
 def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """Return the optimizer that steps: the inner one if `optimizer` wraps another. Raises `UsageError` if it is no optimizer."""
     if optimizer is None:

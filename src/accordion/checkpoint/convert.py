@@ -12,17 +12,19 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
-from accordion.checkpoint.foreign import DCP_METADATA, Foreign, of_safetensors, of_torch_file, tensors_alone
-from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.reading import Files, opened, steady
-from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import Contents
+from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
+from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
+from accordion.checkpoint.save import SaveJob, form_of, layout_of
+from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
+from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
@@ -32,7 +34,6 @@ from accordion.checkpoint.untrusted_files import (
     read_files,
     read_folder,
 )
-from accordion.checkpoint.writing import described, layout, write
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 
@@ -47,51 +48,35 @@ LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
     """Write a checkpoint from a source of another format; return the description of the source and of what is left out.
 
-    `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
-    1.6. Pickles are read without running anything they name. Every tensor that the source lists must be there exactly once.
-    Host memory: 100 MiB, and for a DCP folder twice its largest tensor; other files are mapped. A source on remote storage is
-    copied to this machine's folder for temporary files first.
+    `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Pickles are
+    read without running anything they name. Every tensor that the source lists must be there exactly once. Files are mapped.
     Raises `CheckpointError` for a source that is damaged, has no tensors of a model, claims an impossible size or names
-    anything but tensors, `UsageError` for one of no known format.
+    anything but tensors, `UsageError` for one of no known format or on remote storage.
     """
-    try:
-        at = folder_at(source)
-        if isinstance(at, Local):
-            return _write_checkpoint(at.path, target)
-        assert isinstance(at, Remote)
-        with TemporaryDirectory() as copy:
-            return _write_checkpoint(at.fetch(Path(copy)), target)
-    except (CheckpointError, UsageError):
-        raise
-    except Exception as error:  # a broken source may raise anything, in torch or in this package
-        raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
-
-
-def _write_checkpoint(source: Path, target: str | os.PathLike[str]) -> Foreign:
-    foreign, folder = _open_source(source), folder_at(target)
-    begun = folder.begin(secrets.token_hex(4))
-    try:
-        for i, all_parts in enumerate(foreign.files):
-            if parts := [part for part in all_parts if part.box.numel]:
-                write(begun, file_name(i), layout(parts, i))
-        form = Manifest(
-            checksum=kind_here(),
-            piece_bytes=PIECE_BYTES,
-            files={},
-            tensors={
-                name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
-                for name, (dtype, shape) in foreign.shapes.items()
-            },
-            aliases={},
-            optimizer=foreign.optimizer,
-            extra=foreign.extra,
-            saved_by={"torch": torch.__version__, "converted_from": foreign.kind, "num_ranks": len(foreign.files)},
-        )
-        folder.commit(begun, dump(described(form, begun)))
-    except BaseException:
-        begun.discard()
-        raise
+    foreign = _open_source(local_path(source))
+    contents = Contents(tensors=foreign.tensors, aliases={}, params={})
+    team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+    job = SaveJob(
+        target=folder_at(target),
+        name=secrets.token_hex(4),
+        place="",
+        form=form_of(contents, team, None),
+        plan=layout_of(contents, {}, team),
+        team=team,
+        keep=0,
+    )
+    job.run(team.agree)
     return foreign
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return `path` as a path of this machine. Raises `UsageError` for a URL of remote storage."""
+    folder = folder_at(path)
+    if isinstance(folder, Local):
+        return folder.path
+    raise UsageError(
+        f"{folder} is on remote storage, and other formats are read and written on this machine only; copy it."
+    )
 
 
 def _open_source(path: Path) -> Foreign:
@@ -100,27 +85,21 @@ def _open_source(path: Path) -> Foreign:
     Raises `UsageError` if its format is not known, `CheckpointError` if it is damaged or not safe to read.
     """
     if (path / DCP_METADATA).is_file():
-        from accordion.checkpoint.dcp import open_dcp  # half a second of imports
-
-        with tensors_alone(f"{path / DCP_METADATA}"):
-            source = open_dcp(path)
-    elif (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
+        raise UsageError(f"{path} is a folder of torch.distributed.checkpoint; {FROM_DCP}.")
+    if (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
         source = of_safetensors(read_folder(path))
     elif path.is_file() and path.suffix == ".safetensors":
         source = of_safetensors(read_files(path.parent, [path.name]))
     elif path.is_file():
         source = of_torch_file(path)
     else:
-        raise UsageError(
-            f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a torch DCP folder ({DCP_METADATA}) nor "
-            "a file."
-        )
-    if not source.shapes:
+        raise UsageError(f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a file.")
+    if not source.tensors:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
     config: Any = {}
     with suppress(OSError, ValueError):
         config = json.loads(read_text(path / "config.json"))
-    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.shapes)
+    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.tensors)
     return source
 
 
@@ -135,8 +114,8 @@ def export(
 ) -> list[str]:
     """Write the model of a checkpoint in another format and return the paths of the files. Every byte is checked first.
 
-    Host memory: one tensor for `hf` and `safetensors`, the model for the others. For a target on remote storage the files are
-    written to this machine's folder for temporary files first. Raises `CheckpointError`, `UsageError`.
+    Host memory: one tensor for `hf` and `safetensors`, the model for the others. `target` is a path of this machine, and `source`
+    may be a URL. Raises `CheckpointError`, `UsageError`.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, a folder whose configuration and tokenizer
@@ -145,24 +124,8 @@ def export(
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
-    to = folder_at(target)
-    if isinstance(to, Remote):
-        with TemporaryDirectory() as copy:
-            export(source, Path(copy, "made"), kind, like=like, dtype=dtype, beside=beside)
-            return to.put(Path(copy, "made"))
-    assert isinstance(to, Local)
-    return steady(lambda: checkpoint_at(source), lambda folder: _export(folder, to.path, kind, like, dtype, beside))
-
-
-def _export(
-    folder: Folder,
-    at: Path,
-    kind: str,
-    like: str | os.PathLike[str] | None,
-    dtype: torch.dtype | None,
-    beside: Callable[[Path], list[str]],
-) -> list[str]:
-    with draft_of(at) as begun, closing(opened(folder)) as files:
+    at = local_path(target)
+    with draft_of(at) as begun, closing(opened(checkpoint_at(source))) as files:
         check_model(files)
         if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
@@ -176,20 +139,24 @@ def _export(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # because of `no_dist`
                 save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
-            names = sorted(Local(begun).sizes())
+            names = sorted(path.name for path in begun.iterdir())
         else:
-            sources = sources_of(files, dtype)
-            if like is not None:
-                plain = plain_names(source.name for source in sources)
-                sources = [replace(source, name=plain[source.name]) for source in sources]
-            names = write_shards(begun, sources, SHARD_BYTES)
-            names += _configuration(files, begun, like, dtype)
+            names = _export_hf(files, begun, like, dtype)
             names += [name for name in beside(begun) if name not in names]
         if kind in FILES:
             (begun / names[0]).rename(at)
             return [str(at)]
         begun.rename(at)
     return [str(at / name) for name in names]
+
+
+def _export_hf(files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None) -> list[str]:
+    """Write the model's weights and configuration to `folder` as transformers does; return the names of the files."""
+    sources = sources_of(files, dtype)
+    if like is not None:
+        plain = plain_names(source.name for source in sources)
+        sources = [replace(source, name=plain[source.name]) for source in sources]
+    return write_shards(folder, sources, SHARD_BYTES) + _configuration(files, folder, like, dtype)
 
 
 def check_model(files: Files) -> None:

@@ -1,61 +1,41 @@
-"""Describe checkpoints of other formats for conversion: their tensors by our names, file by file."""
+"""Read models in other formats for conversion, without executing anything in their files."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.format import CODES, DTYPES
-from accordion.checkpoint.json_values import Json
+from accordion.checkpoint.format import CODES
 from accordion.checkpoint.untrusted_files import (
     StoredTensor,
     check_names,
-    mapped,
+    named,
     opened,
     plain_names,
     size_of,
 )
-from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError
 
 ARCHIVE = b"PK\3\4"  # first bytes of a file of torch.save since torch 1.6
 CHECKED_BYTES = 2**20  # read at once when a record of such a file is checked
-FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")  # how torch.load names a class that it refuses
 LARGEST_EXPANDED = 2**26  # bytes that a file's tensors may have beyond `MOST_COPIES` of the file's size
 MOST_COPIES = 16  # tensors may have more bytes than their file, as some are tied or expanded
-DCP_METADATA = ".metadata"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # keys for a model's state dict in other programs
-Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-Shapes: TypeAlias = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """The description of a checkpoint of another format.
-
-    Attributes:
-        shapes: dtype and shape of each tensor, by our names.
-        files: the parts of each file to write, to be read when they are written.
-        left: keys of the source that are left out.
-    """
+    """The model in a file or folder of another format: mapped tensors by our names, and keys of the source that are left out."""
 
     kind: str
-    shapes: Shapes
-    files: tuple[list[WritePart], ...]
-    optimizer: Json = None
-    extra: Json = None
+    tensors: Mapping[str, Tensor]
     left: tuple[str, ...] = ()
 
 
@@ -71,56 +51,32 @@ def check_unique(names: Mapping[Any, str]) -> None:
     check_names(first)
 
 
-def part_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> WritePart:
-    return WritePart(name, box_of(shape, ()), torch.empty(shape, dtype=dtype, device="meta"), read)
-
-
-@contextmanager
-def tensors_alone(what: str) -> Iterator[None]:
-    """Context manager that turns errors of torch's reader into a `CheckpointError` that begins with `what`."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{what} cannot be used: {error}") from None
-    except Exception as error:  # torch may raise anything for broken bytes
-        forbidden = FORBIDDEN.search(str(error))
-        text = str(error).partition("\n")[0].partition("  (")[0]  # without torch's advice and stack
-        why = f"it is damaged: {type(error).__name__}: {text[:200]}"
-        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to load the file unsafely
-            why = "its pickle is damaged, or holds more than tensors and plain values"
-        if forbidden:
-            why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
-        raise CheckpointError(f"{what} cannot be read as tensors alone: {why}.") from None
-
-
 # -- safetensors
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the description of safetensors files, from what `read_files` or `read_folder` returned."""
+    """Return the model in safetensors files, from what `read_files` or `read_folder` returned."""
     plain = plain_names(tensors)
     check_unique(plain)
-    shapes: dict[str, Shape] = {}
-    files: dict[Path, list[WritePart]] = {}
-    for key, (path, stored) in tensors.items():
-        name = "model/" + plain[key]
-        shapes[name] = DTYPES[stored.dtype], stored.shape
-        files.setdefault(path, []).append(part_of(name, *shapes[name], partial(mapped, path, stored)))
-    return Foreign(kind="safetensors", shapes=shapes, files=tuple(files.values()))
+    ours: dict[str, Tensor] = {}
+    for path in dict.fromkeys(path for path, _ in tensors.values()):
+        with safe_open(path, framework="pt") as file:
+            ours |= {f"model/{plain[key]}": file.get_tensor(key) for key, (at, _) in tensors.items() if at == path}
+    return Foreign(kind="safetensors", tensors=ours)
 
 
 # -- a file of torch.save
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Return the description of a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
+    """Return the model in a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(
                 f"{path} is not a torch.save archive of torch 1.6 or later; if it is an older file and you trust its origin, "
                 "load it and save it again with a newer torch."
             )
-        with tensors_alone(os.fspath(path)):
+        with named(f"{path} cannot be read as tensors alone"):
             _check_archive(file)
             state, left = _model_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -133,11 +89,9 @@ def of_torch_file(path: Path) -> Foreign:
                 raise CheckpointError(f"its tensors claim {total} bytes, and the file has {size_of(file)}.")
             plain_of = plain_names(str(key) for key in tensors)
             check_unique({key: plain_of[str(key)] for key in tensors})
-    ours = {f"model/{plain_of[str(key)]}": tensor for key, tensor in tensors.items()}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ours.items()}
-    parts = [part_of(name, *shapes[name], partial(_resolved, tensor)) for name, tensor in ours.items()]
+    ours = {f"model/{plain_of[str(key)]}": tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
     left += [str(key) for key in state if key not in tensors]
-    return Foreign(kind="torch.save", shapes=shapes, files=(parts,), left=tuple(left))
+    return Foreign(kind="torch.save", tensors=ours, left=tuple(left))
 
 
 def _check_archive(file: BinaryIO) -> None:
@@ -160,7 +114,3 @@ def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
         if isinstance(saved.get(key), dict):
             return saved[key], [str(other) for other in saved if other != key]
     return saved, []
-
-
-def _resolved(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg()

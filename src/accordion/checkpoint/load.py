@@ -21,7 +21,6 @@ from accordion.checkpoint.contents import (
     OF_RANKS,
     Contents,
     Stateful,
-    check_stateful,
     contents,
     local_data,
     model_tensors,
@@ -79,12 +78,8 @@ def load(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
 
-    def open_files() -> Files:
-        check_stateful(state or {}, "load_state_dict")
-        return steady(lambda: checkpoint_at(path), opened)
-
     for _ in range(TURNS):
-        with closing(team.agree(open_files)) as files:
+        with closing(team.agree(lambda: steady(lambda: checkpoint_at(path), opened))) as files:
             try:
                 plan = _checked(files, model, optimizer, state or {}, team, strict, only)
             except CheckpointError:
@@ -212,16 +207,13 @@ def _plan(
     present = {id(tensor) for tensor in wanted.tensors.values()}
     of_model: list[Read] = []
     of_optimizer: list[Read] = []
-    try:
-        for name, tensor in wanted.of_model().items():
-            entry = manifest.tensors.get(source := manifest.aliases.get(name, name))
-            if entry and entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype]):
-                of_model += _reads(source, entry, tensor)
-        for name, tensor in tensors.items():
-            of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
-        extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
+    for name, tensor in wanted.of_model().items():
+        entry = manifest.tensors.get(source := manifest.aliases.get(name, name))
+        if entry and entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype]):
+            of_model += _reads(source, entry, tensor)
+    for name, tensor in tensors.items():
+        of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
+    extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
     return _Plan(
         of_model=of_model,
         of_optimizer=of_optimizer,

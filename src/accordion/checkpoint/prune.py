@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
-from accordion.checkpoint.storage.folders import Folder, Local, folder_at, readable
+from accordion.checkpoint.reading import TURNS, look_into, steady
+from accordion.checkpoint.storage.folders import Folder, folder_at, readable
+from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
-BEST = "best"  # a checkpoint of `accordion train` that is never pruned
+BEST = "best"  # a checkpoint of `accordion train` that is never removed
 NO_CHECKPOINTS = ("lost+found",)  # in the root of a file system, readable by its administrator only
 NEVER = 2**63  # time of a checkpoint whose time is not known: it may be the newest
 
@@ -148,35 +149,10 @@ def fault_of(folder: Folder) -> str | None:
     return None
 
 
-def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> list[str]:
-    """Remove all but the `keep` newest good checkpoints in `folder`; return the paths of those removed.
-
-    Not counted and not removed: incomplete checkpoints (a save may be writing them), links, and folders that hold other files
-    too. Leftovers of killed jobs are removed. One of the checkpoints to keep must be undamaged in every byte; if none is, older
-    ones are kept too, up to the newest that is. With `dry` nothing is removed. Raises `UsageError` for `keep` below 1,
-    `CheckpointError` if a checkpoint cannot be removed.
-    """
-    check_keep(keep)
-    if not keep:
-        raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
-    at = folder_at(folder)
-    good = _good(_by_age(at, lambda name: name != BEST))
-    doomed = good[:-keep]
-    if doomed:
-        sound = next((i for i in reversed(range(len(good))) if not faults_in(good[i][0])), 0)
-        doomed = doomed[:sound]
-    left = [path for _, path in claims.leftovers(at.path)] if isinstance(at, Local) else []
-    for one, mark in [] if dry else doomed:
-        _remove(str(one), partial(one.remove, mark))
-    for path in [] if dry else left:
-        _remove(str(path), partial(claims.remove, path))
-    return [*(str(one) for one, _ in doomed), *map(str, left)]
-
-
 def check_keep(keep: int) -> None:
     """Raise `UsageError` unless `keep` is an integer of 0 or more."""
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
-        raise UsageError(f"keep is {keep!r}; it takes 1 or more, a number of checkpoints; for a save 0 keeps all.")
+        raise UsageError(f"keep is {keep!r}; it takes a number of checkpoints, and 0 keeps all.")
 
 
 def prune_before(saved: Folder, keep: int) -> None:

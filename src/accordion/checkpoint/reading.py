@@ -16,7 +16,8 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import Folder, Local, Reader
+from accordion.checkpoint.storage.folders import Folder, Reader
+from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
@@ -24,9 +25,9 @@ T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-LONGEST_NAME = 300  # letters of a tensor's name in a message
 SHOWN = 3  # tensors of a file that a message names
 _CONVERT = "`accordion checkpoint convert` makes a checkpoint"
+FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -54,7 +55,7 @@ def look_into(folder: Folder) -> Files:
     if MANIFEST not in sizes:
         instead = ""
         if DCP_METADATA in sizes:
-            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {_CONVERT} of it"
+            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {FROM_DCP}"
         elif any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in sizes):
             instead = f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{instead}.")
@@ -227,11 +228,11 @@ class Files:
         for (file, at), (name, text, num_bytes, into) in sorted(wanted.items()):
             try:
                 if self._sum(self.opened(file), at, num_bytes, into) != text:
-                    faults[f"{name[:LONGEST_NAME]} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
+                    faults[f"{name} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
             except CheckpointError as error:
                 faults[str(error)] = None
             except OSError as error:
-                faults[f"{name[:LONGEST_NAME]} in {file}: {error}"] = None
+                faults[f"{name} in {file}: {error}"] = None
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
@@ -243,7 +244,7 @@ class Files:
             step = self._buffer[: b - a] if into is None else into[a:b]
             reader.read_into(step, at + a)
             total.update(step)
-        return total.hexdigest()
+        return str(total.hexdigest())
 
     def fill_all(self, reads: Iterable[Read]) -> None:
         """Fill the tensors of `reads` that `faults` has not filled already."""

@@ -16,8 +16,6 @@ from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
 
-LONGEST_NAME = 300  # letters of a name in a message
-
 
 def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:
     """Return the differences between the checkpoint and `contents`, each naming both sides; empty if the checkpoint fits."""
@@ -50,7 +48,7 @@ def differences(manifest: Manifest, contents: Contents, states: RankStates | Non
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
     """Return ["NUMBER WHAT: NAME, NAME, ..."], or [] if there are no `names`."""
-    names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
+    names = list(names)
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 

@@ -21,7 +21,6 @@ from accordion.checkpoint.collective import Team, encodable
 from accordion.checkpoint.contents import (
     Contents,
     Stateful,
-    check_stateful,
     contents,
     local_data,
     model_tensors,
@@ -36,7 +35,8 @@ from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, fi
 from accordion.checkpoint.json_values import Json, as_bytes, encode
 from accordion.checkpoint.optimizer_states import same_on_all
 from accordion.checkpoint.prune import check_keep, prune_before
-from accordion.checkpoint.storage.folders import Folder, Local, folder_at
+from accordion.checkpoint.storage.folders import Folder, folder_at
+from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import FileLayout, WritePart, described, layout, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
@@ -89,19 +89,15 @@ def save(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
 
-    def checked() -> Folder:
-        check_keep(keep)
-        check_stateful(state or {}, "state_dict")
-        return folder_at(path)
-
-    target = team.agree(checked)
+    team.agree(lambda: check_keep(keep))
+    target = team.agree(lambda: folder_at(path))
     saved_once, rank_tensors = same_on_all(
         team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states
     )
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     rank_tensors |= team.agree(lambda: _state_tensors(state or {}, team))
     form, plan = team.agree(
-        lambda: (_form(saved_once, team, encode(extra, "extra")), _layout(saved_once, rank_tensors, team))
+        lambda: (form_of(saved_once, team, encode(extra, "extra")), layout_of(saved_once, rank_tensors, team))
     )
     job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
@@ -131,7 +127,7 @@ class SaveJob:
             begun = drafts[0] if drafts else self.target.begun(self.name)
             agree(lambda: self._write_file(begun, host) if self.plan.parts else None)
             # The rename in `commit` makes the folder a checkpoint.
-            agree(lambda: self.target.commit(begun, dump(described(self.form, begun))) if leads else None)
+            agree(lambda: begun.commit(dump(described(self.form, begun))) if leads else None)
         except BaseException:
             for one in drafts:
                 with suppress(Exception):  # the first error is the one to raise
@@ -149,7 +145,7 @@ class SaveJob:
         write(begun, file_name(self.team.index), self.plan, host)
 
 
-def _layout(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
+def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
     """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`."""
     parts = []
     for name, tensor in saved_once.tensors.items():
@@ -176,7 +172,7 @@ def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tenso
     return {state_key: as_bytes(words), **tensors}
 
 
-def _form(saved_once: Contents, team: Team, extra: Json) -> Manifest:
+def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
     """Return the manifest with all tensors but without files and chunks."""
     tensors = {
         name: TensorEntry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from accordion.checkpoint.contents import without_wrappers
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
@@ -24,6 +22,7 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
 SHOWN = 8  # tensors that a message names
+FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")  # how torch.load names a class that it refuses
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
@@ -51,27 +50,24 @@ def opened(path: Path) -> BinaryIO:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Context manager that turns errors from damaged or forged values into a `CheckpointError` that begins with `what`."""
+    """Context manager that turns errors from damaged or forged files into a `CheckpointError` that begins with `what`."""
     try:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {str(error)[:300]}.") from error
+    except Exception as error:  # torch may raise anything for broken bytes
+        text = str(error).partition("\n")[0].partition("  (")[0]  # without torch's advice and stack
+        why = f"it is damaged: {type(error).__name__}: {text[:300]}"
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to load the file unsafely
+            why = "its pickle is damaged, or holds more than tensors and plain values"
+        if forbidden := FORBIDDEN.search(str(error)):
+            why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
+        raise CheckpointError(f"{what}: {why}.") from None
 
 
 def size_of(file: BinaryIO) -> int:
     """Return the number of bytes of an open file."""
     return os.fstat(file.fileno()).st_size
-
-
-def mapped(path: Path, stored: StoredTensor) -> Tensor:
-    """Return the tensor `stored`, which must not be empty, mapped from the file; writes to it never change the file."""
-    with opened(path) as file:
-        size = stored.end - stored.at
-        data = torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8, offset=stored.at, shape=(size,)))
-    dtype = DTYPES[stored.dtype]
-    return (data if stored.at % dtype.itemsize == 0 else data.clone()).view(dtype).view(stored.shape)
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:

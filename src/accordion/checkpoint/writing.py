@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -41,16 +41,11 @@ from accordion.offload.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """A box of the tensor `name` that this rank writes.
-
-    Args:
-        data: its elements on any device; a meta tensor if `read` returns them when they are written.
-    """
+    """A box of the tensor `name` that this rank writes. `data`: its elements, on any device."""
 
     name: str
     box: Box
     data: Tensor
-    read: Callable[[], Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -105,12 +100,12 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
     # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
-    with folder.create(name, len(plan.head) + plan.num_bytes + plan.sums_bytes) as file:
+    with folder.create(name) as file:
         file.write(memoryview(plan.head))
         at = 0
         for part in plan.parts:
             if host is None:
-                data = bytes_of((part.read() if part.read else part.data).cpu().contiguous())
+                data = bytes_of(part.data.cpu().contiguous())
             else:
                 data = host[at : at + part.num_bytes]
                 at += part.num_bytes
@@ -169,7 +164,7 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     def sum_of(data: Buffer) -> str:
         total = begin_sum()
         total.update(data)
-        return total.hexdigest()
+        return str(total.hexdigest())
 
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))

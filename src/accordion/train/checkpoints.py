@@ -16,7 +16,8 @@ from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import BEST, newest
 from accordion.checkpoint.reading import read_manifest
-from accordion.checkpoint.storage.folders import Local, checkpoint_at
+from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.train.config import Job, JobConfig, flat
 
@@ -230,7 +231,7 @@ def keep_as_best(folder: Path, step: int) -> None:
                 if name != MANIFEST:
                     os.link(source.path / name, begun.path / name)
             # Not linked, because checkpoints are distinguished by the time of this file.
-            target.commit(begun, source.read(MANIFEST))
+            begun.commit(source.read(MANIFEST))
         except BaseException:
             with suppress(OSError):  # report the first failure
                 begun.discard()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accordion.checkpoint.format import DTYPES
 from accordion.checkpoint.reading import fill_part
-from accordion.checkpoint.storage.direct import LocalReader
+from accordion.checkpoint.storage.local import LocalReader
 from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
 from accordion.errors import CheckpointError
 

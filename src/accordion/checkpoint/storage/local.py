@@ -1,0 +1,242 @@
+"""Folders of this machine's file systems, also of those that it shares with others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from accordion.checkpoint import claims
+from accordion.checkpoint.format import MANIFEST
+from accordion.errors import CheckpointError
+
+
+class Local:
+    """A folder of a file system that contains the files of one checkpoint, or several checkpoints.
+
+    The `Local` that `begin` returns owns the lock on the checkpoint's name until `commit` or `discard`.
+    """
+
+    def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:
+        """`target`: the path that `commit` gives to this folder; `lock`: the lock on it."""
+        self.path, self._target, self._lock = path, target, lock
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file. Raises `FileNotFoundError` or `NotADirectoryError` if this is no folder."""
+        sizes = {}
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another job may remove it meanwhile
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
+
+    def folders(self) -> list[str]:
+        """Return the names of the visible folders in this one. A checkpoint that is being replaced counts as visible."""
+        names: dict[str, None] = {}
+        with suppress(FileNotFoundError):
+            for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
+                with os.scandir(self.path) as entries:
+                    for entry in entries:
+                        name = claims.replaced(entry.name) or entry.name
+                        if name[0] != "." and _is_folder(entry):
+                            names[name] = None
+        return list(names)
+
+    def inside(self, name: str) -> Local:
+        return Local(self.path / name)
+
+    def open(self, name: str) -> LocalReader:
+        return LocalReader(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def written_at(self, name: str) -> int:
+        """Return the time in ns at which a file was last written."""
+        return (self.path / name).stat().st_mtime_ns
+
+    def mark(self) -> tuple[int, ...] | None:
+        """Return a value that changes when another checkpoint takes this name; None if there is no checkpoint."""
+        try:
+            stat = os.stat(self.path / MANIFEST)
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino, stat.st_mtime_ns
+
+    def replaced(self) -> Local | None:
+        """Return the checkpoint that a save of this name is replacing, or was replacing when it was killed; None without one."""
+        old = Local(claims.hidden(self.path, "old"))
+        return old if old.mark() else None
+
+    def begin(self, save: str) -> Local:
+        """Lock this name, remove leftovers of killed saves, and return an empty hidden folder for a new checkpoint.
+
+        Raises `CheckpointError` if the name is taken by something else or another job is saving under it.
+
+        Args:
+            save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
+        """
+        path = self.path
+        claims.check_free(path)
+        _make(path.parent)
+        lock = claims.NameLock.take(path, claims.LOCK_TIMEOUT_S)
+        try:
+            if not os.path.lexists(path) and (old := self.replaced()) is not None:
+                old.path.rename(path)
+            left = [draft for name, draft in claims.drafts(path.parent) if name == path.name]
+            for folder in (claims.hidden(path, "old"), *left):
+                claims.remove_quietly(folder)
+            begun = Local(self.begun(save).path, path, lock)
+            begun.path.mkdir()
+        except BaseException:
+            lock.release()
+            raise
+        return begun
+
+    def begun(self, save: str) -> Local:
+        """Return the folder that `begin` returned on the rank that called it, without the lock."""
+        return Local(claims.hidden(self.path, f"{save}.tmp"))
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[LocalWriter]:
+        """Context manager for a new file with `write(memoryview)`; at its end the file is on the disk."""
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"{self.path}, which rank 0 created, does not exist on this rank; all ranks must share the storage, and no other "
+                "job may save under this name."
+            )
+        with _with_path(self.path / name):
+            handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                yield LocalWriter(handle)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def commit(self, manifest: bytes) -> None:
+        """Write the manifest into this folder, which `begin` returned, and give it the checkpoint's name."""
+        assert self._target is not None
+        assert self._lock is not None
+        target, old = self._target, claims.hidden(self._target, "old")
+        with self.create(MANIFEST) as file:
+            file.write(memoryview(manifest))
+        time_ns = time.time_ns()
+        # The precise time, because the file system's clock is so coarse that two saves may have the same one.
+        with suppress(OSError):
+            os.utime(self.path / MANIFEST, ns=(time_ns, time_ns))
+        _sync(self.path)
+        claims.check_free(target)
+        try:
+            if os.path.lexists(target):
+                target.rename(old)
+            self.path.rename(target)
+        except OSError as error:
+            with suppress(OSError):  # the older checkpoint gets its name back
+                old.rename(target)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+            raise CheckpointError(  # possible on a file system without locks
+                f"{target} was saved by another job at the same time; no other job may save under this name."
+            ) from error
+        _sync(target.parent)
+        claims.remove_quietly(old)
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove this folder, which `begin` returned, and unlock its name. Raises `OSError`."""
+        try:
+            if self.path.exists():
+                claims.remove(self.path)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def remove(self, mark: object) -> None:
+        """Remove this checkpoint, unless a job is saving under its name or `mark()` is not `mark`. Raises `OSError`."""
+        try:
+            lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
+        except CheckpointError:
+            return
+        except OSError:  # on a full disk, where no lock file can be written, the removal makes space
+            lock = None
+        try:
+            if self.mark() == mark:
+                claims.remove(self.path)
+        finally:
+            if lock is not None:
+                lock.release()
+
+
+class LocalWriter:
+    """Writes an open file in order."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self._at = handle, 0
+
+    def write(self, data: memoryview, /) -> None:
+        while data:
+            count = os.pwrite(self._handle, data, self._at)
+            self._at, data = self._at + count, data[count:]
+
+
+class LocalReader:
+    """A file that is open for reading; `close` it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, into: memoryview, at: int) -> None:
+        while into:
+            count = os.preadv(self._file.fileno(), [into], at)
+            if count == 0:
+                raise OSError(f"it ends at byte {at}")
+            into, at = into[count:], at + count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True for a folder, and for an entry that cannot be examined, since reading it will raise the error."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno != errno.ELOOP
+
+
+def _make(folder: Path) -> None:
+    """Create a folder and its parents, and wait until their names are on the disk."""
+    missing = [above for above in (folder, *folder.parents) if not above.exists()]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+    for above in missing:
+        _sync(above.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names of the files in `folder` are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with _with_path(folder):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _with_path(path: Path) -> Iterator[None]:
+    """Context manager that adds `path` to an `OSError` without a file name, as for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
