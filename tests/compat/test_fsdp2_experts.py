@@ -107,6 +107,7 @@ def test_experts_train_as_unsharded_and_as_torchs(world: Any, way: str) -> None:
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, way)
 
 
+@pytest.mark.slow
 def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
     """An int that does not divide the experts' ranks frees their full parameters."""
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)

@@ -71,7 +71,7 @@ def whole_and_clipped(pair) -> None:
         assert (weight.placements, weight.shape) == ((Shard(0),), (64, 32))
         weight.data.mul_(2.0)
     assert_close({"": model.blocks[0].up.weight.full_tensor()}, {"": 2 * whole["blocks.0.up.weight"]}, 1e-5)
-    model.load_state_dict(whole)
+    model.load_state_dict(reference.state_dict())
     assert_close({n: p.full_tensor() for n, p in model.state_dict().items()}, whole, 0.0)
     for norm_type in (2.0, float("inf")):
         for m in pair:
@@ -86,7 +86,6 @@ def whole_and_clipped(pair) -> None:
 
 def test_tensor_parallelism_inside(world):
     world.run_mesh((2, 2), ("dp", "tp"), parallel)
-    world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
 
 
 @pytest.mark.slow
@@ -168,6 +167,7 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
             ours.fully_shard(build, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims_))
 
 
+@pytest.mark.slow  # of three axes, DTensor looks for a sharding of each operator for seconds
 @on_mesh((1, 2, 2), ("dp", "ep", "tp"))
 def test_several_axes_inside(mesh) -> None:
     inner = mesh["ep", "tp"]
@@ -194,7 +194,7 @@ def test_several_axes_inside(mesh) -> None:
             ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
             ({"dp": 1, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
         ],
-        lambda axes, dims: len(axes) == 2,  # of three, DTensor looks for a sharding of each operator for seconds
+        lambda axes, dims: len(axes) == 2 and "shard" in dims and "rep" not in axes,
     ),
     ids=lambda given: "-".join(given),
 )
@@ -371,7 +371,7 @@ def extended_later(mesh, hooks: str, on_meta: bool, width: int, **options: Any) 
         step_all(optimizers)
 
 
-@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("hooks", sampled(HOOKS, lambda hooks: hooks == "casts"))
 def test_methods_of_local_tensors_may_be_set_after_fully_shard(world, hooks):
     for on_meta in (False, True):
         world.run(2, extended_later, hooks, on_meta, 8)

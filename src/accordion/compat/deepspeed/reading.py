@@ -253,7 +253,7 @@ def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
 
 def _checked(name: str, value: Any) -> Any:
     """Return the value, with whole numbers as int. Raises `UsageError` if the key does not take it."""
-    takes = _key(name).takes
+    takes = None if value == "auto" else _key(name).takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")
