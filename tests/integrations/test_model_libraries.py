@@ -166,7 +166,8 @@ def learns_alike(mesh: Any, case: str, folder: Path) -> None:
 
 
 @needs("diffusers")
-@pytest.mark.parametrize("case", [pytest.param("diffusers UNet", marks=pytest.mark.slow), "diffusers DiT"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["diffusers UNet", "diffusers DiT"])
 def test_diffusers(ranks, tmp_path, case):
     ranks(2).run(2, runs, case, tmp_path)
 
