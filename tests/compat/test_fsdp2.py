@@ -195,41 +195,6 @@ def test_blocks_under_checkpoint(mesh, reentrant: bool) -> None:
     assert_same_gradients(*found)
 
 
-@on_world(2)
-def test_a_gradient_scaler_skips_the_step_on_every_rank(mesh) -> None:
-    pair = both(mesh)
-    scales = []
-    for m in pair:
-        scaler, optimizer = torch.amp.GradScaler(device().type, init_scale=8.0), torch.optim.SGD(m.parameters(), lr=0.1)
-        seen = []
-        for step in range(3):
-            loss = scaler.scale(one_loss(m, step)) * (float("inf") if step == 1 and mesh.get_local_rank() == 0 else 1.0)
-            loss.backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            seen.append(scaler.get_scale())
-        scales.append(seen)
-    assert scales[0] == scales[1] == [8.0, 4.0, 4.0]
-    assert_close(params_of(pair[1]), params_of(pair[0]), 1e-6)
-
-
-@on_world(2)
-def test_hooks_on_accumulated_gradients_see_the_sharded_ones(mesh) -> None:
-    calls = []
-    for api in SIDES:
-        model, seen = sharded(api, mesh), []
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p, name=name, seen=seen: seen.append((name, type(p.grad).__name__))
-            )
-        one_loss(model).backward()
-        calls.append(seen)
-    assert sorted(calls[0]) == sorted(calls[1])
-    assert len(calls[1]) == len(list(model.parameters()))
-
-
 # -- policies
 
 

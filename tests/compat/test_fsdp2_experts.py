@@ -26,10 +26,8 @@ from tests.support.ranked import on_mesh
 
 RANKS = 4
 PLACES = hasattr(_fsdp_common, "ShardPlacementResult")
-WAYS = (
-    "a module",
-    pytest.param("a parameter", marks=pytest.mark.skipif(not PLACES, reason="torch 2.11 has no ShardPlacementResult")),
-)
+NEW = pytest.mark.skipif(not PLACES, reason="torch 2.11 has no ShardPlacementResult")
+WAYS = ("a module", pytest.param("a parameter", marks=[NEW, pytest.mark.slow]))
 
 
 def sharded(api: Any, mesh: Any, way: str, dtype: torch.dtype = torch.float32, **options: Any) -> experts.Model:

@@ -99,6 +99,7 @@ def test_modules_without_parameters_run(mesh) -> None:
     alone.unshard()
     alone.reshard()
     assert model[1].weight.grad is not None
+    assert type(model[:1]) is nn.Sequential, "a slice is of the original class"
 
 
 @on_world(4)

@@ -136,13 +136,17 @@ def test_setters(mesh) -> None:
     model.blocks[1].set_all_reduce_hook(lambda grad: seen.append(grad))
     one_loss(model).backward()
     assert seen
-    for setter, value in (
-        ("set_separate_reduce_scatter_group", True),
-        ("set_allocate_memory_from_process_group_for_comm", True),
-        ("set_unshard_in_backward", False),
-        ("set_post_optim_event", None),
-    ):
-        getattr(model, setter)(value)
+    log_once.cache_clear()
+    with logged() as messages:
+        for module in (model, *model.blocks):
+            module.set_unshard_in_backward(False)
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
+        "set_unshard_in_backward(False) has no effect",
+        "set_allocate_memory_from_process_group_for_comm has no effect",
+    ]
+    model.set_separate_reduce_scatter_group(True)
+    model.set_post_optim_event(None)
     model.set_symm_mem_for_comm()
     model.set_reduce_scatter_max_input_buffers(2)
     with pytest.raises(ValueError, match="pass a positive"):
@@ -162,20 +166,6 @@ def test_setters(mesh) -> None:
     plain = models.plain()
     one_loss(plain).backward()
     assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
-
-
-@on_world(4)
-def test_setters_without_effect_log_once(mesh) -> None:
-    log_once.cache_clear()
-    with logged() as messages:
-        model = sharded(ours, mesh)
-        for module in (model, *model.blocks):
-            module.set_unshard_in_backward(False)
-            module.set_allocate_memory_from_process_group_for_comm(True)
-    assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
-        "set_unshard_in_backward(False) has no effect",
-        "set_allocate_memory_from_process_group_for_comm has no effect",
-    ]
 
 
 @on_world(2)

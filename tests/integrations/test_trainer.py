@@ -346,27 +346,24 @@ def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path, cu
 # -- a model that fits no rank
 
 
-def meta_start(mesh: Any, folder: Path) -> None:
+@on_job(2)
+def test_a_meta_model_is_loaded_when_it_is_sharded(mesh: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from accordion.integrations.transformers import from_pretrained
 
     with library_job():
-        base = folder / "base"
+        base = tmp_path / "base"
         if mesh.get_local_rank() == 0:
             llama(3).save_pretrained(base)
         torch.distributed.barrier()
-        theirs = train(trainer(False, folder, AutoModelForCausalLM.from_pretrained(base), max_steps=4))
+        theirs = train(trainer(False, tmp_path, AutoModelForCausalLM.from_pretrained(base), max_steps=4))
         model = from_pretrained(AutoModelForCausalLM, base)
         assert all(p.is_meta for p in model.parameters())
-        ours = train(trainer(True, folder, model, max_steps=4))
+        ours = train(trainer(True, tmp_path, model, max_steps=4))
         alike(theirs, ours)
         with pytest.raises(acc.CheckpointError, match="no folder"):
-            from_pretrained(AutoModelForCausalLM, folder / "nowhere")
-
-
-def test_a_meta_model_is_loaded_when_it_is_sharded(ranks, tmp_path):
-    ranks(2).run(2, meta_start, tmp_path)
+            from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
 
 
 # -- what is refused

@@ -50,7 +50,7 @@ class Schedule:
     @property
     def warmup(self) -> int:
         """Number of warmup steps."""
-        return max(2, self.params.get("warmup_num_steps", 1000))
+        return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
         """Return the learning rate after `done` steps for a parameter group that began with `first_rate`."""
