@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.compat.deepspeed import Schedule, read
-from accordion.compat.deepspeed.keys import KEYS, SECTIONS, Use, render
+from accordion.compat.deepspeed import read
+from accordion.compat.deepspeed.keys import KEYS, SECTIONS, Use
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
+from tests.compat.deepspeed_page import render
 from tests.pool import fake_world
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compat_deepspeed.md"
@@ -74,7 +75,7 @@ ANSWERS = {
 
 def test_the_documentation_has_the_table() -> None:
     assert DOCUMENT.read_text() == render(), (
-        "write it anew: python -m accordion.compat.deepspeed > docs/compat_deepspeed.md"
+        "write it anew: python -m tests.compat.deepspeed_page > docs/compat_deepspeed.md"
     )
 
 
@@ -99,10 +100,10 @@ def test_a_file_of_the_trainer_with_its_autos() -> None:
     assert pickle.loads(pickle.dumps(settings)).sharding.strategy == FULL_SHARD
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_auto_without_a_value_is_named(name: str) -> None:
-    with pytest.raises(UsageError, match=f"'{name}' is 'auto'"):
-        read(TRAINER, auto={key: value for key, value in ANSWERS.items() if key != name})
+def test_an_auto_without_a_value_is_named() -> None:
+    for name in ANSWERS:
+        with pytest.raises(UsageError, match=f"'{name}' is 'auto'"):
+            read(TRAINER, auto={key: value for key, value in ANSWERS.items() if key != name})
 
 
 def test_a_path_and_a_dict_are_the_same(tmp_path: Path) -> None:
@@ -111,11 +112,10 @@ def test_a_path_and_a_dict_are_the_same(tmp_path: Path) -> None:
     assert read(file, auto=ANSWERS) == read(str(file), auto=ANSWERS) == read(TRAINER, auto=ANSWERS)
 
 
-@pytest.mark.parametrize(
-    ("stage", "strategy"), [(0, NO_SHARD), (1, SHARD_OPTIM), (2, SHARD_GRAD_OP), (3, FULL_SHARD), (False, NO_SHARD)]
-)
-def test_stages(stage: int, strategy: Any) -> None:
-    assert read({"zero_optimization": {"stage": stage}} if stage is not False else {}).sharding.strategy is strategy
+def test_stages() -> None:
+    for stage, strategy in enumerate((NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)):
+        assert read({"zero_optimization": {"stage": stage}}).sharding.strategy is strategy
+    assert read({}).sharding.strategy is NO_SHARD
 
 
 @pytest.mark.parametrize(
@@ -135,30 +135,31 @@ def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
         read({"zero_optimization": {"stage": 2, key: 4}})
 
 
-BATCHES = [  # train, micro, accumulation as given; ranks; what follows
-    ((32, 4, 2), 4, (32, 4, 2)),
-    ((32, 4, None), 4, (32, 4, 2)),
-    ((32, None, 2), 4, (32, 4, 2)),
-    ((None, 4, 2), 4, (32, 4, 2)),
-    ((32, None, None), 4, (32, 8, 1)),
-    ((None, 4, None), 4, (16, 4, 1)),
+BATCHES = [  # train, micro, accumulation as given, and what follows on four ranks
+    ((32, 4, 2), (32, 4, 2)),
+    ((32, 4, None), (32, 4, 2)),
+    ((32, None, 2), (32, 4, 2)),
+    ((None, 4, 2), (32, 4, 2)),
+    ((32, None, None), (32, 8, 1)),
+    ((None, 4, None), (16, 4, 1)),
 ]
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@pytest.mark.parametrize(("said", "ranks", "expected"), BATCHES)
-def test_batch_sizes_follow(said: tuple[int | None, ...], ranks: int, expected: tuple[int, ...]) -> None:
-    batch = read({k: v for k, v in zip(NAMES, said, strict=True) if v is not None}).batch(ranks)
-    assert (batch.train_batch, batch.micro_batch, batch.accumulation) == expected
+def sizes(*given: int | None) -> tuple[int, ...]:
+    """Return the batch sizes on four ranks from those in a file, in the order of `NAMES`."""
+    batch = read({k: v for k, v in zip(NAMES, given, strict=True) if v is not None}).batch(4)
+    return batch.train_batch, batch.micro_batch, batch.accumulation
 
 
-@pytest.mark.parametrize("said", [(32, 4, 3), (31, 4, None), (31, None, 2), (2, None, None), (8, 16, None)])
-def test_batch_sizes_that_do_not_fit(said: tuple[int | None, ...]) -> None:
-    settings = read({k: v for k, v in zip(NAMES, said, strict=True) if v is not None})
-    with pytest.raises(UsageError, match=r"which is not .* x ranks"):
-        settings.batch(4)
+def test_batch_sizes_follow_or_do_not_fit() -> None:
+    for given, expected in BATCHES:
+        assert sizes(*given) == expected
+    for given in [(32, 4, 3), (31, 4, None), (31, None, 2), (2, None, None), (8, 16, None)]:
+        with pytest.raises(UsageError, match=r"which is not .* x ranks"):
+            sizes(*given)
     with pytest.raises(UsageError, match="neither"):
-        read({"gradient_accumulation_steps": 2}).batch(4)
+        sizes(None, None, 2)
 
 
 def test_precision() -> None:
@@ -212,16 +213,6 @@ RATES: list[tuple[str, dict[str, Any], list[float]]] = [
         {"warmup_type": "linear", "warmup_num_steps": 2, "total_num_steps": 4, "cos_min_ratio": 0.2},
         [0, 0, 0.5, 0.6, 0.2, 0.2],
     ),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2},
-        [0.1, 0.2, 0.3, 0.4],
-    ),
-    (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_staircase": True},
-        [0.1, 0.1, 0.2, 0.2, 0.3],
-    ),
 ]
 
 
@@ -237,19 +228,6 @@ def test_schedules_step_for_step(name: str, params: dict[str, Any], expected: li
         scheduler.step()
     assert found == pytest.approx(expected)
     assert "_schedule" not in scheduler.state_dict()
-
-
-def test_a_rate_for_each_group() -> None:
-    schedule = Schedule("WarmupLR", {"warmup_num_steps": 2, "warmup_max_lr": [1.0, 3.0]})
-    groups = [{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(2)]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    scheduler = schedule(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 3.0]
-    with pytest.raises(UsageError, match="2 rates for 1 parameter groups"):
-        schedule(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
 
 
 def scales(section: dict[str, Any], overflows: list[bool]) -> list[float]:
@@ -313,24 +291,23 @@ NO_KEY: list[tuple[dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "max"}, "valid: mean, sum"),
     ({"optimizer": {"type": "AdmW"}}, "did you mean 'Adam"),
     ({"optimizer": {"params": {"lr": 1}}}, "takes a name"),
-    ({"optimizer": {"type": "Lamb"}}, "norms of whole parameters"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "compressed communication"),
-    ({"optimizer": {"type": "Muon"}}, "whole matrices"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "torch.optim lacks it"),
     ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "OneCycleLR"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 3.0]}}}, "takes a number"),
     ({"scheduler": {"type": "Warmup"}}, "did you mean 'WarmupLR'?"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "needs scheduler.params.total_num_steps"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "positive whole number"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "whole number of at least 1"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "valid: log, linear"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "no optimizer with an lr"),
 ]
 
 
-@pytest.mark.parametrize(("content", "expected"), NO_KEY, ids=[json.dumps(c)[:60] for c, _ in NO_KEY])
-def test_mistakes_are_named_on_one_line(content: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UsageError) as error:
-        read(content)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
+def test_mistakes_are_named_on_one_line() -> None:
+    for content, expected in NO_KEY:
+        with pytest.raises(UsageError) as error:
+            read(content)
+        assert expected in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -340,20 +317,21 @@ def nested(name: str, value: Any) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.REFUSED])
-def test_unsupported_keys_are_refused_by_name_unless_off(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
-        read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
-    assert KEYS[name].why in str(error.value)
-    for off in (None, False, *KEYS[name].off, *([{"enabled": False}] if name in SECTIONS else [])):
-        read(nested(name, off))
+def test_unsupported_keys_are_refused_by_name_unless_off() -> None:
+    for name, row in KEYS.items():
+        if row.use is Use.REFUSED:
+            with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
+                read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
+            assert row.why in str(error.value)
+            for off in (None, False, *row.off, *([{"enabled": False}] if name in SECTIONS else [])):
+                read(nested(name, off))
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.NOT_NEEDED])
-def test_unneeded_keys_are_accepted_and_listed(name: str) -> None:
-    value = {"anything": 1} if name in SECTIONS else "auto"
-    ignored = read(nested(name, value)).ignored
-    assert [key for key in ignored if key == name or key.startswith(f"{name}.")]
+def test_unneeded_keys_are_accepted_and_listed() -> None:
+    for name, row in KEYS.items():
+        if row.use is Use.NOT_NEEDED:
+            ignored = read(nested(name, {"anything": 1} if name in SECTIONS else "auto")).ignored
+            assert [key for key in ignored if key == name or key.startswith(f"{name}.")], name
 
 
 OFFLOADED = [
@@ -386,11 +364,6 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("zero", "expected"), OFFLOADED)
-def test_offload_devices(zero: dict[str, Any], expected: Offload) -> None:
-    assert read({"zero_optimization": zero}).sharding.offload == expected
-
-
 NOT_OFFLOADED = [
     ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path is None; device 'nvme' needs a folder"),
     (
@@ -405,21 +378,23 @@ NOT_OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("zero", "expected"), NOT_OFFLOADED)
-def test_impossible_offload_is_named(zero: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UsageError, match=expected):
-        read({"zero_optimization": zero})
+def test_offload_devices_and_impossible_ones() -> None:
+    for zero, offload in OFFLOADED:
+        assert read({"zero_optimization": zero}).sharding.offload == offload
+    for zero, words in NOT_OFFLOADED:
+        with pytest.raises(UsageError, match=words):
+            read({"zero_optimization": zero})
 
 
 FILES = [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ('{"fp16": {}, "fp16": {}}', "'fp16' twice")]
 
 
-@pytest.mark.parametrize(("text", "expected"), FILES)
-def test_files_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=expected):
-        read(file)
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for text, expected in FILES:
+        file = tmp_path / "ds.json"
+        file.write_text(text)
+        with pytest.raises(UsageError, match=expected):
+            read(file)
     with pytest.raises(UsageError, match="cannot be read"):
         read(tmp_path / "absent.json")
     with pytest.raises(UsageError, match="not list"):

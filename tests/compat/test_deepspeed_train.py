@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from accordion import cli
 from accordion.compat.deepspeed import read
-from accordion.compat.deepspeed.engine import _tag_in
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
@@ -153,11 +151,3 @@ def test_the_command_starts_ranks_with_the_settings_of_the_file(
     told = capsys.readouterr().err
     assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
     assert told.count("\n") == 1
-
-
-def test_a_pipe_names_no_newest_checkpoint(tmp_path, no_waiting):
-    os.mkfifo(tmp_path / "newest")
-    with pytest.raises(UsageError, match=r"names no checkpoint: no regular file.*pass load_checkpoint"):
-        _tag_in(tmp_path / "newest")
-    (tmp_path / "tag").write_text("step-3\n")
-    assert _tag_in(tmp_path / "tag") == "step-3"

@@ -26,10 +26,8 @@ from tests.support.ranked import on_mesh
 
 RANKS = 4
 PLACES = hasattr(_fsdp_common, "ShardPlacementResult")
-WAYS = (
-    "a module",
-    pytest.param("a parameter", marks=pytest.mark.skipif(not PLACES, reason="torch 2.11 has no ShardPlacementResult")),
-)
+NEW = pytest.mark.skipif(not PLACES, reason="torch 2.11 has no ShardPlacementResult")
+WAYS = ("a module", pytest.param("a parameter", marks=[NEW, pytest.mark.slow]))
 
 
 def sharded(api: Any, mesh: Any, way: str, dtype: torch.dtype = torch.float32, **options: Any) -> experts.Model:
@@ -107,6 +105,7 @@ def test_experts_train_as_unsharded_and_as_torchs(world: Any, way: str) -> None:
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, way)
 
 
+@pytest.mark.slow
 def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
     """An int that does not divide the experts' ranks frees their full parameters."""
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)

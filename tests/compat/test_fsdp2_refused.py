@@ -99,6 +99,7 @@ def test_modules_without_parameters_run(mesh) -> None:
     alone.unshard()
     alone.reshard()
     assert model[1].weight.grad is not None
+    assert type(model[:1]) is nn.Sequential, "a slice is of the original class"
 
 
 @on_world(4)
@@ -122,8 +123,11 @@ def test_misuse_is_reported(mesh) -> None:
             AveragedModel(copied)
         one_loss(copied)
     assigned = sharded(ours, mesh)
-    assigned.load_state_dict({n: p.clone() for n, p in models.plain().state_dict().items()}, assign=True)
-    one_loss(assigned).backward()
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        assigned.load_state_dict(models.plain().state_dict())
+    assigned.load_state_dict(models.plain().state_dict(), assign=True)
+    with pytest.raises(ValueError, match=r"is a plain tensor now\. Assign a DTensor"):
+        one_loss(assigned)
 
 
 @on_world(2)

@@ -83,24 +83,5 @@ def trains(made: nn.Module) -> None:
         step_all(optimizers)
 
 
-def on_two_axes() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = ours.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
-    for p in model.parameters():
-        with torch.no_grad():
-            p.fill_(0.5)
-    for _ in range(2):
-        model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
-    # The sum of a mean of ranks 0 to 3 over two steps: what one process computes.
-    assert torch.allclose(model[1].bias.grad.full_tensor(), torch.full((3,), 4.0))
-
-
 def test_training_is_that_of_the_unsharded_model() -> None:
     run_threads(2, partial(trains, models.plain()))
-
-
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="DTensor's dispatch of torch 2.11 crashes in four threads at once"
-)
-def test_a_hybrid_of_threads() -> None:
-    run_threads(4, on_two_axes)

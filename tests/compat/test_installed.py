@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,20 @@ from torch import nn
 import accordion as acc
 from accordion.compat import fsdp2
 from accordion.compat.fsdp2.launching import arguments
-from tests.compat.test_migrate import EXAMPLES, program, where
+from tests.compat.test_migrate import EXAMPLES, program
 from tests.support.ranked import on_world
 
 
-@on_world(4)
-def test_a_program_that_nobody_edited_learns_the_same(mesh: Any) -> None:
+@on_world(2)
+def test_names_are_replaced_until_they_are_removed(mesh: Any) -> None:
     theirs = torch.distributed.fsdp.fully_shard
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = program("fsdp2_before").train(4, device=where())
     early = types.ModuleType("imported_before")
     early.fully_shard = theirs  # type: ignore[attr-defined]
     sys.modules["imported_before"] = early
     installed = fsdp2.install()
     try:
         assert torch.distributed.fsdp.fully_shard is early.fully_shard is fsdp2.fully_shard  # type: ignore[attr-defined]
-        module = program("fsdp2_before")
-        assert module.fully_shard is fsdp2.fully_shard
-        assert module.train(4, device=where()) == pytest.approx(expected, rel=1e-5 if where() == "cpu" else 1e-2)
+        assert program("fsdp2_before").fully_shard is fsdp2.fully_shard
         model = torch.distributed.fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
         assert isinstance(model, torch.distributed.fsdp.FSDPModule)
         fsdp2.install().remove()  # another one changes nothing

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accordion as acc
 from tests.integrations.jobs import bytes_held, full, needs
+from tests.support.ranked import on_job
 
 pytestmark = pytest.mark.cpu("batches are drawn and compared there")
 Batch = tuple[Any, ...]
@@ -115,6 +116,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch], Cal
 }
 
 
+NEEDED = {"diffusers": ["diffusers"], "timm": ["timm", "torchvision"], "PyG": ["torch_geometric"]}
+MARKED = [
+    pytest.param(case, marks=[needs(*NEEDED[library]), *[pytest.mark.slow] * (library == "diffusers")])
+    for case in CASES
+    for library in [case.partition(" ")[0]]
+]
+
+
 def learns(mesh: Any, case: str, ours: bool, steps: int = 6) -> tuple[nn.Module, list[float], list[Tensor]]:
     """Return the model, losses and gradient norms, and the full tensors of diffusers' averages of the model."""
     make, draw, loss_of = CASES[case]
@@ -146,37 +155,19 @@ def learns(mesh: Any, case: str, ours: bool, steps: int = 6) -> tuple[nn.Module,
     return whole, found, [p.full_tensor() if ours else p for p in kept]
 
 
-def runs(mesh: Any, case: str, folder: Path) -> None:
+@pytest.mark.parametrize("case", MARKED)
+@on_job(2)
+def test_a_model_of_a_library_learns_as_under_ddp(mesh: Any, tmp_path: Path, case: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
-        learns_alike(mesh, case, folder)
-
-
-def learns_alike(mesh: Any, case: str, folder: Path) -> None:
-    theirs, expected, averages = learns(mesh, case, False)
-    mine, found, sharded_averages = learns(mesh, case, True)
-    assert found == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(sharded_averages, averages, rtol=1e-4, atol=1e-5)
-    assert bytes_held(mine) < 0.6 * bytes_held(theirs)
-    if case.startswith("diffusers"):
-        acc.save_pretrained(mine, folder)
-        whole = full(mine)
-        torch.distributed.barrier()
-        torch.testing.assert_close(dict(type(theirs).from_pretrained(folder).state_dict()), whole, rtol=0, atol=0)
-
-
-@needs("diffusers")
-@pytest.mark.parametrize("case", [pytest.param("diffusers UNet", marks=pytest.mark.slow), "diffusers DiT"])
-def test_diffusers(ranks, tmp_path, case):
-    ranks(2).run(2, runs, case, tmp_path)
-
-
-@needs("timm", "torchvision")
-@pytest.mark.parametrize("case", ["timm ViT", "timm ResNet"])
-def test_timm(ranks, tmp_path, case):
-    ranks(2).run(2, runs, case, tmp_path)
-
-
-@needs("torch_geometric")
-def test_pytorch_geometric(ranks, tmp_path):
-    ranks(2).run(2, runs, "PyG", tmp_path)
+        theirs, expected, averages = learns(mesh, case, False)
+        mine, found, sharded_averages = learns(mesh, case, True)
+        assert found == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(sharded_averages, averages, rtol=1e-4, atol=1e-5)
+        assert bytes_held(mine) < 0.6 * bytes_held(theirs)
+        if case.startswith("diffusers"):
+            acc.save_pretrained(mine, tmp_path)
+            whole = full(mine)
+            torch.distributed.barrier()
+            loaded = type(theirs).from_pretrained(tmp_path)
+            torch.testing.assert_close(dict(loaded.state_dict()), whole, rtol=0, atol=0)

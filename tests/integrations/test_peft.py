@@ -107,13 +107,20 @@ def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: A
 # -- around a base that fits no rank
 
 
-def begins(mesh: Any, name: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name", sampled(["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3"], {"rsLoRA, modules_to_save", "IA3"}.__contains__)
+)
+@on_job(2)
+def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(mesh: Any, tmp_path: Path, name: str) -> None:
+    if mesh.get_local_rank() == 0:
+        llama(3, tie_word_embeddings=False).save_pretrained(tmp_path)
+    torch.distributed.barrier()
     with library_job():
         with torch.device("meta"):
             model = tuned(name, llama(tie_word_embeddings=False))
         model = acc.shard(model, mesh)
         torch.manual_seed(9)
-        acc.load_pretrained(model, folder)
+        acc.load_pretrained(model, tmp_path)
         base, found = llama(3, tie_word_embeddings=False), full(model)
         for key, tensor in found.items():
             if "base_layer" in key or "original_module" in key or "modules_to_save" in key:
@@ -131,14 +138,6 @@ def begins(mesh: Any, name: str, folder: Path) -> None:
             torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)
         with torch.no_grad():
             torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)  # adapters begin as nothing
-
-
-@pytest.mark.parametrize(
-    "name", sampled(["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3"], {"rsLoRA, modules_to_save", "IA3"}.__contains__)
-)
-def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(ranks, tmp_path, name):
-    llama(3, tie_word_embeddings=False).save_pretrained(tmp_path)
-    ranks(2).run(2, begins, name, tmp_path)
 
 
 # -- a part of the model

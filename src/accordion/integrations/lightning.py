@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -142,10 +141,16 @@ class ShardedStrategy:
                 load(folder / f"{prefix}{name}", model, optimizer)
         return others
 
-    def _clear(self, path: str) -> None:
-        """Delete a sharded checkpoint, which is a folder, if a file of the same name is to be written."""
-        if self.is_global_zero and (Path(path) / META).is_file():
-            shutil.rmtree(path)
+    def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
+        """Write one file on the first rank, in place of a sharded checkpoint, which is a folder, of the same name."""
+
+        def write() -> None:
+            if self.is_global_zero:
+                if (Path(path) / META).is_file():
+                    shutil.rmtree(path)
+                self.checkpoint_io.save_checkpoint(content, path, storage_options)
+
+        Team.of(()).agree(write)
 
 
 class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrategy):  # type: ignore[misc]
@@ -272,10 +277,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
                 rest |= whole(self._changes(checkpoint.get("state_dict", {})), self.is_global_zero)
             self._write_folder(Path(path), self._parts(with_states, averaged), rest)
             return
-        keep, write = self.is_global_zero, super().save_checkpoint
+        keep = self.is_global_zero
         full = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
-        Team.of(()).agree(lambda: self._clear(path))
-        Team.of(()).agree(lambda: write(full, path, storage_options))
+        self._write_file(path, full, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the content of a file. From a folder, load the model and return the rest.
@@ -413,9 +417,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
             key: whole(one, self.is_global_zero, mark=not isinstance(state[key], (nn.Module, Optimizer)))
             for key, one in states.items()
         }
-        Team.of(()).agree(lambda: self._clear(path))
-        write = partial(self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options)
-        Team.of(()).agree(lambda: write() if self.is_global_zero else None)
+        self._write_file(path, checkpoint, storage_options)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, **kwargs: Any

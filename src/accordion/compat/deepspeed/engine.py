@@ -219,20 +219,10 @@ class DeepSpeedEngine(nn.Module):
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}
-        path = Path(load_dir, tag or _tag_in(newest))
+        path = Path(load_dir, tag or read_text(newest).strip())
         extra: Any = checkpoint.load(path, self.module, self.optimizer)
         if self.lr_scheduler is not None and extra["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         self.scaler.load_state_dict(extra["scaler"])
         self.micro_steps, self.global_steps, self.skipped_steps = extra["steps"]
         return str(path), extra["client_state"]
-
-
-def _tag_in(newest: Path) -> str:
-    """Return the tag in the file `newest`. Raises `UsageError` if it cannot be read as text."""
-    try:
-        return read_text(newest).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{newest} names no checkpoint: {getattr(error, 'strerror', None) or error}; pass load_checkpoint(tag=...)."
-        ) from error

@@ -1,7 +1,4 @@
-"""Read keys.toml, which says how each key of DeepSpeed's configuration is treated, and render it as a page of the docs.
-
-`python -m accordion.compat.deepspeed > docs/compat_deepspeed.md` updates the page.
-"""
+"""Read keys.toml, which says how each key of DeepSpeed's configuration is treated."""
 
 from __future__ import annotations
 
@@ -60,31 +57,3 @@ PARTS = {title: _rows(table) for title, table in _TABLES.items()}
 _NAMED = [(name, key) for part in PARTS.values() for names, key in part.items() for name in names.split()]
 KEYS: Mapping[str, Key] = {name.removesuffix(".*"): key for name, key in _NAMED}
 SECTIONS = {name.removesuffix(".*") for name, _ in _NAMED if name.endswith(".*")}
-
-
-def render() -> str:
-    """Return the table as Markdown."""
-    lines = [
-        "# DeepSpeed's configuration, key by key",
-        "",
-        "Written by `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`; a test compares. How to use a",
-        "file: [compat.md](compat.md). `batch`, `clip`, `optimizer`, `scaler` and `scheduler` are attributes of the",
-        "`Settings` that `read` returns. Strategies, `Precision`, `Offload` and `reduce_op` are in its `sharding`.",
-        "",
-        "A key that is not in these tables is refused, and the error names the nearest one. `name.*` stands for all",
-        "keys of that section. A key that is not supported is accepted if its value asks for nothing: `false`, `null`,",
-        '`"enabled": false`, or the value in brackets.',
-    ]
-    for title, part in PARTS.items():
-        lines += ["", f"## {title}", "", "| key | | how it is used, or why not |", "|---|---|---|"]
-        for names, key in part.items():
-            off = f" ({', '.join(str(value).lower() for value in key.off)})" if key.off else ""
-            lines.append(f"| {', '.join(f'`{n}`' for n in names.split())} | {key.use.value}{off} | {key.why} |")
-    lines += ["", '## `"auto"`', "", "| key | becomes |", "|---|---|"]
-    for name, key in KEYS.items():
-        becomes = [f"`{key.asked}` in `accordion train`, else the value in `read(auto=)`"] if key.asked else []
-        becomes += [f"{'else ' if key.asked else ''}`{key.auto}`"] if key.auto is not None else []
-        becomes += [key.follows] if key.follows else []
-        lines += [f"| `{name}` | {', '.join(becomes)} |"] if becomes else []
-    lines += ["", 'Keys that are not needed may be `"auto"` too. Every other `"auto"` is refused.', ""]
-    return "\n".join(lines)

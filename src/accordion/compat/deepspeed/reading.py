@@ -121,12 +121,11 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     docs/compat_deepspeed.md lists what each becomes without one. Raises `UsageError` for a wrong key or value.
     """
     values = dict(_flat(_content(source)))
-    for name, value in [*values.items(), *((name, None) for name in auto or {})]:
-        _check_key(name, value)
+    keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
     autos = tuple(name for name, value in values.items() if value == "auto")
-    values = {name: _resolved(name, value, auto or {}) for name, value in values.items()}
-    ignored = tuple(name for name in values if _key(name).use is Use.NOT_NEEDED)
-    values = {n: _checked(n, value) for n, value in values.items() if value is not None and _key(n).use is Use.USED}
+    values = {name: _resolved(name, value, keys[name], auto or {}) for name, value in values.items()}
+    ignored = tuple(name for name in values if keys[name].use is Use.NOT_NEEDED)
+    values = {n: _checked(n, v, keys[n]) for n, v in values.items() if v is not None and keys[n].use is Use.USED}
     strategy, group_ranks = _strategy(values)
     if ignored:
         log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
@@ -206,13 +205,8 @@ def _row(name: str) -> str | None:
     return row or None
 
 
-def _key(name: str) -> Key:
-    row = _row(name)
-    assert row is not None, "unknown keys were refused"
-    return KEYS[row]
-
-
-def _check_key(name: str, value: Any) -> None:
+def _key(name: str, value: Any) -> Key:
+    """Return the `Key` of the dotted key `name`. Raises `UsageError` if it does not exist, or asks for what is refused."""
     row = _row(name)
     if row is None:
         section, _, leaf = name.rpartition(".")
@@ -223,20 +217,17 @@ def _check_key(name: str, value: Any) -> None:
         hint = f"did you mean {elsewhere[0]!r}?" if elsewhere else hint.strip() or f"valid: {names}"
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]
-    if key.use is not Use.REFUSED or value in (False, None, "none", *key.off):
-        return
-    if isinstance(value, Mapping) and (
-        not value or value.get("enabled") is False or value.get("autotp_size") in (0, 1)
-    ):
-        return
+    if key.use is not Use.REFUSED or value in (False, None, "none", {}, *key.off):
+        return key
+    if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("autotp_size") in (0, 1)):
+        return key
     shown = "" if isinstance(value, (Mapping, list)) else f" ({json.dumps(value)})"
     raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}. Leave it out.")
 
 
-def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
+def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
     if value != "auto":
         return value
-    key = _key(name)
     if name in auto or key.auto is not None:
         return auto.get(name, key.auto)
     if name == "train_batch_size":
@@ -251,9 +242,9 @@ def _resolved(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
     raise UsageError(f"DeepSpeed key {name!r} does not take 'auto'; write a value.")
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, key: Key) -> Any:
     """Return the value, with whole numbers as int. Raises `UsageError` if the key does not take it."""
-    takes = _key(name).takes
+    takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")

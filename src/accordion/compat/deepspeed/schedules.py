@@ -17,9 +17,7 @@ TAKES: Mapping[str, tuple[str, ...]] = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP),
     "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *WARMUP),
     "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *WARMUP),
-    "LRRangeTest": tuple(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
 }
-POSITIVE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +35,25 @@ class Schedule:
             raise UsageError(
                 f"scheduler.type {self.type!r} is not supported; {nearest(str(self.type), dict.fromkeys(TAKES))}"
             )
-        for name, value in self.params.items():
+        for name in self.params:
             if name not in TAKES[self.type]:
                 raise UsageError(
                     f"scheduler.params.{name} is not a parameter of {self.type}; {nearest(name, list(TAKES[self.type]))}"
                 )
-            if name in POSITIVE and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"scheduler.params.{name} is {value!r}; it takes a positive whole number.")
         if "total_num_steps" in TAKES[self.type] and "total_num_steps" not in self.params:
             raise UsageError(f"{self.type} needs scheduler.params.total_num_steps; add it.")
-        if self.params.get("warmup_type", "log") not in ("log", "linear"):
-            raise UsageError(f"scheduler.params.warmup_type is {self.params['warmup_type']!r}; valid: log, linear.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         """Return a scheduler of torch for `optimizer`, whose rates are set at once. Step it after each optimizer step."""
-        for name in ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"):
-            rates, groups = self.params.get(name), len(optimizer.param_groups)
-            if isinstance(rates, (list, tuple)) and len(rates) != groups:
-                raise UsageError(f"scheduler.params.{name} has {len(rates)} rates for {groups} parameter groups.")
         return Scheduled(optimizer, self)
 
     @property
     def warmup(self) -> int:
-        """Number of warmup steps; 0 if the schedule has none."""
-        return max(2, self.params.get("warmup_num_steps", 1000)) if "warmup_type" in TAKES[self.type] else 0
+        """Number of warmup steps."""
+        return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
-    def lr(self, done: int, first_rate: float, group: int = 0) -> float:
-        """Return the learning rate after `done` steps for parameter group `group`, which began with `first_rate`."""
-        if self.type == "LRRangeTest":
-            interval = done / int(self.params.get("lr_range_test_step_size", 2000))
-            if self.params.get("lr_range_test_staircase", False):
-                interval = math.floor(interval)
-            growth = 1 + float(self.params.get("lr_range_test_step_rate", 1.0)) * interval
-            return self._rate("lr_range_test_min_lr", 1e-3, group) * growth
+    def lr(self, done: int, first_rate: float) -> float:
+        """Return the learning rate after `done` steps for a parameter group that began with `first_rate`."""
         at = done - 1
         rise = self._rise(at) if at < self.warmup else 1.0
         if self.type == "WarmupCosineLR":
@@ -79,18 +63,12 @@ class Schedule:
             last = float(self.params.get("cos_min_ratio", 1e-4))
             along = min(1.0, (at - self.warmup + 1) / max(1, self.params["total_num_steps"] - self.warmup))
             return first_rate * (last + (1 - last) * (1 + math.cos(math.pi * along)) / 2)
-        least = self._rate("warmup_min_lr", 0.0, group)
-        most = self._rate("warmup_max_lr", first_rate if self.type == "WarmupLR" else 1e-3, group)
+        least = float(self.params.get("warmup_min_lr", 0.0))
+        most = float(self.params.get("warmup_max_lr", first_rate if self.type == "WarmupLR" else 1e-3))
         if at >= self.warmup and self.type == "WarmupDecayLR":
             total = int(self.params["total_num_steps"])
             rise = max(0.0, (total - at) / max(1.0, total - self.warmup))
         return least + (most - least) * rise
-
-    def _rate(self, name: str, default: float, group: int) -> float:
-        value = self.params.get(name)
-        if value is None:
-            return default
-        return float(value[group] if isinstance(value, (list, tuple)) else value)
 
     def _rise(self, at: int) -> float:
         if at < 0:
@@ -111,7 +89,7 @@ class Scheduled(LRScheduler):
         first_rates = [float(lr) for lr in self.base_lrs]
         if self._schedule.type == "WarmupLR":  # all groups warm up to the rate of the first one
             first_rates = [first_rates[0]] * len(first_rates)
-        return [self._schedule.lr(self.last_epoch, lr, group) for group, lr in enumerate(first_rates)]
+        return [self._schedule.lr(self.last_epoch, lr) for lr in first_rates]
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "_schedule"}

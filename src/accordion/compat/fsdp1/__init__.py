@@ -3,8 +3,6 @@
 Submodules have torch's names too: `accordion.compat.fsdp1.wrap`, `.sharded_grad_scaler`, `.fully_sharded_data_parallel`, `.api`.
 """
 
-from typing import Any
-
 from accordion.compat.fsdp1 import api
 from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -12,12 +10,3 @@ from accordion.compat.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = ["FullyShardedDataParallel", "ShardedGradScaler"]
 __all__ += api.__all__
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FlatParameter":
-        raise ImportError(
-            "FlatParameter is not in accordion.compat.fsdp1: there are no flat parameters; each parameter is a DTensor under its "
-            "own name. Use model.named_parameters()."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 
 from accordion import optim, state
-from accordion.compat.fsdp1 import api, states
+from accordion.compat.fsdp1 import api, state_dicts
 from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.api import StateDictType
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
@@ -48,7 +48,7 @@ class FullyShardedDataParallel(StateDicts):
         self._arguments = Arguments(**shared, ignored=ignored)
         self._outer = None
         self._built = False
-        self._settings = states.settings_for(StateDictType.FULL_STATE_DICT, None, None)
+        self._settings = state_dicts.settings_for(StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
         _check(module, policy)
         if policy is not None:
@@ -72,10 +72,6 @@ class FullyShardedDataParallel(StateDicts):
         return inner if below is None else below
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_flat_param", "_handle"):
-            raise AttributeError(
-                f"{name} does not exist: there are no flat parameters; each parameter is a DTensor under its own name."
-            )
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -202,15 +198,15 @@ def _check(module: nn.Module, policy: Any) -> None:
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
     """Context manager that unshards the parameters of one engine, and their gradients if `with_grads`."""
     sharded = dict(nn.Module.named_parameters(top))
-    entries = states.params_of([engine])
+    entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):
         full = dict(nn.Module.named_parameters(top))
         pairs = [(full[n], p, entries[id(p)]) for n, p in sharded.items() if with_grads and id(p) in entries]
         for shown, p, param in pairs:
             if p.grad is not None:
-                shown.grad = states.full_rows(p.grad, param)
+                shown.grad = state_dicts.full_rows(p.grad, param)
         try:
             yield
         finally:
             for shown, p, param in pairs if writeback else ():
-                p.grad = None if shown.grad is None else states.own_dtensor(shown.grad, param)
+                p.grad = None if shown.grad is None else state_dicts.own_dtensor(shown.grad, param)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictSettings
 
-from accordion import _torch, state
+from accordion import state
 from accordion.compat.fsdp1.arguments import Arguments
 from accordion.compat.fsdp1.building import build
 from accordion.engine.engine import Engine
-from accordion.errors import UsageError
-from accordion.safety.liveness.arrivals import Arrivals
-from accordion.safety.liveness.polling import once_after, poll
+from accordion.errors import DivergenceError, UsageError
 
-log = logging.getLogger("accordion")
-WARN_AFTER_S = 10.0  # seconds of waiting for other ranks, after which a warning is logged
-LIMIT_S = 300.0  # seconds of waiting for other ranks, after which `UsageError` is raised
-ADVICE = (
-    "the first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) builds the engine, "
-    "which needs all ranks; use it on every rank first, for example by list(model.parameters()), or pass auto_wrap_policy"
+FIRST_USE = (
+    "The first use of a model that was wrapped by hand (its parameters, state, summon_full_params or forward) builds the engine, "
+    "which needs all ranks; use it on every rank first, for example by list(model.parameters()), or pass auto_wrap_policy."
 )
 INNER = "_fsdp_wrapped_module."
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so a wrapper of one would never gather
@@ -64,7 +57,6 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             wrapper._built = True  # the engine lists modules, which would call this method again
         try:
-            _wait_for_all(top._arguments)
             top._own_dtypes = {n: b.dtype for n, b in top.named_buffers()}
             build(
                 [
@@ -73,9 +65,11 @@ class Wrapper(nn.Module):
                     if not isinstance(wrapper._fsdp_wrapped_module, CONTAINERS)
                 ]
             )
-        except BaseException:
+        except BaseException as error:
             for _, wrapper in wrappers:
                 wrapper._built = False
+            if isinstance(error, DivergenceError):
+                error.add_note(FIRST_USE)
             raise
         for _, wrapper in wrappers:
             wrapper.register_load_state_dict_pre_hook(_put_prefix)  # type: ignore[no-untyped-call]
@@ -120,30 +114,6 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
     if not wrappers:
         raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
     return wrappers
-
-
-def _wait_for_all(arguments: Arguments) -> None:
-    """Wait until all ranks of a model have begun its first use. Raises `UsageError` that names missing ranks after `LIMIT_S`."""
-    if arguments.device_mesh is not None:
-        ranks = [int(rank) for rank in arguments.device_mesh.mesh.flatten()]
-    else:
-        group = arguments.process_group
-        ranks = sorted(dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None))
-    if len(ranks) < 2 or dist.get_backend() == "fake":
-        return
-    name, rank = f"accordion/first_use/{','.join(map(str, ranks))}", dist.get_rank()
-    arrivals = Arrivals(_torch.default_store(), name, ranks)
-    arrivals.come(rank)
-
-    def missing() -> str:
-        absent = arrivals.missing()
-        return f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-
-    warn = once_after(WARN_AFTER_S, lambda: log.warning("waiting for %s: %s.", missing(), ADVICE))
-    if not poll(arrivals.all_came, LIMIT_S, warn):
-        absent = missing()
-        if arrivals.withdraw(rank):
-            raise UsageError(f"rank {rank} has waited {LIMIT_S:.0f} s for {absent}: {ADVICE}.")
 
 
 def engines_of(model: nn.Module, what: str) -> list[Engine]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accordion import _torch
-from accordion.engine.tree import map_tensors
 from accordion.errors import UsageError
 
 Wrap = Callable[..., nn.Module]
@@ -20,7 +18,7 @@ def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wra
     """Wrap the modules inside `root` that `policy` chooses, in place, children before parents.
 
     `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. With mixed precision, batch
-    norms become units that compute in float32, as in torch.
+    norms become units with parameters and statistics in float32, as in torch.
     """
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
@@ -35,7 +33,6 @@ def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wra
     for module in root.modules():
         if exempt and isinstance(module, exempt):
             targets[module] = {**arguments, "mixed_precision": None}
-            compute_in_float32(module)
     targets.pop(root, None)
     wrapped: dict[int, nn.Module] = {}
     for parent in list(root.modules())[::-1]:
@@ -65,28 +62,3 @@ def _by_function(
 
     visit(root)
     return targets
-
-
-def compute_in_float32(module: nn.Module) -> None:
-    """Register hooks that cast floating inputs of `module` to float32, and outputs back to the dtype of the first input."""
-    first_dtypes: list[torch.dtype | None] = []
-
-    def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtypes: list[torch.dtype] = []
-
-        def cast(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            dtypes.append(tensor.dtype)
-            return tensor.float()
-
-        cast_args, cast_kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
-        first_dtypes.append(dtypes[0] if dtypes else None)
-        return cast_args, cast_kwargs
-
-    def narrow(_: nn.Module, __: Any, output: Any) -> Any:
-        dtype = first_dtypes.pop()
-        return map_tensors(lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, output)
-
-    module.register_forward_pre_hook(widen, with_kwargs=True)
-    module.register_forward_hook(narrow)

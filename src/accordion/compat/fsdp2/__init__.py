@@ -21,8 +21,16 @@ from accordion import _torch
 from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of, placed_by
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.lazy import Part, part_of
-from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
-from accordion.compat.fsdp2.module import FSDPModule, GradientReductionHandle, UnshardHandle, fsdp_part, sharded_class
+from accordion.compat.fsdp2.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    before_load,
+    before_state_dict,
+    fsdp_part,
+    inputs_to_device,
+    sharded_class,
+)
 from accordion.errors import UsageError
 
 DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()

@@ -8,7 +8,7 @@ from dataclasses import replace as replace_field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -59,7 +59,10 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
                 extended = extended_rows(tensor, layout.cut, layout.rank, place)
                 replace_by_subclass(o, extended, layout.mesh, layout.placements)
             else:
-                rows = rows_of(tensor, layout.cut, layout.rank)
+                c = layout.cut
+                rows = tensor
+                if c.dim is not None:
+                    rows = tensor.narrow(c.dim, min(layout.rank * c.chunk, c.rows), c.rows_of(layout.rank))
                 local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
                 replace(o, local, layout.mesh, layout.placements)
             part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
@@ -101,13 +104,6 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
     layout = layout_beside(o.names[0], o.original, c, mesh, part.asked.spmd)
     return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.asked.policy) else layout
-
-
-def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:
-    """Return a view of one rank's rows of `full`."""
-    if c.dim is None:
-        return full
-    return full.narrow(c.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
 
 
 # -- placements

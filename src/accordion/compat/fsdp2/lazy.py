@@ -478,7 +478,7 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
             if layout is not None:
                 raise UsageError(
                     f"parameter {o.names[0]!r} was sharded, but it is a plain tensor now. Assign a DTensor, for example from "
-                    "distribute_tensor, or load without assign=True."
+                    "distribute_tensor."
                 )
             continue
         if layout is None:

@@ -1,4 +1,4 @@
-"""`FSDPModule`, the class that `fully_shard` mixes into a module's own class."""
+"""`FSDPModule`, the class that `fully_shard` mixes into a module's own class, and the hooks of such a module."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.fsdp2.asked import log_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
 from accordion.engine.order import BACKWARD, FORWARD, Phase
+from accordion.engine.tree import map_tensors
 from accordion.errors import AssertedUsageError, UsageError
 from accordion.safety.refusals import NO_COPY
+from accordion.shard.topology import device_of
+from accordion.state import take_own_rows
 
 _Base: Any = _torch.fsdp_module_base()
 _Handle: Any = _torch.gradient_reduction_handle()
@@ -307,3 +311,31 @@ def _settle_sync(part: Part) -> None:
             "set_requires_all_reduce(False): each rank accumulates full gradients until the all-reduce, without a "
             "reduce-scatter before. The sums are the same, but take the memory of full gradients."
         )
+
+
+# -- hooks
+
+
+def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Forward pre-hook that moves the inputs of the outermost module to its device."""
+    part = fsdp_part(module)
+    if not part.is_outermost():
+        return None
+    device = device_of(part.asked.mesh)
+    return map_tensors(lambda t: t.to(device), args), {
+        key: map_tensors(lambda t: t.to(device), value) for key, value in kwargs.items()
+    }
+
+
+def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    fsdp_part(module).settle()
+
+
+def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+    """Hook of `load_state_dict`: wait for steps in progress, and with assign=True remove the engine of the old parameters."""
+    for part in parts_below([module]):
+        part.settle()
+    named = module.named_parameters(remove_duplicate=False)
+    take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
+    if metadata.get("assign_to_params_buffers"):
+        fsdp_part(module).dissolve()
