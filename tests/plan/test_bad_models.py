@@ -7,7 +7,10 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import accordion as acc
 from accordion import _torch, cli
@@ -104,7 +107,7 @@ def plain() -> Plan:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+@pytest.mark.parametrize("how", [pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
 def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
     model = narrow()
     if how == "torch.compile":
@@ -144,3 +147,17 @@ def test_a_hybrid_whose_copies_nobody_fixed_does_not_look_at_other_gpus():
     assert {c.choice.gpus for c in made.found.candidates} == {32}
     assert {c.choice.replicas for c in made.found.candidates} == {4, 2}
     assert made.found.fewest is None
+
+
+def test_a_model_that_is_distributed_already_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"1": ColwiseParallel()})
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(
+        acc.UsageError, match=r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
+    ):
+        planned_of(model, total, torch.zeros(2, 8), gpus=2)
