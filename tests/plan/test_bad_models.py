@@ -42,13 +42,6 @@ def test_a_model_without_layers_is_refused(tmp_path, capsys):
     assert "has 0 layers (num_hidden_layers); it takes 1 or more" in said
 
 
-def test_units_that_are_not_there_say_what_else_there_is(tmp_path, capsys):
-    code, _, said = planned(tmp_path, capsys, LLAMA, "--units Nonsense")
-    assert code == cli.BAD_INPUT
-    for name in ("auto", "blocks", "min_params:N"):
-        assert name in said
-
-
 def test_an_encoder_is_planned_as_one_and_says_so(tmp_path, capsys):
     bert = {
         "model_type": "bert", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

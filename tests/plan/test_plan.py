@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import accordion as acc
@@ -328,20 +327,6 @@ def test_the_error_covers_conversions_to_numpy():
 def test_a_loss_that_is_no_scalar_is_reported(loss, said):
     with pytest.raises(acc.UsageError, match=f"the loss is {said}"):
         planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
-
-
-def test_operators_that_a_gpu_runs_otherwise_stand_for_the_cpus():
-    def drops(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        x = model(batch).view(2, 4, 128, 16)
-        y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        return F.dropout(F.rms_norm(y, (16,)), 0.1).float().sum()
-
-    made = planned(nn.Linear(16, 16), drops, torch.randn(2, 512, 16), **ONE_CHOICE)
-    assert made.log is not None
-    assert set(made.log.substituted) == {"scaled_dot_product_attention", "rms_norm", "dropout"}
-    operators = {e.name for e in made.log.events if isinstance(e, Op)}
-    assert "aten._scaled_dot_product_flash_attention.default" in operators
-    assert F.dropout.__module__ == "torch.nn.functional"
 
 
 def test_the_command_writes_json_and_html(tmp_path, capsys):
