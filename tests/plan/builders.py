@@ -40,12 +40,9 @@ def planned(
     """`acc.plan` of these values; `micro_batch` is the only one that is looked through. `loss`, with a name: of its kernels."""
     if "micro_batch" in given:
         given["micro_batches"] = [given.pop("micro_batch")]
-    units = {"units": given.pop("units")} if "units" in given else {}
     given = {name: value for name, value in given.items() if name == "host_memory_gib" or value is not None}
     cluster, search, workload, sharding = split(given, Cluster, Search, Workload, acc.Sharding)
-    return acc.plan(
-        Workload(model, loss, batch, **workload), Cluster(**cluster), {**sharding, **units}, Search(**search), say=say
-    )
+    return acc.plan(Workload(model, loss, batch, **workload), Cluster(**cluster), sharding, Search(**search), say=say)
 
 
 def choice(**given: Any) -> Choice:
@@ -59,7 +56,6 @@ def space(subject_for: Callable[[int], Subject] | None = None, **given: Any) -> 
     """What is looked through, with the default units and inputs on the device, but for what is given."""
     plain: dict[str, Any] = {
         "gpu": "h100",
-        "units": [None],
         "activations": ["device"],
         "copies": False,
         "num_params": 1,

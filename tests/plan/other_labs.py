@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,8 +23,10 @@ import torch
 
 from accordion.config import Precision
 from accordion.models.llama import PUBLISHED, LlamaShape, llama_config
-from accordion.plan.hardware import GIB, GPUS, Cluster
+from accordion.plan.events import Log
+from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.replay.predict import log_of, memory_of, step_of
+from accordion.plan.replay.timeline import Step
 from accordion.plan.trained_models import Kernels, language_subject
 from tests.plan import builders
 
@@ -67,13 +70,40 @@ class LabRow:
         return planned_s / (self.micro_batch * self.seq / self.published_tokens_per_s_per_gpu)
 
 
-def rows() -> list[LabRow]:
+def read(path: Path, kind: Any) -> list[Any]:
+    """Return the lines of a table as values of the dataclass `kind`."""
     kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
-    with ROWS.open(newline="") as file:
+    with path.open(newline="") as file:
         return [
-            LabRow(**{f.name: kinds[str(f.type)](told[f.name]) for f in fields(LabRow) if told.get(f.name)})
+            kind(**{f.name: kinds[str(f.type)](told[f.name]) for f in fields(kind) if told.get(f.name)})
             for told in csv.DictReader(file)
         ]
+
+
+def write(path: Path, rows: Sequence[Any]) -> None:
+    names = [f.name for f in fields(rows[0])]
+    with path.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(names)
+        for row in rows:
+            values = [getattr(row, name) for name in names]
+            table.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in values])
+
+
+def planned(row: Any, log: Log, step: Step, gpu: Gpu) -> Any:
+    """Return `row` with what a plan says of it: GiB needed of the card, and seconds at its peaks."""
+    return replace(
+        row,
+        needed_gib=memory_of(log).needed_bytes / GIB,
+        products_peak_s=step.by_kind["products"] * gpu.products,
+        attention_peak_s=step.by_kind["attention"] * gpu.attention,
+        elementwise_peak_s=(step.by_kind["element-wise"] + step.by_kind["optimizer"]) * gpu.elementwise,
+        exposed_s=step.exposed_s,
+    )
+
+
+def rows() -> list[LabRow]:
+    return read(ROWS, LabRow)
 
 
 def ratios(kind: str) -> dict[str, np.ndarray]:
@@ -95,16 +125,8 @@ def traced(row: LabRow) -> LabRow:
     ).setup()  # fmt: skip
     config = llama_config(SHAPES[row.model], row.seq)
     log, _ = log_of(language_subject(config, row.model, row.micro_batch, row.seq, kernels=Kernels(loss=row.loss)), run)
-    step = step_of(log, run, cluster)
     print(row.lab, row.model, row.checkpoint_activations, file=sys.stderr)
-    return replace(
-        row,
-        needed_gib=memory_of(log).needed_bytes / GIB,
-        products_peak_s=step.by_kind["products"] * gpu.products,
-        attention_peak_s=step.by_kind["attention"] * gpu.attention,
-        elementwise_peak_s=(step.by_kind["element-wise"] + step.by_kind["optimizer"]) * gpu.elementwise,
-        exposed_s=step.exposed_s,
-    )
+    return planned(row, log, step_of(log, run, cluster), gpu)
 
 
 def report(found: list[LabRow], inside: list[bool]) -> str:
@@ -124,13 +146,7 @@ def report(found: list[LabRow], inside: list[bool]) -> str:
 
 def main() -> None:
     with ProcessPoolExecutor(2) as pool:
-        found = list(pool.map(traced, rows()))
-    with ROWS.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow([f.name for f in fields(LabRow)])
-        for r in found:
-            values = [getattr(r, f.name) for f in fields(LabRow)]
-            table.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in values])
+        write(ROWS, list(pool.map(traced, rows())))
 
 
 if __name__ == "__main__":

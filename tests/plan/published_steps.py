@@ -11,12 +11,11 @@ kind of kernel would take at the card's peak, and those that kernels waited for 
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 from accordion.config import Precision
 from accordion.plan.efficiency import FILE
 from accordion.plan.hardware import GPUS, Cluster, with_attention
-from accordion.plan.replay.predict import log_of, memory_of, step_of_choice
+from accordion.plan.replay.predict import log_of, step_of_choice
 from accordion.plan.trained_models import Kernels, language_subject
 from tests.plan import builders, other_labs
 
@@ -87,12 +86,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
-    with ROWS.open(newline="") as file:
-        return [
-            Row(**{f.name: kinds[str(f.type)](told[f.name]) for f in fields(Row) if told.get(f.name)})
-            for told in csv.DictReader(file)
-        ]
+    return other_labs.read(ROWS, Row)
 
 
 # -- what a plan says of a row
@@ -125,15 +119,7 @@ def traced(row: Row) -> Row:
         config_of(row.model, row.seq), row.model, row.micro_batch, row.seq, kernels=Kernels(loss="fused")
     )
     log, _ = log_of(subject, run)
-    step = step_of_choice(log, run, choice, cluster, "middle")
-    return replace(
-        row,
-        needed_gib=memory_of(log).needed_bytes / 2**30,
-        products_peak_s=step.by_kind["products"] * gpu.products,
-        attention_peak_s=step.by_kind["attention"] * gpu.attention,
-        elementwise_peak_s=(step.by_kind["element-wise"] + step.by_kind["optimizer"]) * gpu.elementwise,
-        exposed_s=step.exposed_s,
-    )
+    return other_labs.planned(row, log, step_of_choice(log, run, choice, cluster, "middle"), gpu)
 
 
 # -- the fit
@@ -217,15 +203,6 @@ def report(errors: dict[str, Errors], what: str) -> str:
     )
 
 
-def write(all_rows: Sequence[Row]) -> None:
-    with ROWS.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow([f.name for f in fields(Row)])
-        for r in all_rows:
-            values = [getattr(r, f.name) for f in fields(Row)]
-            table.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in values])
-
-
 def freeze(all_rows: Sequence[Row]) -> None:
     """What the rows make goes into the package."""
     told = json.loads(FILE.read_text())
@@ -246,7 +223,7 @@ def main() -> None:
     if "--fit" not in sys.argv:
         with ProcessPoolExecutor(2) as pool:
             found = list(pool.map(partial(_traced_alone), found, chunksize=4))
-        write(found)
+        other_labs.write(ROWS, found)
         found = rows()
     freeze(found)
     print(FILE.read_text())

@@ -134,7 +134,7 @@ def test_unsupported_combinations_raise_before_a_trace(folder: str, options: dic
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.slow)])
 def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folder: str, strategy: str) -> None:
     options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}
     found = planned(folder, **options, expert_parallel=COUNT)

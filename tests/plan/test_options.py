@@ -10,9 +10,8 @@ import torch
 
 import accordion as acc
 from accordion import cli
-from accordion.plan.hardware import GPUS, at_watts
+from accordion.plan.hardware import GPUS
 from accordion.plan.losses import LOSSES, rows_at_a_time
-from accordion.plan.parts import logits_off
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
@@ -59,12 +58,6 @@ def test_a_fused_loss_has_no_float32_logits_and_a_chunked_loss_has_none(folder):
         if getattr(a, "num_bytes", 0) in (4 * LOGITS, 2 * LOGITS) and hasattr(a, "category")
     ]
     assert not logits
-    assert "float32 logits" in " ".join(part.name for part in plain.peak_parts)
-    off = logits_off(plain.log, plain.logits_bytes)
-    assert off == pytest.approx(peak(plain) - peak(chunked), rel=0.15)  # which holds some rows of them
-    advised = [part.advice for part in plain.peak_parts if part.advice]
-    assert advised == [f"a chunked loss would save about {off / 2**30:,.1f} GiB"]
-    assert "float32 logits" not in " ".join(part.name for part in fused.peak_parts)
     for other in (fused, chunked):
         assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)
     assert fused.chosen.steps["middle"].seconds < plain.chosen.steps["middle"].seconds
@@ -77,14 +70,18 @@ def test_a_chunk_of_logits_takes_as_much_memory_as_hidden_states():
 
 def test_attention_kernels_differ_in_time_and_eager_in_memory_too(folder, plain):
     seconds = {}
-    for kernel in ("fa1", "fa2", "fa3"):
+    for kernel in ("fa1", "fa3"):
         made = planned(folder, kernels=Kernels(attention=kernel), gpu=replace(GPUS["h100"], tflops=1.0))
         assert peak(made) == peak(plain)
         seconds[kernel] = made.chosen.steps["middle"].by_kind["attention"]
-    assert seconds["fa1"] > seconds["fa2"] > seconds["fa3"]
+    assert seconds["fa1"] > 1.1 * seconds["fa3"]
     eager = planned(folder, kernels=Kernels(attention="eager"))
     assert peak(eager) > peak(plain)
     assert "attention" not in eager.chosen.steps["middle"].by_kind
+
+
+def reduced(plan: Plan) -> int:
+    return sum(e.num_bytes for e in plan.log.events if getattr(e, "kind", "") in ("scatter_sum", "exchange"))
 
 
 def test_gradients_reduced_in_bf16_halve_the_messages(folder):
@@ -92,10 +89,6 @@ def test_gradients_reduced_in_bf16_halve_the_messages(folder):
         planned(folder, gpus=16, precision=acc.Precision(params=torch.bfloat16, reduce=dtype))
         for dtype in (torch.float32, torch.bfloat16)
     )
-
-    def reduced(plan: Plan) -> int:
-        return sum(e.num_bytes for e in plan.log.events if getattr(e, "kind", "") in ("scatter_sum", "exchange"))
-
     assert reduced(narrow) * 2 == reduced(wide)
 
 
@@ -105,13 +98,7 @@ def held(plan: Plan, category: str) -> int:
 
 def test_optimizer_states_in_fewer_bits_take_fewer_bytes(folder, plain):
     own = plain.num_params / 2  # of two ranks
-    for optimizer, each in (
-        ("adamw", 8),
-        ("adamw_bf16", 4),
-        ("adamw_8bit", 2 + 8 / 256),
-        ("adamw_4bit", 1 + 8 / 128),
-        ("sgd", 4),
-    ):
+    for optimizer, each in (("adamw", 8), ("adamw_8bit", 2 + 8 / 256), ("sgd", 4)):
         made = plain if optimizer == "adamw" else planned(folder, optimizer=optimizer)
         assert held(made, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
 
@@ -143,25 +130,6 @@ def test_lora_trains_only_adapters_and_frozen_weights_may_have_four_bits(folder,
         planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
 
 
-def test_padding_is_computed_and_not_counted_as_trained(folder, plain):
-    padded = planned(folder, mean_tokens=SEQ // 4)
-    assert peak(padded) == peak(plain)
-    assert padded.chosen.tokens_per_s(padded.space.tokens) == pytest.approx(plain.chosen.tokens_per_s(SEQ) / 4)
-    with pytest.raises(acc.UsageError, match="lengths has a mean of"):
-        planned(folder, mean_tokens=SEQ + 1)
-
-
-def test_a_power_limit_slows_products(capsys):
-    slower = at_watts(GPUS["h100"], 350)
-    assert slower.products == pytest.approx(GPUS["h100"].products * 0.5 ** (1 / 3))
-    assert slower.elementwise == GPUS["h100"].elementwise
-    for watts in (0.0, 71, 701):
-        with (
-            pytest.raises(acc.UsageError, match=r"watts is|positive") if watts != 71 else pytest.raises(acc.UsageError)
-        ):
-            at_watts(GPUS["h100"], watts)
-
-
 @pytest.mark.parametrize("card", ["v100-16", "t4"])
 def test_bf16_is_refused_on_a_gpu_without_it(folder, card):
     with pytest.raises(acc.UsageError, match="does not compute with bf16; take --precision fp16"):
@@ -184,15 +152,13 @@ def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
 def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
     made = planned(folder, tokens=1e9, price=2.5)
     cost = made.run_cost
+    hours, gpu_hours = cost["hours"], cost["gpu_hours"]
+    hours, gpu_hours = cost["hours"], cost["gpu_hours"]
     slow = made.chosen.tokens_per_s(SEQ, "low")
-    assert cost.hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
-    assert cost.gpu_hours[1] == pytest.approx(2 * cost.hours[1])
-    assert cost.dollars == pytest.approx([2.5 * h for h in cost.gpu_hours])
+    assert hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
+    assert gpu_hours[1] == pytest.approx(2 * hours[1])
+    assert cost["dollars"] == pytest.approx([2.5 * h for h in gpu_hours])
     assert plain.run_cost is None
-
-
-def test_the_parts_of_the_peak_sum_up_to_it(plain):
-    assert sum(p.num_bytes for p in plain.peak_parts) == peak(plain)
 
 
 WORDS = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --gpus 2 --units blocks"
@@ -211,17 +177,17 @@ def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
         "--tokens",
         "1e9",
     ]
-    words += ["--lengths", "64,256", "--lora", "8,targets=q_proj+v_proj", "--precision", "bf16,reduce=bf16"]
+    words += ["--seq", "256", "--lora", "8,targets=q_proj+v_proj", "--precision", "bf16,reduce=bf16"]
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     told = found["inputs"]
-    assert (told["seq"], told["mean_tokens"], told["loss"], told["lora_rank"]) == (256, 64, "fused", 8)
+    assert (told["seq"], told["loss"], told["lora_rank"]) == (256, "fused", 8)
     assert (told["precision"]["params"], told["precision"]["reduce"]) == ("bfloat16", "bfloat16")
     assert set(told["versions"]) >= {"accordion", "torch", "transformers", "python"}
     assert found["run"]["dollars"] == pytest.approx([2 * hours for hours in found["run"]["gpu_hours"]])
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("where the time goes, by kind", "what the peak is", "dollars"):
+    for part in ("where the time goes, by kind", "where the bytes go", "dollars"):
         assert part in shown
 
 
@@ -240,3 +206,22 @@ def test_four_bit_weights_are_used_with_adapters_and_other_quantization_is_refus
     assert peak(made) == peak(asked)
     assert peak_of(made.log).num_bytes == peak(made)
     assert made.workload.kernels.lora_rank == 8
+
+
+def test_micro_batches_that_do_not_reduce_send_gradients_once(folder):
+    options = {"accumulate": 5, "gpus": 16}
+    each, once = (planned(folder, no_sync=alone, **options) for alone in (False, True))
+    assert reduced(each) == 2 * reduced(once)  # two micro-batches are traced, and of these three the last alone reduces
+    steps = [plan.chosen.steps["middle"] for plan in (each, once)]
+    assert steps[0].by_kind["scatter_sum"] == pytest.approx(5 * steps[1].by_kind["scatter_sum"], rel=1e-6)
+    full, each_rank = 4 * once.num_params, 4 * once.num_params / 16
+    more = once.chosen.memory.peak.highest["gradients"] - each.chosen.memory.peak.highest["gradients"]
+    assert 0.4 * (full - each_rank) < more < 1.1 * full  # unreduced, in the dtype of the computation or wider
+    assert "without reducing" in str(once.chosen.choice)
+    assert once.as_dict()["config"]["no_sync"]
+    for wrong, said in (
+        ({"accumulate": 1}, "give accumulate, 2 or more"),
+        ({"offload": "params=host,optimizer=host"}, "leave offload 'params=host,optimizer=host' out"),
+    ):
+        with pytest.raises(acc.UsageError, match=said):
+            planned(folder, no_sync=True, **{**options, **wrong})

@@ -81,7 +81,10 @@ def test_a_step_of_another_lab_is_what_a_trace_says():
     assert again.ratio == pytest.approx(row.ratio, rel=2e-3)
 
 
-@pytest.mark.parametrize(("model", "gpu", "gpus", "seq"), [("125m", "a100-80", 8, 2048), ("1b", "h100", 256, 2048)])
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "seq"),
+    [("125m", "a100-80", 8, 2048), pytest.param("1b", "h100", 256, 2048, marks=pytest.mark.slow)],
+)
 def test_a_row_is_what_a_trace_says(model, gpu, gpus, seq):
     row = next(r for r in ROWS if (r.model, r.gpu, r.gpus, r.seq) == (model, gpu, gpus, seq))
     blank = replace(

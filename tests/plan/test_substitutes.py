@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import dropout, layer_norm, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import dropout, layer_norm
 
 import accordion as acc
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPhase
@@ -99,14 +99,6 @@ CASES = {
         of=lambda x, weight: F.layer_norm(x, (HEAD,), weight), dtype=FULL, by_hand=4 * X + 2 * 4 * ROWS, as_on_cpu=True
     ),
     "dropout": Case(of=lambda x, weight: F.dropout(x, 0.1), by_hand=X),  # one byte an element
-    # as a module has them that imported them by name
-    "attention, by name": Case(of=lambda x, weight: scaled_dot_product_attention(x, x, x), by_hand=4 * X + 4 * ROWS + RNG),
-    "rms_norm, by name": Case(of=lambda x, weight: rms_norm(x, (HEAD,), weight), by_hand=2 * X + 4 * ROWS + 2 * HEAD),
-    "layer_norm, by name": Case(
-        of=lambda x, weight: layer_norm(x, (HEAD,), weight, weight), by_hand=2 * X + 2 * 4 * ROWS + 2 * HEAD
-    ),
-    "dropout, by name": Case(of=lambda x, weight: dropout(x, 0.1), by_hand=X),
-    "dropout, without a function": Case(of=lambda x, weight: torch.dropout(x, 0.1, True), by_hand=X),
     # no fused kernel either: factors in the dtype of the input
     "dropout in place": Case(
         of=lambda x, weight: F.dropout(x * 1, 0.1, inplace=True), by_hand=2 * X, as_on_cpu=True

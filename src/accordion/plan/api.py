@@ -16,12 +16,11 @@ from accordion.plan.experts import EVENLY, check_experts
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import Cluster, cluster_of, with_attention
 from accordion.plan.result import Plan
-from accordion.plan.search.calibrate import calibrated
 from accordion.plan.search.search import SearchResult, search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.setup import COPIES, copy_ranks
-from accordion.plan.trained_models import ATTENTIONS, unit_rules
+from accordion.plan.trained_models import ATTENTIONS
 from accordion.plan.workload import LARGEST_TOKENS, Trained, Workload, trained
 from accordion.sharding import Sharding
 from accordion.units import choose_units, only_blocks
@@ -59,11 +58,9 @@ def plan(
     if search.expert_parallel > 1:
         check_experts(task.model, task.name, search.expert_parallel)
         task = replace(task, remarks=[*task.remarks, EVENLY.format(search.expert_parallel)])
-    space = _space(workload, cluster, base, search, task, "units" in fixed)
-    num_params = sum(p.numel() for p in task.model.parameters())  # the first trace shortens the model
-    space, measured = calibrated(space)
-    result = search_in(space, say, fewest=True)
-    answer = Plan(task=task, workload=workload, space=space, found=result, num_params=num_params, measured=measured)
+    space = _space(workload, cluster, base, search, task)
+    result = search_in(space, say)
+    answer = Plan(task=task, workload=workload, space=space, found=result)
     return replace(answer, log=log_of_choice(result, answer.chosen.choice, space))
 
 
@@ -133,21 +130,17 @@ def _check_beside_experts(workload: Workload, base: Sharding, search: Search) ->
             )
 
 
-def _space(
-    workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained, has_units: bool
-) -> Space:
+def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained) -> Space:
     choose_units(task.model, base.units)  # raises for names that the model lacks, before anything is traced
     if workload.engine == "fsdp2" and base.units is None:
-        base, has_units = replace(base, units=only_blocks()), True  # as programs do; FSDP2 warns about parts of blocks
-    units = search.units or (None, *unit_rules(task.model))
-    trained_tokens = workload.seq if workload.mean_tokens is None or workload.packed else workload.mean_tokens
+        base = replace(base, units=only_blocks())  # as programs do; FSDP2 warns about parts of blocks
     return Space(
         subject_for=task.subject_for,
         num_params=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         cluster=replace(cluster, gpu=with_attention(cluster.gpu, ATTENTIONS[workload.kernels.attention])),
         sharding=base,
-        search=replace(search, units=(base.units,) if has_units else units),
-        tokens=trained_tokens if task.vocab else 1,
+        search=search,
+        tokens=workload.seq if task.vocab else 1,
         optimizer=workload.optimizer,
         engine=workload.engine,
         pure=workload.kernels.pure,

@@ -27,7 +27,7 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import LARGEST
 from accordion.plan.trace.setup import COPIES, TrainingSetup, copy_ranks, with_copies
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
-from accordion.units import UnitChoice, units_named
+from accordion.units import UnitChoice
 
 ON_DISK = f"{DISK}FOLDER"  # as a plan prints it: its reader chooses the folder
 STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
@@ -164,8 +164,6 @@ class Search:
         micro_batches: samples of one rank in one forward.
         offloads: placements of parameters and states; each is tried if the one before it does not fit.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
-        units: choices of units; the first is tried everywhere, the others with the fastest configurations. None: rules by
-            the sizes of the model's parts.
         replicas: copies of the model under a hybrid strategy. None: shards over one, two and four nodes.
         copies: also try the fastest configurations with secondary shards over the ranks of a node.
         accumulate: micro-batches per step.
@@ -179,7 +177,6 @@ class Search:
     micro_batches: Sequence[int] = MICRO_BATCHES
     offloads: Sequence[Offload] = OFFLOADS
     activations: Sequence[str] = ACTIVATIONS
-    units: Sequence[UnitChoice] | None = None
     replicas: int | None = None
     copies: bool = True
     accumulate: int = 1
@@ -192,10 +189,9 @@ class Search:
         parsed: Mapping[str, Any] = {
             "strategies": [strategy_named(s) for s in words.strategies],
             "offloads": [offload_named(o) if isinstance(o, str) else o for o in words.offloads],
-            "units": words.units and [units_named(u) if isinstance(u, str) else u for u in words.units],
         }
         for name, values in parsed.items():
-            object.__setattr__(self, name, values and tuple(values))
+            object.__setattr__(self, name, tuple(values))
         for way in self.checkpointing:
             checkpointing_named(way)
         numbers = [("micro_batch", n) for n in self.micro_batches]

@@ -20,6 +20,7 @@ PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI
 HOST_MEMORY_GBPS = 150.0
 HOST_GIB = 64.0  # host memory per GPU of workstations, and of GPUs that are not in the table
 DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
+TELLABLE = 0.10  # relative difference between two times below which they count as equal
 LAUNCH_S = 4e-6  # the host's shortest time for one operator: the device waits for it if a kernel is shorter
 LARGEST = 10**9  # largest number that an option takes
 LARGEST_GPUS = 1 << 16  # a trace has a number for each rank of its world
@@ -38,7 +39,7 @@ class Gpu:
         slow, fast: nine in ten steps are between these multiples of the speed that follows from the shares.
         rows, kind: number of published steps that the shares were fitted to, and on which kind of GPU; 0 and "": guessed.
         latency_s: of one collective in a node, on top of the time for its bytes.
-        half, watts: 16-bit dtype that it computes with; power at which it reaches its peaks, 0 if unknown.
+        half: 16-bit dtype that it computes with.
         host_gib: memory of a usual machine, per GPU.
     """
 
@@ -60,7 +61,6 @@ class Gpu:
     latency_s: float = LATENCY_S["node"]
     host_gbps: float = PCIE_4
     half: str = "bf16"
-    watts: float = 0.0
     host_gib: float = HOST_GIB
 
     @property
@@ -89,62 +89,53 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
     return Gpu(name=name, kind=like, **{**dict(zip(PEAKS, peaks, strict=True)), **shares, **more})
 
 
-def at_watts(gpu: Gpu, watts: float) -> Gpu:
-    """Return `gpu` as it runs with a power limit of `watts`. Raises `UsageError`."""
-    if not gpu.watts:
-        raise UsageError(f"the power of GPU {gpu.name!r} is not known; leave watts out, or give tflops.")
-    if not 0.2 * gpu.watts <= watts <= gpu.watts:
-        raise UsageError(f"watts is {watts:g}; {gpu.name} takes {0.2 * gpu.watts:g} to {gpu.watts:g} W.")
-    # Voltage follows the clock, so power grows with the cube of the clock; arithmetic is proportional to the clock.
-    slower = (watts / gpu.watts) ** (1 / 3)
-    return replace(gpu, products=gpu.products * slower, attention=gpu.attention * slower, watts=watts)
-
-
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
     """Return `gpu` with the share of the peak that attention reaches with `kernel`."""
     known = efficiency_of(gpu.kind).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
 
+AT_500_W = (500 / 700) ** (1 / 3)  # clock at 500 of 700 W: power grows with its cube
+_H100 = efficiency_of("h100")
+
 # Memory is in GiB as the driver shows it if that is known, otherwise the data sheet's. `host_gib` is that of the nodes of eight
 # that clouds rent out: AWS's p3, p3dn, p4d, p4de, p5, p5e, p6, g4dn (of four), g5 and g6e, Azure's ND MI300X.
 GPUS: Mapping[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", like="a100", watts=400,
+        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", like="a100",
              host_gib=144),
-        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", like="a100", watts=400,
+        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", like="a100",
              host_gib=144),
         _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", like="h100", host_gbps=PCIE_5,
-             watts=700, host_gib=256),
-        at_watts(  # the chip is an H100's, so element-wise kernels move as many bytes a second
-            _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450,
-                 "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs", watts=700, like="h100", host_gbps=PCIE_5,
-                 host_gib=256, elementwise=efficiency_of("h100").elementwise * 3350 / 2400), 500,
-        ),
+             host_gib=256),
+        # An H100's chip, whose element-wise kernels move as many bytes a second, at a lower clock.
+        _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450,
+             "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs", like="h100", host_gbps=PCIE_5,
+             host_gib=256, products=_H100.products * AT_500_W, attention=_H100.attention[ATTENTION] * AT_500_W,
+             elementwise=_H100.elementwise * 3350 / 2400),
         _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB", like="h100",
-             host_gbps=PCIE_5, watts=700, host_gib=256),
+             host_gbps=PCIE_5, host_gib=256),
         _gpu("gh200", 94.5, 989, 67, 4000, "NVLink 4", 450, "NVIDIA GH200 data sheet, 96 GB HBM3, 700 W of 1,000 for the GPU",
-             like="h100", host_gbps=450, watts=700, host_gib=447),
+             like="h100", host_gbps=450, host_gib=447),
         _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB", like="b200",
-             host_gbps=PCIE_5, watts=1000, host_gib=256),
+             host_gbps=PCIE_5, host_gib=256),
         _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB", like="mi300x",
-             host_gbps=PCIE_5, watts=750, host_gib=231),
-        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB", watts=350,
+             host_gbps=PCIE_5, host_gib=231),
+        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB",
              host_gib=192),
-        _gpu("a10g", 22.1, 70, 35, 600, "PCIe 4 x16", 32, "AWS's A10G, 24 GB: 70 TFLOP/s dense of its tensor cores", watts=300,
+        _gpu("a10g", 22.1, 70, 35, 600, "PCIe 4 x16", 32, "AWS's A10G, 24 GB: 70 TFLOP/s dense of its tensor cores",
              host_gib=96),
         _gpu("v100-16", 15.8, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 16 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=300, host_gib=61),
+             half="fp16", host_gbps=15.75, host_gib=61),
         _gpu("v100-32", 31.7, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 32 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=300, host_gib=96),
+             half="fp16", host_gbps=15.75, host_gib=96),
         _gpu("t4", 14.6, 65, 8.1, 320, "PCIe 3 x16", 16, "NVIDIA T4 data sheet, 16 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=70, host_gib=48),
-        _gpu("rtx3090", 23.6, 71, 35.6, 936, "PCIe 4 x16", 32, "NVIDIA Ampere GA102 whitepaper: fp32 accumulation, 24 GB",
-             watts=350),
-        _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB", watts=450),
+             half="fp16", host_gbps=15.75, host_gib=48),
+        _gpu("rtx3090", 23.6, 71, 35.6, 936, "PCIe 4 x16", 32, "NVIDIA Ampere GA102 whitepaper: fp32 accumulation, 24 GB"),
+        _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB"),
         _gpu("rtx5090", 31.4, 209, 104.8, 1792, "PCIe 5 x16", 64, "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB",
-             host_gbps=PCIE_5, watts=575),
+             host_gbps=PCIE_5),
     )
 }  # fmt: skip
 ALIASES: Mapping[str, str] = {
@@ -191,14 +182,6 @@ MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this sh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """Factors on the assumed time of kernels and messages, fitted to a measured step."""
-
-    kernels: float = 1.0
-    messages: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal machines with equal GPUs.
 
@@ -210,10 +193,6 @@ class Cluster:
         host_memory_gib: memory of one machine. None: that of a usual machine with such GPUs.
         disk_gbps: GB/s of the disk of one machine.
         price: dollars per hour of one GPU.
-        measured_step_s: seconds of one measured step on these GPUs, to calibrate all times.
-        measured_at: configuration of the measured step, as "full_shard,selective,2,8": strategy, checkpointing, micro-batch
-            and number of GPUs. May be empty if the plan is of one configuration only.
-        scales: by name of the rates in `REACHED`, the factors on their times from the measured step.
     """
 
     gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
@@ -223,9 +202,6 @@ class Cluster:
     host_memory_gib: float | None = None
     disk_gbps: float = DISK_GBPS
     price: float | None = None
-    measured_step_s: float | None = None
-    measured_at: str = ""
-    scales: Mapping[str, Scale] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         gpu: Any = self.gpu
@@ -242,18 +218,11 @@ class Cluster:
         for name, most in rates.items():
             value = getattr(self, name)
             check_rate(name, 1 if value is None else value, most)
-        if self.measured_at and self.measured_step_s is None:
-            raise UsageError(f"measured_at is {self.measured_at!r}; pass measured_step_s, its seconds, too.")
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs to plan for."""
         return max(self.gpus)
-
-    @property
-    def tellable(self) -> float:
-        """Relative difference between two times below which they count as equal."""
-        return 0.05 if self.scales else 0.10
 
     @property
     def host_bytes(self) -> int:
@@ -273,11 +242,10 @@ class Cluster:
         return int(self.gpu.memory_gib * GIB)
 
 
-def gpu_named(name: str, watts: float | None = None, **rates: float) -> Gpu:
+def gpu_named(name: str, **rates: float) -> Gpu:
     """Return the GPU called `name`, corrected by `rates`. Raises `UsageError` for unknown names.
 
     Args:
-        watts: power limit of the GPU, if lower than the data sheet's.
         rates: memory_gib, tflops, bandwidth_gbps and link_gbps; all four describe a GPU that is not in the table.
     """
     for key, value in rates.items():
@@ -294,11 +262,10 @@ def gpu_named(name: str, watts: float | None = None, **rates: float) -> Gpu:
             f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it: "
             "--gpu mine,memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400."
         )
-    card = replace(card, **rates)  # type: ignore[arg-type]
-    return card if watts is None else at_watts(card, watts)
+    return replace(card, **rates)  # type: ignore[arg-type]
 
 
-CARD_WORDS = ("memory_gib", "tflops", "bandwidth_gbps", "link_gbps", "watts")
+CARD_WORDS = ("memory_gib", "tflops", "bandwidth_gbps", "link_gbps")
 CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
@@ -318,14 +285,6 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     card = {key: value for key, value in values.items() if key in CARD_WORDS}
     gpu = gpu_named(name, **card)
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
-
-
-def cluster_words(cluster: Cluster) -> str:
-    """Return text for `cluster_of` that describes this cluster, without its number of GPUs."""
-    gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
-    words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
-    words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
-    return ",".join([gpu.name, *(f"{key}={value:g}" for key, value in words.items() if value)])
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:

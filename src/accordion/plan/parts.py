@@ -1,25 +1,12 @@
-"""Names for the parts of a step's time and of its peak memory, and the cost of a run of many steps."""
+"""Names for the parts of a step's time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from accordion.plan.events import (
-    DISK_STREAM,
-    FETCH,
-    HOST,
-    REPLICATE,
-    STEPPER,
-    STORE,
-    Alloc,
-    Category,
-    Event,
-    Free,
-    Log,
-    StepPhase,
-)
-from accordion.plan.replay.peak import MemoryPeak, name_of, peak_of
+from accordion.plan.events import DISK_STREAM, FETCH, HOST, REPLICATE, STEPPER, STORE, StepPhase
+from accordion.plan.replay.peak import name_of
 from accordion.plan.replay.timeline import KERNELS_OF, Step
 
 MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
@@ -88,91 +75,3 @@ def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
         for name, (seconds, waited) in totals.items()
         if seconds > 0
     ]
-
-
-# -- the peak
-
-
-LOGITS = "the loss's float32 logits and tensors of their size"
-WORDS = (  # (part of an operator's name, what the memory that it allocates is called)
-    ("_log_softmax_backward", "the gradient of the loss in float32, for each token and each word of the vocabulary"),
-    ("_log_softmax", "the loss's log-probabilities in float32, for each token and each word of the vocabulary"),
-    ("_fused_", "the optimizer's states"),
-    ("flash_attention", "attention's outputs"),
-    ("efficient_attention", "attention's outputs"),
-    ("native_dropout", "dropout's outputs and masks"),
-    ("embedding", "embeddings"),
-    ("resize_", "gathered parameters"),
-)
-OF_CATEGORY = {
-    "parameters": "shards of the parameters", "gradients": "gradients", "optimizer": "the optimizer's states",
-    "gathered": "gathered parameters", "activations": "what the forward keeps for the backward",
-    "other": "temporaries of the backward",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakPart:
-    """Bytes that are live at the peak, and their name. `advice`: a change that would save some of them."""
-
-    name: str
-    num_bytes: int
-    advice: str = ""
-
-
-def peak_parts(peak: MemoryPeak, logits_bytes: int) -> list[PeakPart]:
-    """Return the parts of the peak, largest first. `logits_bytes`: of a micro-batch's float32 logits; 0: not known."""
-    sizes: dict[str, int] = {}
-    for live in peak.live:
-        each = live.num_bytes // live.count
-        name = next((words for part, words in WORDS if part in live.operator), OF_CATEGORY[live.category])
-        if logits_bytes and each == logits_bytes and live.category in ("activations", "other"):
-            name = LOGITS
-        elif logits_bytes and 2 * each == logits_bytes and live.category in ("activations", "other"):
-            name = "logits in 16 bits"
-        sizes[name] = sizes.get(name, 0) + live.num_bytes
-    rest = peak.num_bytes - sum(sizes.values())
-    parts = [PeakPart(name=name, num_bytes=n) for name, n in sorted(sizes.items(), key=lambda item: -item[1])]
-    return [*parts, PeakPart(name="the rest", num_bytes=rest)] if rest > 0 else parts
-
-
-def logits_off(log: Log, logits_bytes: int) -> int:
-    """Return by how many bytes the peak falls if whole logits, in float32 or 16 bits, are never allocated."""
-    of_logits = {
-        e.number
-        for e in log.events
-        if isinstance(e, Alloc)
-        and e.category in (Category.ACTIVATIONS, Category.OTHER)
-        and e.num_bytes in (logits_bytes, logits_bytes // 2)
-    }
-    others: list[Event] = [e for e in log.events if not (isinstance(e, (Alloc, Free)) and e.number in of_logits)]
-    return peak_of(log).num_bytes - peak_of(replace(log, events=others)).num_bytes
-
-
-# -- a whole run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCost:
-    """Time and price of a run over `tokens`, as (lowest, highest). `dollars`: None if no price was given."""
-
-    tokens: float
-    hours: tuple[float, float]
-    gpu_hours: tuple[float, float]
-    dollars: tuple[float, float] | None
-
-    def as_dict(self) -> Mapping[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-def cost_of(tokens: float, rates: Sequence[float], gpus: int, price: float | None) -> RunCost:
-    """Return the cost of a run. `rates`: useful tokens per second of one GPU. `price`: dollars per hour of one GPU."""
-    seconds = sorted(tokens / (rate * gpus) for rate in rates)
-    hours = (seconds[0] / 3600, seconds[-1] / 3600)
-    gpu_hours = (hours[0] * gpus, hours[1] * gpus)
-    return RunCost(
-        tokens=tokens,
-        hours=hours,
-        gpu_hours=gpu_hours,
-        dollars=None if price is None else (gpu_hours[0] * price, gpu_hours[1] * price),
-    )

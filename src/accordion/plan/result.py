@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from accordion.plan.events import HOST, Log
+from accordion.plan.events import Log
 from accordion.plan.hardware import (
     GIB,
     HOST_MEMORY_GBPS,
     MARGIN,
     OUTSIDE_BYTES,
     REACHED,
+    TELLABLE,
     TIGHT_BYTES,
     Cluster,
 )
-from accordion.plan.parts import (
-    LOGITS,
-    WAITED_FOR,
-    PeakPart,
-    RunCost,
-    TimePart,
-    by_kind,
-    by_unit,
-    cost_of,
-    logits_off,
-    peak_parts,
-)
+from accordion.plan.parts import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import Space
@@ -42,6 +32,12 @@ from accordion.version import VERSION
 
 FIELDS = [f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "reduce_op")]
 
+FIGURES = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes"),
+    *("step_s", "exposed_comm_s", "tokens_per_s_per_gpu", "mfu"),
+)
+PLACE = ("phase", "unit", "operator")  # of the peak
+UNCALIBRATED = "uncalibrated: rates are assumed, no step was measured"
 NOT_KNOWN = (
     "not in these figures: GPU memory that other libraries take, fragmentation beyond the allocator's own, a slow link or node, "
     "waiting for data and for the host"
@@ -56,33 +52,27 @@ class Plan:
         task: the workload's model.
         found: every candidate that was evaluated, and the best.
         log: events of a step of the chosen configuration, if it was traced.
-        num_params: parameters of the whole model.
-        measured: description of the measured step that calibrates the times; empty if there is none.
     """
 
     task: Trained
     workload: Workload
     space: Space
     found: SearchResult
-    num_params: int
     log: Log | None = None
-    measured: str = ""
 
     @property
     def cluster(self) -> Cluster:
         return self.space.cluster
 
     @property
+    def num_params(self) -> int:
+        """Number of parameters of the whole model."""
+        return sum(p.numel() for p in self.task.model.parameters())
+
+    @property
     def seq(self) -> int:
         """Tokens per sample; 0 for a model without a vocabulary."""
         return self.workload.seq if self.task.vocab else 0
-
-    @property
-    def time_is(self) -> str:
-        """Describe how far times can be trusted."""
-        if self.measured:
-            return f"calibrated by one measured step: {self.measured}"
-        return "uncalibrated: rates are assumed, no step was measured"
 
     @property
     def is_tight(self) -> bool:
@@ -132,10 +122,8 @@ class Plan:
             "inputs": self.inputs(),
             "verdict": self.verdict,
             "time": self._time(chosen),
-            "peak_parts": [{"name": p.name, "bytes": p.num_bytes, "advice": p.advice} for p in self.peak_parts],
-            "run": None if self.run_cost is None else self.run_cost.as_dict(),
-            "next": [{"name": n.name, "gain": n.gain, "costs": n.costs} for n in next_gains(self)],
-            "peak": self._peak(chosen),
+            "run": self.run_cost,
+            "peak": None if chosen.memory is None else {k: getattr(chosen.memory.peak, k) for k in PLACE},
             "ranges": self._ranges(chosen),
             "assumed": self.assumptions(),
             "candidates": others,
@@ -156,11 +144,10 @@ class Plan:
     def inputs(self) -> dict[str, Any]:
         """Return everything that the plan was made from, including versions."""
         space, cluster, kernels = self.space, self.cluster, self.workload.kernels
-        lengths = {"seq": self.seq, "mean_tokens": self.workload.mean_tokens or self.seq} if self.seq else {}
         return {
             "model": self.task.name,
             "gpu": cluster.gpu.name,
-            **lengths,
+            **({"seq": self.seq} if self.seq else {}),
             "gpus": list(cluster.gpus),
             "ranks_in_a_node": cluster.node,
             "network_gbps": cluster.network_gbps,
@@ -172,7 +159,6 @@ class Plan:
             "attention": kernels.attention,
             "lora_rank": kernels.lora_rank,
             "four_bits": kernels.four_bits,
-            "attention_share": self.workload.traced_kernels.attention_share,
             "precision": {key: _name_of(getattr(space.precision, key)) for key in ("params", "reduce", "master")},
             "versions": versions(),
         }
@@ -181,53 +167,26 @@ class Plan:
         if c.steps is None or self.log is None:
             return None
         step = c.steps["middle"]
-        keys = TimePart.__dataclass_fields__
-        return {
-            "by_kind": [{key: getattr(part, key) for key in keys} for part in by_kind(step)],
-            "by_unit": [{key: getattr(part, key) for key in keys} for part in by_unit(step, self.log.units)],
-        }
+        parts = {"by_kind": by_kind(step), "by_unit": by_unit(step, self.log.units)}
+        return {name: list(map(asdict, each)) for name, each in parts.items()}
 
     @property
-    def peak_parts(self) -> list[PeakPart]:
-        """The parts of the chosen configuration's peak."""
-        memory = self.chosen.memory
-        if memory is None:
-            return []
-        parts = peak_parts(memory.peak, self.logits_bytes)
-        if self.log is None or all(p.name != LOGITS for p in parts):
-            return parts
-        saved = logits_off(self.log, self.logits_bytes)
-        return [
-            replace(p, advice=f"a chunked loss would save about {gib(saved)} GiB") if p.name == LOGITS else p
-            for p in parts
-        ]
-
-    @property
-    def logits_bytes(self) -> int:
-        """Size of a micro-batch's logits in float32; 0 for a model without a vocabulary."""
-        return 4 * self.task.vocab * self.seq * self.chosen.choice.micro_batch
-
-    @property
-    def run_cost(self) -> RunCost | None:
-        """Cost of a run over the workload's `tokens`; None if they are not given or there are no times."""
-        c = self.chosen
-        tokens = self.workload.tokens
+    def run_cost(self) -> dict[str, tuple[float, ...]] | None:
+        """Hours, GPU-hours and dollars, each (lowest, highest), of a run over the workload's `tokens`; dollars only with a price.
+        None without `tokens` or times."""
+        c, tokens, price = self.chosen, self.workload.tokens, self.cluster.price
         if tokens is None or c.steps is None:
             return None
-        rates = [c.tokens_per_s(self.space.tokens, rate) for rate in c.steps]
-        return cost_of(tokens, rates, c.choice.gpus, self.cluster.price)
+        hours = sorted(tokens / c.tokens_per_s(self.space.tokens, rate) / 3600 for rate in c.steps)  # of one GPU
+        low_high = hours[0], hours[-1]
+        cost = {"hours": tuple(h / c.choice.gpus for h in low_high), "gpu_hours": low_high}
+        return cost if price is None else {**cost, "dollars": tuple(price * h for h in low_high)}
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
         memory, steps = c.memory, c.steps
         if memory is None or steps is None:
-            keys = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s")
-            nothing = dict.fromkeys((*keys, "tokens_per_s_per_gpu", "mfu"))
-            return {
-                "fits": None if c.bound else False,
-                **nothing,
-                "config": self._config(c),
-                "least_bytes": c.least_bytes,
-            }
+            fits = None if c.bound else False
+            return {"fits": fits, **dict.fromkeys(FIGURES), "config": self._config(c), "least_bytes": c.least_bytes}
         step = steps["middle"]
         return {
             "fits": None if c.is_open(self.cluster) else c.fits,
@@ -258,12 +217,6 @@ class Plan:
             "engine": self.space.engine,
         }
 
-    def _peak(self, c: Candidate) -> dict[str, Any] | None:
-        if c.memory is None:
-            return None
-        peak = c.memory.peak
-        return {"phase": peak.phase, "unit": peak.unit, "operator": peak.operator}
-
     def _ranges(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None or c.steps is None:
             return None
@@ -283,14 +236,14 @@ class Plan:
         gpu = self.cluster.gpu
         return {
             "torch": torch.__version__,
-            "time": self.time_is,
+            "time": UNCALIBRATED,
             "tight": self.is_tight,
             "efficiency": {
                 "is": gpu.efficiency_is,
                 **{key: getattr(gpu, key) for key in ("products", "elementwise", "attention", "slow", "fast")},
             },
-            "tellable": self.cluster.tellable,
-            "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
+            "tellable": TELLABLE,
+            "rates": {name: asdict(rates) for name, rates in REACHED.items()},
             "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
             "optimizer": self.space.optimizer,
             "host": (
@@ -312,41 +265,6 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that a plan depends on."""
     names = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     return {**names, "transformers": version("transformers")} if find_spec("transformers") is not None else names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextGain:
-    """A change that would make the step faster, by which share, and what it costs."""
-
-    name: str
-    gain: float
-    costs: str
-
-
-def next_gains(plan: Plan) -> list[NextGain]:
-    """Return changes that make the step faster by `Cluster.tellable` or more. They are the two faster configurations that lack
-    the least memory, and links and a host that nothing waits for."""
-    best = plan.found.best
-    if best is None or best.steps is None:
-        return []
-    best_rate, gains = best.tokens_per_s(plan.space.tokens), list[tuple[float, NextGain]]()
-    for c in plan.found.candidates:
-        if c.fits or c.memory is None or c.steps is None or c.choice.gpus != best.choice.gpus:
-            continue
-        gain = c.tokens_per_s(plan.space.tokens) / best_rate - 1
-        card = (c.needed_bytes - plan.cluster.card_bytes) / GIB
-        host = (c.host_bytes * HOST_MARGIN - plan.cluster.host_bytes) / GIB
-        lacks = [f"{card:,.1f} GiB more on each GPU"] if card >= 0 else []
-        lacks += [f"{host:,.0f} GiB more in each machine"] if host > 0 else []
-        if gain >= plan.cluster.tellable and lacks:
-            gains.append((max(card, 0.0), NextGain(name=str(c.choice), gain=gain, costs=" and ".join(lacks))))
-    gains.sort(key=lambda pair: (pair[0], -pair[1].gain))
-    step = best.steps["middle"]
-    without = step.exposed_s / (step.seconds - step.exposed_s) if step.seconds > step.exposed_s else 0.0
-    host = sum(s for stream, s in step.waits.items() if WAITED_FOR.get(stream) == WAITED_FOR[HOST])
-    costs = "another host, or disk" if host > step.exposed_s / 2 else "another network"
-    faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs=costs)]
-    return [*(n for _, n in gains[:2]), *(faster if without >= plan.cluster.tellable else [])]
 
 
 def gib(num_bytes: float) -> str:

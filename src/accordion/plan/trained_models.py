@@ -22,9 +22,8 @@ from accordion.models.language import brief, is_encoder, language_model, masked_
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import LOSSES, expect_labels, loss_of_logits, with_chunked_head
-from accordion.plan.own_model import own_loss, own_model
 from accordion.plan.trace.setup import Subject
-from accordion.units import UnitChoice, choose_units, min_params
+from accordion.units import UnitChoice, choose_units
 
 
 def configuration(model: str, seq: int) -> Any:
@@ -125,7 +124,6 @@ class Kernels:
     lora_rank: int = 0  # of adapters, with all other parameters frozen; 0: all parameters are trained
     lora_targets: str = ALL  # the layers with adapters
     four_bits: bool = False  # frozen weights are stored in four bits
-    attention_share: float = 1.0  # share of attention's operations that remains if samples are packed into rows
 
     def __post_init__(self) -> None:
         for kind, name, known in (("loss", self.loss, LOSSES), ("attention", self.attention, ATTENTIONS)):
@@ -135,33 +133,11 @@ class Kernels:
             raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
 
 
-class Built:
-    """Callable that returns `model` on the first call, and `make()` later, because callers may shorten the model."""
-
-    def __init__(self, model: nn.Module | None, make: Callable[[], nn.Module]) -> None:
-        self._model, self._make = model, make
-
-    def __call__(self) -> nn.Module:
-        model, self._model = self._model, None
-        return self._make() if model is None else model
-
-
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     """Build the language model of a transformers configuration, changed as `kernels` ask. Raises `UsageError`."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
-    return _changed(model, label, kernels, kernels.four_bits or _is_four_bits(config))
-
-
-def trained_own(name: str, label: str, kernels: Kernels) -> nn.Module:
-    """Build the model of the user's function `name`, changed as `kernels` ask. Raises `UsageError`."""
-    if kernels.attention == "eager":
-        raise UsageError(f"{label} runs the attention that its code calls; leave out --attention eager.")
-    return _changed(own_model(name), label, kernels, kernels.four_bits)
-
-
-def _changed(model: nn.Module, label: str, kernels: Kernels, four_bits: bool) -> nn.Module:
-    """Apply the dtype, adapters and chunked head of `kernels` to `model`. Raises `UsageError`."""
+    four_bits = kernels.four_bits or _is_four_bits(config)
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
@@ -186,20 +162,7 @@ def language_subject(
     make = make or partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, label, partial(_token_loss, kernels.loss))
-    share = kernels.attention_share
-    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss, attention_share=share)
-
-
-def own_subject(
-    label: str, vocab: int, micro_batch: int, seq: int, make: Callable[[], nn.Module], kernels: Kernels
-) -> Subject:
-    """Return the training of the user's model on text."""
-    return Subject(
-        make=make,
-        batch=partial(_tokens, micro_batch, seq, vocab),
-        loss=partial(own_loss, label, kernels.loss),
-        attention_share=kernels.attention_share,
-    )
+    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss)
 
 
 def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -271,25 +234,6 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
     if len(list(holder.children())) != count:
         return None
     return EqualBlocks(container=container, count=count, first_unit=first, each=dict(tops)[first])
-
-
-def unit_rules(model: nn.Module) -> list[str]:
-    """Return choices of units to try in addition to the default, as `min_params:N`; [] for a model without equal blocks. The
-    first adds layers as large as a block (such as the head), the second the largest part of each block."""
-    run = longest_run(model, None)
-    if run is None:
-        return []
-    names = {name for name, _ in choose_units(model, None)}
-    block = next(iter(model.get_submodule(run.container).children()))
-    whole = sum(p.numel() for p in block.parameters())
-    part = max((sum(p.numel() for p in child.parameters()) for child in block.children()), default=0)
-    rules: dict[frozenset[str], str] = {}
-    for size in (whole, min(part, whole - part)):  # `whole - part`, so that the rest of a block stays a unit
-        if size > 0:
-            units = frozenset(name for name, _ in choose_units(model, min_params(size)))
-            if units > names:
-                rules.setdefault(units, f"min_params:{size}")
-    return list(rules.values())
 
 
 def _place(holder: nn.Module, module: nn.Module) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,15 @@ from torch.utils._pytree import tree_map_only
 from accordion import _torch
 from accordion.errors import UsageError, nearest
 from accordion.plan.hardware import LARGEST, check_rate
-from accordion.plan.own_model import names_code, vocab_of
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trace.trace import ENGINES
 from accordion.plan.trained_models import (
-    Built,
     Kernels,
     configuration,
     language_subject,
-    own_subject,
     remarks_on,
     trained_model,
-    trained_own,
 )
 
 COMPILED = (
@@ -42,13 +38,10 @@ class Workload:
     """The model that is trained, its loss and its batches.
 
     Args:
-        model: any module; or the name of a preset, a transformers folder or a config.json, or "file.py:build", a function
-            that returns a language model (tokens to logits).
+        model: any module; or the name of a preset, a transformers folder or a config.json.
         loss: for a module: function of the module and a batch that returns a 0-d tensor.
         batch: for a module: an example batch of one rank; its size is the micro-batch.
         seq: tokens per sample of a named model.
-        mean_tokens: mean length of samples that are padded to `seq`; padding does not count as trained tokens.
-        packed: samples of `mean_tokens` are packed into rows of `seq` tokens instead, and each attends to itself alone.
         kernels: loss, attention and adapters of a named model.
         optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
@@ -60,8 +53,6 @@ class Workload:
     batch: Any = None
     _: KW_ONLY
     seq: int = 4096
-    mean_tokens: int | None = None
-    packed: bool = False
     kernels: Kernels = field(default_factory=Kernels)
     optimizer: str = "adamw"
     engine: str = "accordion"
@@ -76,17 +67,6 @@ class Workload:
         if not 1 <= self.seq <= LARGEST:
             raise UsageError(f"seq is {self.seq}; it takes 1 or more{f', up to {LARGEST:,}' if self.seq > 1 else ''}.")
         check_rate("tokens", 1 if self.tokens is None else self.tokens, 1e18)
-        if self.packed and self.mean_tokens is None:
-            raise UsageError("packed samples need the mean of their lengths: --lengths mean,longest,packed.")
-        if self.mean_tokens is not None and not 1 <= self.mean_tokens <= self.seq:
-            raise UsageError(f"lengths has a mean of {self.mean_tokens} tokens; it takes 1 to the longest, {self.seq}.")
-
-    @property
-    def traced_kernels(self) -> Kernels:
-        """Return `kernels` with the attention of packed samples, each taken to be of the mean length."""
-        if not self.packed or self.mean_tokens is None:
-            return self.kernels
-        return replace(self.kernels, attention_share=self.mean_tokens / self.seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +75,7 @@ class Trained:
 
     Args:
         name: name of the model.
-        model: the model on the meta device. The first trace may remove repeated blocks from it.
+        model: the model on the meta device.
         subject_for: function of a micro-batch size that returns the training to trace.
         counted: "tokens" or "batches", the unit of its speed.
         remarks: notes for the user on how the model is planned.
@@ -115,21 +95,14 @@ def trained(workload: Workload) -> Trained:
     if not isinstance(workload.model, str):
         assert workload.loss is not None
         return _of_module(workload.model, workload.loss, workload.batch)
-    name, seq, kernels = workload.model, workload.seq, workload.traced_kernels
+    name, seq, kernels = workload.model, workload.seq, workload.kernels
     where = f"model {name!r}"
-    if names_code(name):
-        model = trained_own(name, where, kernels)
-        vocab = vocab_of(model, where)
-        built = Built(model, partial(trained_own, name, where, kernels))
-        subject_for = partial(own_subject, where, vocab, seq=seq, make=built, kernels=kernels)
-        return Trained(name=name, model=model, subject_for=subject_for, vocab=vocab)
     config = configuration(name, seq)
     model = trained_model(config, where, kernels)
-    built = Built(model, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
     return Trained(
         name=name,
         model=model,
-        subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
+        subject_for=partial(language_subject, config, where, seq=seq, kernels=kernels),
         remarks=remarks_on(config, model),
         vocab=int(config.get_text_config().vocab_size),
     )

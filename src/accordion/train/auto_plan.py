@@ -20,7 +20,7 @@ from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.search.search import search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace.setup import Subject
-from accordion.plan.trained_models import language_subject, unit_rules
+from accordion.plan.trained_models import language_subject
 from accordion.plan.workload import subject_of
 from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
@@ -95,7 +95,6 @@ def space_of(
             return subject_of(model, partial(mean_loss, task), batch)
 
     base = sharding_of(config.shard, device)
-    units = (base.units,) if "shard.units" in named else (base.units, *unit_rules(model))
     return Space(
         subject_for=subject_for,
         num_params=sum(p.numel() for p in model.parameters()),
@@ -103,7 +102,7 @@ def space_of(
             gpu=card_of(device, num_ranks), gpus=(num_ranks,), node=num_ranks, host_memory_gib=memory_bytes() / GIB
         ),
         sharding=base,
-        search=replace(search_of(config, named, base, device), units=units),
+        search=search_of(config, named, base, device),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
         device="cpu" if device == "cpu" else "cuda",  # traces of all accelerators use CUDA's operators
     )

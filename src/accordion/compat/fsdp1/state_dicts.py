@@ -29,7 +29,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.params import Param
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.divergence import monitor_of
-from accordion.same_on_ranks import same_given
+from accordion.safety.same_on_ranks import same_given
 from accordion.state import full_values, is_first_rank, settle
 
 OPTIM = "an optimizer's state dict"

@@ -1,4 +1,4 @@
-"""Write a plan as one self-contained HTML file: memory along a step, the streams, and a map of the choices."""
+"""Write a plan as one self-contained HTML file: memory along a step, and the streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from accordion.plan.hardware import GIB
 from accordion.plan.replay.peak import curve_of, name_of
 from accordion.plan.replay.timeline import Stretch
 from accordion.plan.result import Plan, gib
-from accordion.plan.search.evaluate import Candidate
 
 STREAMS = (  # bottom to top; the first line is of offload; "all-reduce" and "copy in" are FSDP2's
     *(DISK_STREAM, STEPPER, HOST, STORE, FETCH),
@@ -39,8 +38,6 @@ def as_html(plan: Plan) -> str:
     """Return the plan's HTML page, with plotly's script included once."""
     page = of_plan(plan)
     charts = [memory_chart(plan), streams_chart(plan)] if plan.log is not None else []
-    if len(plan.found.candidates) > 1:  # one choice needs no map
-        charts.append(map_chart(plan))
     verdict, *tables = map(html_table, page.tables)
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
     body = "".join([verdict, *drawn(charts), *tables, f"<ul>{notes}</ul>"])
@@ -89,7 +86,6 @@ def streams_chart(plan: Plan) -> go.Figure:
     steps = plan.chosen.steps
     assert steps is not None
     stretches = steps["middle"].stretches
-    how = "calibrated" if plan.measured else "uncalibrated"
     chart = go.Figure()
     shown = [stream for stream in STREAMS if any(s.stream == stream for s in stretches)]
     for stream in shown:
@@ -100,44 +96,5 @@ def streams_chart(plan: Plan) -> go.Figure:
                    hovertemplate="%{text}<br>from %{base:.2f} ms, %{x:.2f} ms<extra></extra>",
                    marker_line={"width": 0.5, "color": "white"})
         )  # fmt: skip
-    chart.update_layout(
-        barmode="overlay",
-        xaxis_title=f"ms, at middle rates, {how}",
-        showlegend=False,
-    )
+    chart.update_layout(barmode="overlay", xaxis_title="ms, at middle rates, uncalibrated", showlegend=False)
     return laid_out(chart, "streams", "", height=160 + 40 * len(shown))
-
-
-def map_chart(plan: Plan) -> go.Figure:
-    """Return the map of GPUs and micro-batches, coloured by the fastest choice that fits; hovering an empty cell shows why."""
-    sizes = plan.space.search.micro_batches
-    counts = sorted({c.choice.gpus for c in plan.found.candidates})
-    cells = [[_cell(plan, gpus, size) for size in sizes] for gpus in counts]
-    chart = go.Figure(
-        go.Heatmap(
-            x=[str(size) for size in sizes],
-            y=[str(gpus) for gpus in counts],
-            z=[[speed for speed, _ in row] for row in cells],
-            text=[[text for _, text in row] for row in cells],
-            colorscale="Viridis", colorbar={"title": f"{plan.task.counted}/s per GPU"}, xgap=2, ygap=2,
-            hovertemplate="%{text}<extra></extra>", hoverongaps=True,
-        )
-    )  # fmt: skip
-    chart.update_layout(xaxis={"title": "micro-batch", "type": "category"}, yaxis={"title": "GPUs", "type": "category"})
-    return laid_out(chart, "choices: the fastest that fits", "", height=320)
-
-
-def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
-    candidates = [c for c in plan.found.candidates if (c.choice.gpus, c.choice.micro_batch) == (gpus, size)]
-    fitting = [c for c in candidates if c.fits]
-
-    def speed(c: Candidate) -> float:
-        return c.tokens_per_s(plan.space.tokens)
-
-    if fitting:
-        best = max(fitting, key=speed)
-        return speed(
-            best
-        ), f"{best.choice}<br>{speed(best):,.0f} {plan.task.counted}/s per GPU, needs {gib(best.needed_bytes)} GiB"
-    least = min(candidates, key=lambda c: c.needed_bytes, default=None)
-    return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"

@@ -18,17 +18,14 @@ class Options:
     """Predict memory and time of a training step on given GPUs, and choose the fastest configuration that fits.
 
     Args:
-        model: a preset, a folder with a transformers config.json, or that file; or file.py:build or package.module:build, a
-            function without arguments that returns a language model
+        model: a preset, a folder with a transformers config.json, or that file
         task: plan a task of your own instead: file.py, file.py:Name or package.module:Name, with options as --task.width 64;
             a batch has --micro-batch samples (default 8)
         gpu: name of a GPU, or "table" to list all. NAME=VALUE after commas correct it: memory_gib, tflops (dense bf16),
-            bandwidth_gbps, link_gbps (in a node) and watts of the GPU; network_gbps of one GPU to other nodes; host_memory_gib
+            bandwidth_gbps and link_gbps (in a node) of the GPU; network_gbps of one GPU to other nodes; host_memory_gib
             and disk_gbps of a node; price in dollars per GPU-hour. Example: h100,host_memory_gib=512,price=2.5
         gpus: total number of GPUs, eight per node; 2x4 is two nodes of four; 8,16,32 also tries the smaller numbers
         seq: tokens per sequence
-        lengths: mean,longest: tokens per sample, instead of --seq. Samples are padded to the longest, and the mean counts as
-            trained. mean,longest,packed: samples of the mean length fill rows of the longest, and each attends to itself alone
         micro_batch: sequences of one rank in one forward; searched if left out
         accumulate: micro-batches per step
         no_sync: reduce gradients in the last micro-batch of a step only; full gradients stay on each rank
@@ -51,8 +48,6 @@ class Options:
         replicas: copies of the model under a hybrid strategy; searched if left out
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
-        calibrate: seconds of one measured step on such GPUs, to calibrate all times. The step is of the configuration that
-            the other options fix, or of strategy,checkpointing,micro-batch,GPUs: 2.84,full_shard,selective,2,8
         json: print JSON only
         html: file for an HTML page with charts
     """
@@ -62,7 +57,6 @@ class Options:
     gpu: str = "h100"
     gpus: str | None = None
     seq: int = 4096
-    lengths: str | None = None
     micro_batch: int | None = None
     accumulate: int = 1
     no_sync: bool = False
@@ -81,6 +75,5 @@ class Options:
     replicas: int | None = None
     expert_parallel: int = 1
     tokens: float | None = None
-    calibrate: str | None = None
     json: bool = False
     html: str | None = None

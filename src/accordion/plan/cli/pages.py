@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from accordion.pages.page import Page, Table
-from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
+from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, TELLABLE
 from accordion.plan.parts import TimePart, by_kind, by_unit
-from accordion.plan.result import NOT_KNOWN, Plan, gib, next_gains
+from accordion.plan.result import NOT_KNOWN, UNCALIBRATED, Plan, gib
 from accordion.plan.search.evaluate import Candidate
 
 SHOWN = 24  # number of candidates in the table; JSON has all
@@ -29,11 +29,7 @@ def of_plan(plan: Plan, change: str = "") -> Page:
     """Return a plan's page. `change`: the smallest change that fits, if nothing does."""
     tables = [_verdict(plan)]
     if plan.chosen.memory is not None:
-        tables += [*_time(plan), _peak(plan), _bytes(plan), _live(plan)]
-    gains = next_gains(plan)
-    if gains:
-        rows = [[n.name, f"{n.gain:+.0%}", n.costs] for n in gains]
-        tables.append(Table(title="what would be faster", columns=["", "speed", "costs"], rows=rows))
+        tables += [*_time(plan), _bytes(plan), _live(plan)]
     tables.append(_candidates(plan))
     return Page(
         name="plan", title=f"{plan.task.name} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
@@ -50,23 +46,15 @@ def _verdict(plan: Plan) -> Table:
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
             ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, depending on expandable_segments"],
             ["GPU memory needed", _needed(plan)],
-            [
-                "step, calibrated" if plan.measured else "step, uncalibrated",
-                _range([s.seconds for s in c.steps.values()], "s"),
-            ],
+            ["step, uncalibrated", _range([s.seconds for s in c.steps.values()], "s")],
             ["of it waiting", _range([s.exposed_s for s in c.steps.values()], "s")],
             [f"{plan.task.counted}/s per GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
     cost = plan.run_cost
     if cost is not None:
-        rows.append(
-            [
-                f"{cost.tokens:,.0f} {plan.task.counted} take",
-                f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}",
-            ]
-        )
-        rows += [["price", f"{_range(cost.dollars, 'dollars')}"]] if cost.dollars else []
+        name = f"{plan.workload.tokens:,.0f} {plan.task.counted} take"
+        rows.append([name, ", ".join(_range(values, key.replace("gpu_", "GPU-")) for key, values in cost.items())])
     if c.host_bytes:
         rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
     if c.disk_bytes:
@@ -100,17 +88,6 @@ def _time(plan: Plan) -> list[Table]:
 
 def _ms(seconds: float) -> str:
     return _digits(seconds * 1e3) if seconds else "0"
-
-
-def _peak(plan: Plan) -> Table:
-    parts, memory = plan.peak_parts, plan.chosen.memory
-    assert memory is not None
-    whole = memory.peak.num_bytes
-    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}", p.advice] for p in parts]
-    columns = ["", "GiB", "of the peak", "what helps"]
-    if not any(p.advice for p in parts):
-        rows, columns = [row[:-1] for row in rows], columns[:-1]
-    return Table(title="what the peak is", columns=columns, rows=rows)
 
 
 def _needed(plan: Plan) -> str:
@@ -191,14 +168,14 @@ def _notes(plan: Plan, change: str) -> list[str]:
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
         f"torch {assumed['torch']}, {plan.space.optimizer}; GPU: {plan.cluster.gpu.source}",
         f"efficiency: {plan.cluster.gpu.efficiency_is}",
-        f"times are {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} count as equal",
+        f"times are {UNCALIBRATED}; choices closer than {TELLABLE:.0%} count as equal",
     ]
     if plan.is_tight:
         notes.insert(
             0,
             "less than 2 GiB of the GPU is left: published runs lost 15 to 35 % of their speed there, to the allocator",
         )
-    notes.append(f"{assumed['host']}; a measured step does not calibrate the times of offload")
+    notes.append(assumed["host"])
     if plan.log is not None:
         notes += [f"traced instead of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]

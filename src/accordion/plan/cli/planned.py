@@ -55,7 +55,6 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
     """Return the named language model, or the task with its options `task_words`. Raises `UsageError`, `TaskError`."""
-    seq, mean, packed = (o.seq, None, False) if o.lengths is None else lengths_of(o.lengths)
     model: Any = o.model
     loss = batch = None
     if o.task is not None:
@@ -75,9 +74,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
         model,
         loss,
         batch,
-        seq=seq,
-        mean_tokens=mean,
-        packed=packed,
+        seq=o.seq,
         kernels=kernels,
         optimizer=o.optimizer,
         engine=o.engine,
@@ -100,12 +97,7 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 def cluster_in(o: Options) -> Cluster:
     """Return the GPUs that the options describe. Raises `UsageError`."""
     gpus, node = counts_of(o.gpus)
-    seconds, _, at = (o.calibrate or "").partition(",")
-    try:
-        measured_s = float(seconds) if o.calibrate is not None else None
-    except ValueError:
-        raise UsageError(f"--calibrate {o.calibrate!r} must begin with a number of seconds, such as 2.84.") from None
-    return cluster_of(o.gpu, gpus=gpus, node=node, measured_step_s=measured_s, measured_at=at)
+    return cluster_of(o.gpu, gpus=gpus, node=node)
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
@@ -127,15 +119,6 @@ def search_of(o: Options) -> Search:
         no_sync=o.no_sync,
         expert_parallel=o.expert_parallel,
     )
-
-
-def lengths_of(text: str) -> tuple[int, int, bool]:
-    """Return (longest, mean, packed) from "mean,longest" or "mean,longest,packed". Raises `UsageError`."""
-    words = text.removesuffix(",packed").split(",")
-    if len(words) != 2 or not all(w.strip().isdecimal() and len(w.strip()) < 10 for w in words):
-        raise UsageError(f"--lengths {text!r} is not understood; it takes mean,longest in tokens, such as 900,4096.")
-    mean, longest = (int(w) for w in words)
-    return longest, mean, text.endswith(",packed")
 
 
 def adapters_of(text: str) -> tuple[int, str, str]:

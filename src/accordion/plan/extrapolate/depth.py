@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
 
@@ -22,25 +25,29 @@ def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
 
 
+class _Origin(NamedTuple):
+    """Position of the event that creates an allocation or a transfer. It names them in both logs."""
+
+    phase: StepPhase
+    block: int | None  # index of the equal block; None outside of them
+    part: int  # index of the unit within its block; outside of blocks, of the unit
+    visit: int  # how often this phase of this unit was entered before, with gradient accumulation
+    at: int  # index in the segment
+
+
 @dataclass(slots=True)
 class _Segment:
     """The events between two `Enter` events: one visit of the forward or backward of a unit."""
 
     place: StepPart
-    block: int | None  # index of the equal block; None outside of them
-    part: int  # index of the unit within its block
-    events: list[Event]
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Position in a log of the event that created an allocation or a transfer."""
-
-    phase: StepPhase
     block: int | None
     part: int
-    visit: int  # how often this phase of this unit was entered before, with gradient accumulation
-    at: int  # index in the segment
+    visit: int
+    events: list[Event]
+
+    def origin(self, at: int, block: int | None) -> _Origin:
+        """Return the origin of what event `at` creates in the copy of this segment for `block`."""
+        return _Origin(self.place.phase, block, self.part, self.visit, at)
 
 
 class IrregularError(Exception):
@@ -80,95 +87,62 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
 
 
 class _Extension:
-    """Builds the deep model's log, with new numbers for the allocations and transfers of the repeated blocks."""
+    """Builds the deep model's log. Allocations and transfers get new numbers, by their origins in the deep model."""
 
     def __init__(self, log: Log, short: Shortened) -> None:
         self._log, self._first, self._each = log, short.first_unit, short.each
-        self._traced, self._total, self._period, self._later = short.traced, short.total, short.period, short.later
+        self._traced, self._period, self._later = short.traced, short.period, short.later
         self._scale = short.optimizer_scale
         self._end = short.first_unit + short.traced * short.each  # the first unit after the blocks
         self._start = HEAD + short.period  # the repeated blocks: [start, start + period)
-        self._copies = 1 + (short.total - short.traced) // short.period
+        self._total, self._added = short.total, short.total - short.traced  # blocks
+        self._origins: dict[object, _Origin] = {}  # in `log`, by `_key`
         self._segments = self._split()
-        self._allocs, self._transfers = self._find_origins()
-        self._by_origin = [{origin: n for n, origin in numbers.items()} for numbers in (self._allocs, self._transfers)]
         self._check()
-        self._next = 1 + max(
-            [a.number for a, _ in log.held]
-            + [e.number for s in self._segments for e in s.events if isinstance(e, Alloc)]
-        )
-        self._numbers: dict[tuple[int, int], int] = {}  # (number, copy) -> number in the deep model
-        self._next_transfer = 1 + max(
-            [e.transfer for s in self._segments for e in s.events if isinstance(e, (Launch, Mark))], default=0
-        )
-        self._transfer_numbers: dict[tuple[int, int], int] = {}
+        self._numbers: dict[
+            object, int
+        ] = {}  # in the deep model's log, by origin; by `_key` for what is older than the step
         self._referenced: dict[int, set[_Origin]] = {}  # by id of the segment: origins of its frees and waits
 
     def log(self) -> Log:
-        events: list[Event] = []
-        for segment, copy in self._order():
-            place = segment.place
-            if segment.block is not None:
-                place = StepPart(place.phase, self._unit(self._deep_block(segment.block, copy), segment.part))
-            elif place.unit >= self._end:
-                place = StepPart(place.phase, place.unit + self._added_units)
-            events.append(Enter(place))
-            for event in segment.events:
-                events.extend(self._deep_events(event, segment, copy))
-        host_bytes = round(self._log.host_bytes * self._scale)
-        allocs = self._deep_held()
+        allocs, events = self._deep_held(), list[Event]()
+        for segment, block in self._order():
+            unit = segment.place.unit + (self._added * self._each if segment.place.unit >= self._end else 0)
+            if block is not None:
+                unit = self._first + block * self._each + segment.part
+            events.append(Enter(StepPart(segment.place.phase, unit)))
+            for at, event in enumerate(segment.events):
+                events.extend(self._deep_events(event, at, segment, block))
         if _num_leaked(allocs, events) and not _num_leaked(self._log.held, self._log.events):
             raise IrregularError  # each block allocates it, and only the traced blocks free it
+        host_bytes = round(self._log.host_bytes * self._scale)
         return replace(self._log, held=allocs, events=events, units=self._units(), host_bytes=host_bytes)
 
     # -- segments
 
-    def _block(self, unit: int | None) -> int | None:
-        inside = unit is not None and self._first <= unit < self._end
-        return (unit - self._first) // self._each if inside and unit is not None else None
-
-    def _part(self, unit: int) -> int:
-        """Return the unit's index within its block."""
-        return (unit - self._first) % self._each if self._first <= unit < self._end else 0
-
-    def _unit(self, block: int, part: int) -> int:
-        return self._first + block * self._each + part
-
-    @property
-    def _added_units(self) -> int:
-        return (self._total - self._traced) * self._each
+    def _position(self, unit: int) -> tuple[int | None, int]:
+        """Return (block, index of the unit within it) of a unit, or (None, unit) outside of the blocks."""
+        if not self._first <= unit < self._end:
+            return None, unit
+        return divmod(unit - self._first, self._each)
 
     def _split(self) -> list[_Segment]:
         segments: list[_Segment] = []
+        visits: Counter[StepPart] = Counter()
         for event in self._log.events:
             if isinstance(event, Enter):
-                segments.append(_Segment(event.place, self._block(event.place.unit), self._part(event.place.unit), []))
-            else:
-                segments[-1].events.append(event)
+                block, part = self._position(event.place.unit)
+                segments.append(_Segment(event.place, block, part, visits[event.place], []))
+                visits[event.place] += 1
+                continue
+            segment = segments[-1]
+            if isinstance(event, (Alloc, Launch, Mark)):
+                self._origins[_key(event)] = segment.origin(len(segment.events), segment.block)
+            segment.events.append(event)
         return segments
 
-    def _visits(self) -> Iterator[tuple[_Segment, int]]:
-        """Yield each segment, and the number of earlier segments with an equal `place` (of other micro-batches)."""
-        count: dict[StepPart, int] = {}
-        for segment in self._segments:
-            count[segment.place] = count.get(segment.place, -1) + 1
-            yield segment, count[segment.place]
-
-    def _find_origins(self) -> tuple[dict[int, _Origin], dict[int, _Origin]]:
-        """Return (number of an allocation -> its origin, number of a transfer -> its origin)."""
-        allocs: dict[int, _Origin] = {}
-        transfers: dict[int, _Origin] = {}
-        for segment, visit in self._visits():
-            for at, event in enumerate(segment.events):
-                origin = _Origin(segment.place.phase, segment.block, segment.part, visit, at)
-                if isinstance(event, Alloc):
-                    allocs[event.number] = origin
-                elif isinstance(event, (Launch, Mark)):
-                    transfers[event.transfer] = origin
-        return allocs, transfers
-
-    def _is_middle(self, block: int | None) -> bool:
-        return block is not None and HEAD <= block < HEAD + PERIODS * self._period
+    def _is_middle(self, block: int) -> bool:
+        return HEAD <= block < HEAD + PERIODS * self._period
 
     def _is_repeated(self, block: int | None) -> bool:
         return block is not None and self._start <= block < self._start + self._period
@@ -176,11 +150,11 @@ class _Extension:
     def _check(self) -> None:
         """Raise `IrregularError` unless middle blocks at the distance of a period have equal events."""
         shapes: dict[tuple[StepPhase, int, int, int], list[object]] = {}
-        for segment, visit in self._visits():
+        for segment in self._segments:
             if segment.block is None or not self._is_middle(segment.block):
                 continue
             shape = [self._shape(event, segment.block) for event in segment.events]
-            key = (segment.place.phase, segment.part, visit, (segment.block - HEAD) % self._period)
+            key = (segment.place.phase, segment.part, segment.visit, (segment.block - HEAD) % self._period)
             if shapes.setdefault(key, shape) != shape:
                 raise IrregularError
 
@@ -191,72 +165,68 @@ class _Extension:
         if isinstance(event, (Launch, Mark)):
             return (type(event), event.stream)
         if isinstance(event, (Free, Land, Wait)):
-            origin = self._origin_of(event)
-            kind = (type(event), event.stream if isinstance(event, Wait) else "")
-            if origin is None or origin.block is None:
-                return (*kind, origin)
-            return (*kind, origin.phase, origin.part, origin.visit, origin.block - block, origin.at)
+            origin = self._origins.get(_key(event))
+            if origin is not None and origin.block is not None:
+                origin = origin._replace(block=origin.block - block)
+            return (type(event), getattr(event, "stream", ""), origin)
         return event
 
-    def _order(self) -> Iterator[tuple[_Segment, int]]:
-        """Yield (segment, index of its copy) in the order of the deep model; the index is 0 for segments without copies."""
-        i = 0
-        while i < len(self._segments):
-            segment = self._segments[i]
-            if not self._is_repeated(segment.block):
-                yield segment, 0
-                i += 1
+    def _order(self) -> Iterator[tuple[_Segment, int | None]]:
+        """Yield (segment, its block in the deep model) in the order of the deep model."""
+        runs = groupby(self._segments, lambda segment: self._is_repeated(segment.block))
+        for is_repeated, run in runs:
+            segments = list(run)
+            if not is_repeated:
+                yield from ((s, None if s.block is None else self._deep_block(s.block)) for s in segments)
                 continue
-            j = i
-            while j < len(self._segments) and self._is_repeated(self._segments[j].block):
-                j += 1
-            copies = range(self._copies)
-            for copy in copies if segment.place.phase is StepPhase.FORWARD else reversed(copies):
-                yield from ((s, copy) for s in self._segments[i:j])
-            i = j
+            added = range(0, self._added + 1, self._period)
+            for more in added if segments[0].place.phase is StepPhase.FORWARD else reversed(added):
+                yield from ((s, s.block + more) for s in segments if s.block is not None)
 
-    def _deep_block(self, block: int, copy: int) -> int:
-        """Return the index in the deep model of the copy number `copy` of the traced block `block`."""
-        if self._is_repeated(block):
-            return block + copy * self._period
-        return block if block < self._start else block + self._total - self._traced
+    def _deep_block(self, block: int) -> int:
+        """Return the index of a block in the deep model; of a repeated block, that of its last copy."""
+        return block if block < self._start else block + self._added
 
     # -- events
 
-    def _deep_events(self, event: Event, segment: _Segment, copy: int) -> Iterator[Event]:
-        """Yield the deep model's events for one event of the log: one, or one for each copy that a free or wait refers to."""
+    def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
+        """Yield the deep model's events for one event of the log: one, or one for each block that a free or wait refers to."""
         if isinstance(event, Alloc):
-            number = self._number(event.number, copy)
+            number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
         elif isinstance(event, (Launch, Mark)):
-            yield replace(event, transfer=self._transfer(event.transfer, copy))
+            yield replace(event, transfer=self._number(segment.origin(at, block)))
         elif isinstance(event, Free):
-            for c in self._referenced_copies(self._allocs.get(event.number), segment, copy):
-                yield Free(self._number(event.number, c))
+            yield from map(Free, self._references(event, segment, block))
         elif isinstance(event, (Land, Wait)):
-            for c in self._referenced_copies(self._transfers.get(event.transfer), segment, copy):
-                yield replace(event, transfer=self._transfer(event.transfer, c))
+            for number in self._references(event, segment, block):
+                yield replace(event, transfer=number)
         elif isinstance(event, Op) and segment.place.phase is StepPhase.STEP:
             yield replace(event, num_bytes=int(event.num_bytes * self._scale), flops=event.flops * self._scale)
         else:
             yield event
 
-    def _referenced_copies(self, origin: _Origin | None, segment: _Segment, copy: int) -> Iterator[int | _Origin]:
-        """Yield the copies that a free or wait in `segment` refers to: indices of copies, or an origin in the deep model."""
+    def _number(self, name: object) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
+        """Return the numbers in the deep model that an event refers to. `block`: of its segment there. Raises `KeyError`."""
+        origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
-            yield 0
-        elif segment.block is None and self._refers_to_one_block(segment, origin):
-            yield origin
-        elif segment.block is None:
-            yield from range(self._copies) if self._is_repeated(origin.block) else (0,)
+            return [self._number(origin or _key(event))]
+        blocks: Sequence[int]
+        if segment.block is None or block is None:
+            blocks = [self._deep_block(origin.block)]
+            if self._refers_to_one_block(segment, origin):
+                blocks = [origin.block]
+            elif self._is_repeated(origin.block):
+                blocks = range(origin.block, origin.block + self._added + 1, self._period)
         elif self._is_middle(segment.block) or (segment.block < HEAD and origin.block < self._traced - TAIL):
             # The first block waits for transfers that the blocks after it started, just as middle blocks do.
-            block = self._deep_block(segment.block, copy) + origin.block - segment.block
-            yield _Origin(origin.phase, block, origin.part, origin.visit, origin.at)
-        elif self._is_repeated(origin.block):
-            yield 0 if segment.block < origin.block else self._copies - 1
+            blocks = [block + origin.block - segment.block]
         else:
-            yield 0
+            blocks = [self._deep_block(origin.block)]
+        return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
         """Return True if `segment`, outside of the blocks, refers to the block of `origin` alone, not to each equal block."""
@@ -266,63 +236,25 @@ class _Extension:
         if not self._start <= origin.block <= self._later:
             return False
         if id(segment) not in self._referenced:
-            origins = (self._origin_of(event) for event in segment.events if isinstance(event, (Free, Land, Wait)))
+            origins = (self._origins.get(_key(e)) for e in segment.events if isinstance(e, (Free, Land, Wait)))
             self._referenced[id(segment)] = {o for o in origins if o is not None}
         blocks = range(origin.block + self._period, self._traced, self._period)
-        return not any(replace(origin, block=k) in self._referenced[id(segment)] for k in blocks if k > self._later)
-
-    def _origin_of(self, event: Free | Land | Wait) -> _Origin | None:
-        return self._allocs.get(event.number) if isinstance(event, Free) else self._transfers.get(event.transfer)
-
-    def _number(self, number: int, copy: int | _Origin) -> int:
-        return self._deep_number(number, copy, self._numbers, False)
-
-    def _transfer(self, transfer: int, copy: int | _Origin) -> int:
-        return self._deep_number(transfer, copy, self._transfer_numbers, True)
-
-    def _deep_number(
-        self, number: int, copy: int | _Origin, numbers: dict[tuple[int, int], int], transfer: bool
-    ) -> int:
-        if isinstance(copy, _Origin):
-            number, copy = self._traced_number(copy, transfer)
-        if copy == 0:
-            return number
-        if (number, copy) not in numbers:
-            if transfer:
-                self._next_transfer += 1
-                numbers[number, copy] = self._next_transfer
-            else:
-                self._next += 1
-                numbers[number, copy] = self._next
-        return numbers[number, copy]
-
-    def _traced_number(self, origin: _Origin, transfer: bool) -> tuple[int, int]:
-        """Return (number in the traced log, copy) of the allocation or transfer that the deep model creates at `origin`."""
-        block, copy = origin.block, 0
-        assert block is not None
-        if block >= self._start:
-            beyond = block - self._start
-            copy = min(beyond // self._period, self._copies - 1)
-            block -= copy * self._period
-            if not self._is_repeated(block):
-                copy = 0
-        return self._by_origin[transfer][_Origin(origin.phase, block, origin.part, origin.visit, origin.at)], copy
+        return not any(origin._replace(block=k) in self._referenced[id(segment)] for k in blocks if k > self._later)
 
     # -- memory before the step, and names
 
     def _deep_held(self) -> list[tuple[Alloc, int | None]]:
         allocs: list[tuple[Alloc, int | None]] = []
         for alloc, unit in self._log.held:
-            block = self._block(unit)
-            if block is None or unit is None:
-                after = unit is not None and unit >= self._end
-                allocs.append((alloc, unit + self._added_units if after and unit is not None else unit))
-                continue
-            for copy in range(self._copies if self._is_repeated(block) else 1):
-                number = self._number(alloc.number, copy)
-                allocs.append(
-                    (replace(alloc, number=number), self._unit(self._deep_block(block, copy), self._part(unit)))
-                )
+            block = None if unit is None else self._position(unit)[0]
+            added = [self._added if unit is not None and unit >= self._end else 0]
+            if block is not None:
+                added = [self._deep_block(block) - block]
+            if self._is_repeated(block):
+                added = list(range(0, self._added + 1, self._period))
+            for more in added:
+                number = self._number((*_key(alloc), more) if len(added) > 1 else _key(alloc))
+                allocs.append((replace(alloc, number=number), None if unit is None else unit + more * self._each))
         return allocs
 
     def _units(self) -> list[str]:
@@ -333,3 +265,8 @@ class _Extension:
         inside = [name.removeprefix(names[first]) for name in names[first : first + self._each]]
         blocks = [f"{stem}.{start + i}{part}" for i in range(self._total) for part in inside]
         return [*names[:first], *blocks, *names[self._end :]]
+
+
+def _key(event: Alloc | Free | Launch | Land | Mark | Wait) -> tuple[str, int]:
+    """Return the identity in one log of the allocation or transfer that `event` creates or refers to."""
+    return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

@@ -1,4 +1,4 @@
-"""Logs of other micro-batches and numbers of ranks, extrapolated from three traced logs: sizes are linear in each."""
+"""Logs of other micro-batches, extrapolated from two traced logs: sizes are linear in the micro-batch."""
 
 from __future__ import annotations
 
@@ -14,47 +14,32 @@ class UnlikeError(Exception):
 
 
 class Family:
-    """Extrapolates logs that differ in sizes alone to other micro-batches and numbers of ranks.
+    """Extrapolates the log of a step to other micro-batches. `base`, `more`: (micro-batch, log). Raises `UnlikeError`."""
 
-    `base`: (micro-batch, ranks, log). `more`: (larger micro-batch, log) on as many ranks. `fewer`: (fewer ranks, log) with the
-    micro-batch of `base`. Raises `UnlikeError`.
-    """
+    def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
+        self._base, self._more = (base[0], _renumbered(base[1])), (more[0], _renumbered(more[1]))
+        if _shape(self._base[1]) != _shape(self._more[1]):
+            raise UnlikeError
 
-    def __init__(self, base: tuple[int, int, Log], more: tuple[int, Log] | None, fewer: tuple[int, Log] | None) -> None:
-        self.base = (*base[:2], _renumbered(base[2]))
-        self.more = None if more is None else (more[0], _renumbered(more[1]))
-        self.fewer = None if fewer is None else (fewer[0], _renumbered(fewer[1]))
-        shape = _shape(self.base[2])
-        for other in (self.more, self.fewer):
-            if other is not None and _shape(other[1]) != shape:
-                raise UnlikeError
-
-    def at(self, micro_batch: int, ranks: int) -> Log:
-        """Return the log for `micro_batch` and `ranks`, whose sizes are linear in `micro_batch` and in `1 / ranks`."""
-        batch, num, log = self.base
-        along = 0.0 if self.more is None else (micro_batch - batch) / (self.more[0] - batch)
-        across = 0.0 if self.fewer is None else (1 / ranks - 1 / num) / (1 / self.fewer[0] - 1 / num)
-        more = log if self.more is None else self.more[1]
-        fewer = log if self.fewer is None else self.fewer[1]
+    def at(self, micro_batch: int) -> Log:
+        (batch, log), (larger, more) = self._base, self._more
+        along = (micro_batch - batch) / (larger - batch)
         # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.
-        known: dict[tuple[int, int, int], Event] = {}
+        known: dict[tuple[int, int], Event] = {}
 
-        def between(a: Any, b: Any, c: Any) -> Any:
+        def between(a: Any, b: Any) -> Any:
             if type(a) is Alloc:
-                return _between(a, b, c, along, across)
+                return _between(a, b, along)
             if type(a) is not Op and type(a) is not Collective:
                 return a
-            key = id(a), id(b), id(c)
+            key = id(a), id(b)
             if key not in known:
-                known[key] = _between(a, b, c, along, across)
+                known[key] = _between(a, b, along)
             return known[key]
 
-        pairs = zip(log.held, more.held, fewer.held, strict=True)
-        allocs = [(between(a, b, c), unit) for (a, unit), (b, _), (c, _) in pairs]
-        events: list[Event] = list(map(between, log.events, more.events, fewer.events))
-        host = (
-            log.host_bytes + along * (more.host_bytes - log.host_bytes) + across * (fewer.host_bytes - log.host_bytes)
-        )
+        allocs = [(between(a, b), unit) for (a, unit), (b, _) in zip(log.held, more.held, strict=True)]
+        events: list[Event] = list(map(between, log.events, more.events))
+        host = log.host_bytes + along * (more.host_bytes - log.host_bytes)
         return replace(log, held=allocs, events=events, host_bytes=round(host))
 
 
@@ -78,14 +63,10 @@ def _renumbered(log: Log) -> Log:
     return replace(log, held=allocs, events=[renumbered(event) for event in log.events])
 
 
-def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Alloc | Op | Collective:
-    num_bytes = a.num_bytes
-    if not num_bytes == b.num_bytes == c.num_bytes:
-        num_bytes = round(num_bytes + along * (b.num_bytes - num_bytes) + across * (c.num_bytes - num_bytes))
-    num_bytes = max(1, num_bytes)
+def _between(a: Any, b: Any, along: float) -> Alloc | Op | Collective:
+    num_bytes = max(1, round(a.num_bytes + along * (b.num_bytes - a.num_bytes)))
     if isinstance(a, Op):
-        flops = a.flops + along * (b.flops - a.flops) + across * (c.flops - a.flops)
-        unsure = round(a.unsure + along * (b.unsure - a.unsure) + across * (c.unsure - a.unsure))
+        flops, unsure = a.flops + along * (b.flops - a.flops), round(a.unsure + along * (b.unsure - a.unsure))
         return Op(a.name, flops, num_bytes, a.dtype, a.stream, a.again, unsure)
     if isinstance(a, Alloc):
         return Alloc(a.number, num_bytes, a.category, a.stream, a.operator)

@@ -2,53 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from accordion.config import DEVICE, HOST, Offload, folder_of
+from accordion.offload.activations.stores import NUM_STAGES, room_for
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
-from accordion.plan.extrapolate.inputs import inputs_of
-from accordion.plan.extrapolate.offload_events import OffloadedState, OffloadWalk
+from accordion.plan.events import (
+    REPLICATE,
+    STORE,
+    Alloc,
+    Category,
+    Enter,
+    Event,
+    Free,
+    Land,
+    Launch,
+    Log,
+    Op,
+    StepPart,
+    StepPhase,
+    begins,
+)
 from accordion.plan.hardware import Cluster
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4  # bytes of an element, float32
+COPIED = 2  # a copy reads and writes
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with `offload`, derived from `log`, the log of the step without it.
+    """Return the log of a step with `offload`, derived from `log`, the log of the step without it: the memory and the work of
+    the device. `replay.host_work` adds the time of copies, host and disk.
 
     Offload of activations is not added: `log` must have it already. Not for a single rank, whose offload has to be traced.
     `compute_bytes`: bytes per element of the compute dtype.
     """
-    if not offload.is_any:
-        return log
+    return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
+
+
+@lru_cache(4)
+def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> Log:
     allocs = []
     for alloc, unit in log.held:
         if alloc.category is Category.PARAMETERS and unit is not None:
-            if offload.params == HOST:
+            if has_params_on_host:
                 continue
             alloc = replace(alloc, num_bytes=alloc.num_bytes * compute_bytes // MASTER_BYTES)
         elif alloc.category is Category.OPTIMIZER:
             continue
         allocs.append((alloc, unit))
-    states = state_by_unit(log)
-    freed = {alloc.number for alloc, _ in log.held} - {alloc.number for alloc, _ in allocs}
-    rows = {unit: s.elements * compute_bytes for unit, s in states.items()}
-    wide = compute_bytes != MASTER_BYTES
-    offloaded_state = OffloadedState(
-        memory=freed,
-        gradients=_offloaded_gradients(log),
-        row_bytes=rows,
-        state_bytes={unit: s.state_bytes for unit, s in states.items()},
-        fetches_always=offload.params == HOST,
-        on_disk=folder_of(offload.optimizer) is not None,
-        written_for_gradient=(MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if wide else 0.0,
-    )
-    return replace(log, held=allocs, events=list(OffloadWalk(log, offloaded_state).events()))
+    moved = {alloc.number for alloc, _ in log.held} - {alloc.number for alloc, _ in allocs}
+    return replace(log, held=allocs, events=list(_device_events(log, moved)))
+
+
+def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
+    """Yield the events of `log` without the optimizer's step and without frees of `moved` allocations. Gradients are freed when
+    the next reduce ends, because the engine waits for their copy to the host then."""
+    gradients = offloaded_gradients(log)
+    launches = [event for event in log.events if isinstance(event, Launch)]
+    last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
+    reduces = {event.transfer for event in launches if event.stream == last}
+    unreduced: list[int] = []
+    reducing: dict[int, list[int]] = {}  # by transfer
+    copied: list[int] = []  # gradients whose copy to the host has started
+    place = StepPart(StepPhase.FORWARD, -1)
+    for event in log.events:
+        if isinstance(event, Free) and (event.number in moved or event.number in gradients):
+            continue
+        if isinstance(event, Op) and place.phase is StepPhase.STEP:
+            continue
+        if isinstance(event, Enter):
+            place = event.place
+            if not reduces and place.phase is not StepPhase.FORWARD:  # a single rank
+                yield from map(Free, copied)
+                copied, unreduced = unreduced, []
+            if place.phase is StepPhase.STEP or begins(place):  # a backward has ended
+                yield from map(Free, copied)
+                copied = []
+        elif isinstance(event, Launch) and event.transfer in reduces:
+            reducing[event.transfer], unreduced = unreduced, []
+        elif isinstance(event, Land) and event.transfer in reducing:
+            yield from map(Free, copied)
+            copied = reducing.pop(event.transfer)
+        elif isinstance(event, Alloc) and event.number in gradients:
+            unreduced.append(event.number)
+        yield event
 
 
 @dataclass(slots=True)
@@ -75,17 +116,19 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 
 @lru_cache(4)
-def _offloaded_gradients(log: Log) -> set[int]:
-    """Return the numbers of the allocations of sharded gradients: those that are live at the end of a backward, and those that
-    other micro-batches allocate at equal points of the step.
+def offloaded_gradients(log: Log) -> Mapping[int, int]:
+    """Return number -> bytes of the allocations of sharded gradients: those that are live at the end of a backward, and those
+    that other micro-batches allocate at equal points of the step.
     """
     live: set[int] = set()
     live_at_end: set[int] = set()
     points: dict[int, tuple[StepPart, int]] = {}  # by number: (part of the step, gradients allocated in it before)
+    sizes: dict[int, int] = {}
     place, count = StepPart(StepPhase.FORWARD, -1), 0
     for event in log.events:
         if isinstance(event, Alloc) and event.category is Category.GRADIENTS:
             live.add(event.number)
+            sizes[event.number] = event.num_bytes
             points[event.number], count = (place, count), count + 1
         elif isinstance(event, Free):
             live.discard(event.number)
@@ -94,15 +137,28 @@ def _offloaded_gradients(log: Log) -> set[int]:
             if place.phase is StepPhase.STEP or begins(place):
                 live_at_end |= live
     points_of_sharded = {points[number] for number in live_at_end}
-    return {number for number, point in points.items() if point in points_of_sharded}
+    return {number: sizes[number] for number, point in points.items() if point in points_of_sharded}
+
+
+def inputs_of(log: Log) -> list[int]:
+    """Return the bytes of each offloaded input of a micro-batch, rounded up to whole pages; of several, the largest one's."""
+    batches: list[list[int]] = [[]]
+    for event in log.events:
+        if isinstance(event, Enter) and begins(event.place):
+            batches.append([])
+        elif isinstance(event, Op) and event.stream == STORE:
+            batches[-1].append(room_for(event.num_bytes // COPIED))
+    return max(batches, key=sum)
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that offload takes on one machine, over all its ranks: masters, shards in the compute dtype
-    if it differs, gradients, a landing buffer, states (buffers for those on disk), and inputs of recomputed units.
+    if it differs, gradients, a landing buffer, states, and inputs of recomputed units; with a disk, staging buffers instead.
     """
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
-    waiting = ranks * sum(inputs_of(log)) if offload.activations != DEVICE else 0
+    inputs = inputs_of(log) if offload.activations != DEVICE else []
+    staged = NUM_STAGES * max(inputs, default=0)
+    waiting = ranks * (staged if folder_of(offload.activations) else sum(inputs))
     if not offload.is_any:
         return waiting
     units = list(state_by_unit(log).values())
@@ -116,6 +172,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes of states that all ranks of one machine have on disk."""
+    """Return the bytes of states and of inputs of recomputed units that all ranks of one machine have on disk."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
-    return states * min(choice.gpus, cluster.node)
+    inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
+    return (states + inputs) * min(choice.gpus, cluster.node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log2
 
 from accordion.plan.events import (
@@ -30,7 +30,6 @@ from accordion.plan.hardware import (
     REACHED,
     Cluster,
     Rates,
-    Scale,
 )
 
 
@@ -55,14 +54,7 @@ class Costs:
     rates: Rates
     axes: Mapping[str, MeshAxis]  # of the mesh, by name
     on_machine: int = 1  # ranks of one machine, which share its memory and disk
-    # Calibration by a measured step: factors for kernels and collectives on the device, not for copies to and work on the host.
-    scale: Scale = field(default_factory=Scale)
     drag: float = 1.0  # how much longer all ranks take together than one of them alone
-
-    @property
-    def caller_s(self) -> float:
-        """Seconds that the host takes to launch one kernel."""
-        return self.rates.caller_s * self.scale.kernels
 
     def seconds_of(self, event: Op | Collective) -> float:
         return self.of_collective(event) if isinstance(event, Collective) else self.of(event)
@@ -74,7 +66,7 @@ class Costs:
         if op.stream in (HOST, STEPPER, DISK_STREAM):
             gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
             return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
-        return self._of(op) * self.scale.kernels * self.drag
+        return self._of(op) * self.drag
 
     def _of(self, op: Op) -> float:
         gpu, speed = self.cluster.gpu, self.rates.kernels(self.cluster.gpu)
@@ -99,7 +91,7 @@ class Costs:
         else:
             sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
             seconds = sent / (self.gbps(axis) * GB)
-        return (seconds + latency_s) * self.scale.messages * self.drag
+        return (seconds + latency_s) * self.drag
 
     def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
         """Return the seconds in which a rank sends `each_bytes` to each other rank: inside its node and to others in parallel."""
@@ -137,5 +129,4 @@ def costs_of(
         EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
     }
     drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
-    scale = cluster.scales.get(rate, Scale())
-    return Costs(cluster=cluster, rates=REACHED[rate], axes=axes, on_machine=machine, scale=scale, drag=drag)
+    return Costs(cluster=cluster, rates=REACHED[rate], axes=axes, on_machine=machine, drag=drag)

@@ -107,33 +107,22 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
 
 def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
     """Return about `points` pairs (part of the step, category -> live bytes); each is the maximum of its interval."""
-    live = {c.value: 0 for c in Category}
-    known: dict[int, Alloc] = {}
-    for a, _ in log.held:
-        known[a.number] = a
-        live[a.category.value] += a.num_bytes
-    place, total, curve = StepPart(StepPhase.FORWARD, -1), sum(live.values()), list[tuple[StepPart, dict[str, int]]]()
-    changes = sum(isinstance(e, (Alloc, Free)) for e in log.events)
-    stretch = max(1, changes // points)
-    best, seen = (total, place, dict(live)), 0
+    sizes = {a.number: a for a, _ in log.held}
+    live = {c.value: sum(a.num_bytes for a in sizes.values() if a.category is c) for c in Category}
+    changes = sum(isinstance(event, (Alloc, Free)) for event in log.events)
+    place, curve, seen = StepPart(StepPhase.FORWARD, -1), list[tuple[StepPart, dict[str, int]]](), 0
+    best, most = (place, dict(live)), sum(live.values())
     for event in log.events:
         if isinstance(event, Enter):
             place = event.place
+        if not isinstance(event, (Alloc, Free)):
             continue
-        if isinstance(event, Alloc):
-            known[event.number] = event
-            live[event.category.value] += event.num_bytes
-            total += event.num_bytes
-        elif isinstance(event, Free):
-            freed = known.pop(event.number)
-            live[freed.category.value] -= freed.num_bytes
-            total -= freed.num_bytes
-        else:
-            continue
-        if total > best[0]:
-            best = (total, place, dict(live))
+        alloc = sizes.setdefault(event.number, event) if isinstance(event, Alloc) else sizes.pop(event.number)
+        live[alloc.category.value] += alloc.num_bytes if isinstance(event, Alloc) else -alloc.num_bytes
+        if (total := sum(live.values())) > most:
+            best, most = (place, dict(live)), total
         seen += 1
-        if seen % stretch == 0:
-            curve.append(best[1:])
-            best = (total, place, dict(live))
+        if seen % max(1, changes // points) == 0:
+            curve.append(best)
+            best, most = (place, dict(live)), total
     return curve

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
 from accordion.config import Place
 from accordion.plan.choice import Choice
-from accordion.plan.events import Enter, Log, StepPart, StepPhase, begins
+from accordion.plan.events import Enter, Log, StepPhase, begins
 from accordion.plan.experts import experts_in
 from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
 from accordion.plan.trace.setup import Subject, TrainingSetup
@@ -97,6 +99,7 @@ def _later(run: TrainingSetup) -> int:
     return 2 * run.strategy.hybrid + run.sharding.offload.asks
 
 
+@lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
     """Return the memory that a step needs. If the peak exceeds `enough_bytes`, the allocator is not replayed."""
     peak = peak_of(log)
@@ -111,9 +114,12 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
     """Return the time of the step in `log` at the rates named `rate`. `drawn`: with `stretches`, for a chart."""
+    return simulate(log, costs_for(run, cluster, rate), drawn=drawn)
+
+
+def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
-    costs = costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
-    return simulate(log, costs, drawn=drawn)
+    return costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one
@@ -130,32 +136,20 @@ def step_of_choice(
     marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     marks.append(next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP))
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
+
+    def more(values: Callable[[Step], Mapping[Any, float]]) -> dict[Any, float]:
+        """Return key -> the step's seconds with the micro-batches between, at least 0."""
+        total, one, two = map(values, (step, first, second))
+        added = {key: between * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {**total, **two}}
+        return {key: max(0.0, total.get(key, 0.0) + seconds) for key, seconds in added.items()}
+
+    places = more(lambda timed: {(place, i): pair[i] for place, pair in timed.by_place.items() for i in (0, 1)})
     return replace(
         step,
         seconds=step.seconds + between * (second.seconds - first.seconds),
         exposed_s=max(0.0, step.exposed_s + between * (second.exposed_s - first.exposed_s)),
         flops=step.flops + between * (second.flops - first.flops),
-        by_kind=_more(step.by_kind, first.by_kind, second.by_kind, between),
-        waits=_more(step.waits, first.waits, second.waits, between),
-        by_place=_more_places(step, first, second, between),
+        by_kind=more(lambda timed: timed.by_kind),
+        waits=more(lambda timed: timed.waits),
+        by_place={place: (places[place, 0], places[place, 1]) for place, _ in places},
     )
-
-
-def _more(
-    step: Mapping[str, float], first: Mapping[str, float], second: Mapping[str, float], times: int
-) -> dict[str, float]:
-    """Return name -> `step + times * (second - first)`, at least 0: the step with `times` more micro-batches."""
-    return {
-        name: max(0.0, step.get(name, 0.0) + times * (second.get(name, 0.0) - first.get(name, 0.0)))
-        for name in {**step, **second}
-    }
-
-
-def _more_places(step: Step, first: Step, second: Step, times: int) -> dict[StepPart, tuple[float, float]]:
-    nothing = (0.0, 0.0)
-
-    def at(place: StepPart, index: int) -> float:
-        total, one, two = (timed.by_place.get(place, nothing)[index] for timed in (step, first, second))
-        return max(0.0, total + times * (two - one))
-
-    return {place: (at(place, 0), at(place, 1)) for place in {**step.by_place, **second.by_place}}

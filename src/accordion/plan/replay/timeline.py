@@ -10,10 +10,7 @@ from typing import Any
 from accordion.plan.events import (
     ALL_TO_ALL,
     COMPUTE,
-    DISK_STREAM,
     FETCH,
-    HOST,
-    STEPPER,
     STORE,
     Collective,
     Enter,
@@ -62,8 +59,7 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
     """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with `stretches`, for a chart.
 
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. If the caller waits, all work that it starts later is delayed. Apart from waits,
-    the caller only takes time to launch kernels, if the rates have such a time.
+    stream waits for it at its `Land` event. The caller only takes time to launch kernels, if the rates have such a time.
     """
     clock = _Clock(log, costs, drawn)
     for event in log.events:
@@ -102,17 +98,19 @@ class _Clock:
         if known is None:
             known = self._known[id(event)] = kind_of(event), self._costs.seconds_of(event)
         (name, seconds), stream, busy = known, event.stream, self._busy
-        delay = busy[HOST] - busy[stream]
-        if delay > 0:
-            self._wait(stream, delay, HOST)
         if stream == COMPUTE:
-            self._launched = max(self._launched, busy[HOST]) + self._costs.caller_s
+            self._launched += self._costs.rates.caller_s
             idle = self._launched - busy[COMPUTE]
             if idle > 0:
                 busy[COMPUTE] = self._launched
                 self._by_kind["the caller"] += idle
         if self._drawn:
-            self._stretches.add(stream, label_of(event, self._place, self._log), busy[stream], seconds)
+            self._stretches.add(
+                stream,
+                f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
+                busy[stream],
+                seconds,
+            )
         busy[stream] += seconds
         self._by_kind[name] += seconds
         if type(event) is Op and not event.again:
@@ -178,19 +176,13 @@ _HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
 """Handlers by type of event. Allocations and frees take no time."""
 
 
-def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
-    if event.stream in (STEPPER, DISK_STREAM) and isinstance(event, Op):  # work of the previous step has its own name
-        return event.name
-    return f"{place.phase.value} {name_of(place, log.units)}".strip()
-
-
 def kind_of(event: Op | Collective) -> str:
     """Return the name under which the time of `event` is summed: kind of collective or kernel, or the stream of the work."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
         return OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE
-    if event.stream in (FETCH, STORE, HOST, STEPPER, DISK_STREAM):
+    if event.stream in (FETCH, STORE):
         return event.stream
     if event.stream != COMPUTE:
         return f"{event.stream}{KERNELS_OF}"

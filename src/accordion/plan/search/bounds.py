@@ -12,7 +12,6 @@ from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.space import Space
-from accordion.units import UnitChoice
 
 SCATTERS = ("scatter_sum", "exchange")
 ROUNDING = 0.99  # margin on the sizes of messages, which another number of ranks pads differently
@@ -128,7 +127,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
     return max(gathers, reduces) * ROUNDING
 
 
-def as_full_shard(choice: Choice, units: UnitChoice) -> Choice:
-    """Return the FULL_SHARD choice whose floor bounds `choice`. `units`: the choice of units that is tried everywhere."""
+def as_full_shard(choice: Choice) -> Choice:
+    """Return the FULL_SHARD choice whose floor bounds `choice`."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
-    return replace(choice.but(strategy=FULL_SHARD, offload=inputs, units=units), replicas=1).keeping(0)
+    return replace(choice.but(strategy=FULL_SHARD, offload=inputs), replicas=1).keeping(0)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from accordion.config import FULL_SHARD, Offload
-from accordion.plan.choice import NO_OFFLOAD, Choice, in_memory, moved_as
+from accordion.config import Offload
+from accordion.plan.choice import NO_OFFLOAD, Choice, traced_as
 from accordion.plan.events import Log
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
+from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, state_by_unit
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.replay.host_work import host_work, with_host_work
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import MemoryNeed, memory_of, step_of_choice
+from accordion.plan.replay.predict import MemoryNeed, costs_for, memory_of, step_of_choice
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.space import Space
 from accordion.plan.search.traces import Traces
-from accordion.sharding import offload_words
 
 AS_FAST = (
     0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
 )
-NUM_VARIED = 3  # number of the fastest choices that are tried with other units, shards kept in each node and so on
+NUM_VARIED = 3  # number of the fastest choices that are tried with shards kept in each node
 HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
@@ -67,8 +66,6 @@ class Evaluator:
         self._space, self._cluster = space, space.cluster
         self.traces = Traces(space, say, known or {})
         self._floors: dict[Choice, Floor] = {}
-        self._memory: dict[Choice, MemoryNeed] = {}  # with offload, derived from a log without; by `moved_as`
-        self._last_moved: tuple[Log | None, dict[str | Offload, Log]] = None, {}
         self._rates: dict[int, float] = {}  # number of GPUs -> tokens/s of the fastest choice that fits
         # The most allocated bytes that can fit.
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
@@ -87,7 +84,7 @@ class Evaluator:
         if first.memory is None and (bound := self._host_bound_of(choices[1:])):
             yield Candidate(choice=furthest, fits=False, least_bytes=least_bytes(furthest, self._space), bound=bound)
             return
-        if peak_of(self._moved(self.traces.of(choice), in_memory(furthest.offload))).num_bytes > self._most:
+        if peak_of(self._offloaded(furthest, self.traces.of(choice))).num_bytes > self._most:
             yield self.candidate(furthest)
             return
         for further in choices[1:]:
@@ -105,7 +102,7 @@ class Evaluator:
             return candidate
         # On one GPU without offload the shards are the parameters themselves: offload cannot be derived and is traced.
         alone = choice.gpus == 1 and choice.offload.is_any
-        return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
+        return self._filled(candidate, self.traces.of(choice), self.traces.trace(choice) if alone else None)
 
     def _host_bound_of(self, choices: Sequence[Choice]) -> str:
         """Return the reason why none of `choices` fits into a machine's memory; empty if one may fit."""
@@ -120,13 +117,6 @@ class Evaluator:
         """Return the candidates that fit on all GPUs without offloaded states, fastest first."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
-
-    def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate the fastest candidates (the closest one if none fits) with other units."""
-        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        near = self._fastest_first(candidates)[:NUM_VARIED]
-        near = near or sorted((c for c in on_all if c.memory is not None), key=lambda c: c.needed_bytes)[:1]
-        return [self.candidate(c.choice.but(units=units)) for c in near for units in self._space.units[1:]]
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Evaluate shards kept in each node for the backward, with the fastest candidates that gather from other nodes."""
@@ -160,7 +150,7 @@ class Evaluator:
     def _floor(self, choice: Choice) -> Floor | None:
         """Return the floor for a choice; None if it is not known. If FULL_SHARD was not traced with this recomputation, the floor
         is derived from the step without recomputation."""
-        full = as_full_shard(choice, self._space.units[0])
+        full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
             return self._floors.get(full)
@@ -174,10 +164,10 @@ class Evaluator:
 
     def _bound_of(self, choice: Choice) -> str:
         """Return the reason why a choice cannot be the best: it needs too much memory or time. Empty if it can."""
-        floor, units = self._floor(choice), self._space.units[0]
+        floor = self._floor(choice)
         if choice.offload.is_any or floor is None:
             return ""
-        if floor.num_bytes > self._most and choice.units == units:  # other units are smaller and take less
+        if floor.num_bytes > self._most:
             needed = int(floor.num_bytes * MARGIN) + OUTSIDE_BYTES
             return f"takes more than full_shard, which needs at least {needed / GIB:,.1f} GiB"
         fastest, seconds = self._rates.get(choice.gpus, 0.0), self._least_s(choice)
@@ -194,7 +184,7 @@ class Evaluator:
         choice = candidate.choice
         assert candidate.memory is not None
         assert candidate.steps is not None
-        if choice == as_full_shard(choice, self._space.units[0]):
+        if choice == as_full_shard(choice):
             peak, step = candidate.memory.peak.num_bytes, candidate.steps["middle"]
             self._floors[choice] = floor_of(self.traces.of(choice), peak, step, choice, self._cluster)
         if candidate.fits:
@@ -208,7 +198,7 @@ class Evaluator:
         GPU memory; None: derive that from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
-        candidate.memory = self._memory_of(choice, log) if traced is None else memory_of(traced, self._most)
+        candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
         candidate.steps = {"middle": self._step(log, choice, "middle")}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
         candidate.disk_bytes = disk_bytes(log, choice, cluster)
@@ -217,28 +207,15 @@ class Evaluator:
         self._bound(candidate)
         return candidate
 
-    def _moved(self, log: Log, offload: Offload) -> Log:
-        """Return `log` with `offload` added. Results for the last log are cached, since memory and time need them."""
-        cache, words = self._last_moved, offload_words(offload)
-        if cache[0] is not log:
-            cache = self._last_moved = log, {}
-        if words not in cache[1]:
-            cache[1][words] = offloaded(log, offload, self._space.compute_bytes)
-        return cache[1][words]
-
-    def _memory_of(self, choice: Choice, log: Log) -> MemoryNeed:
-        """Return the memory of a choice by `log`, its step without offload. It is equal for states on host and on disk."""
-        moved = partial(self._moved, log, in_memory(choice.offload))
-        if not choice.offload.is_any:
-            return memory_of(moved(), self._most)
-        key = moved_as(choice)
-        if key not in self._memory:
-            self._memory[key] = memory_of(moved(), self._most)
-        return self._memory[key]
+    def _offloaded(self, choice: Choice, log: Log) -> Log:
+        """Return the log of a choice's step. `log`: of its step without offloaded states."""
+        return offloaded(log, choice.offload, self._space.compute_bytes)
 
     def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
-        moved = self._moved(log, choice.offload)
-        return step_of_choice(moved, self._space.setup(choice), choice, self._cluster, rate, drawn=drawn)
+        moved, run = self._offloaded(choice, log), self._space.setup(choice)
+        step = step_of_choice(moved, run, choice, self._cluster, rate, drawn=drawn)
+        work, num_units = host_work(log, choice, self._space.compute_bytes), len(state_by_unit(log))
+        return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
     def at_all_rates(self, candidate: Candidate) -> None:
         if candidate.steps is None:
@@ -251,8 +228,8 @@ class Evaluator:
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
-                traced = self.traces.trace(best.choice, moved=True) if best.choice.offload.is_any else None
-                self._filled(best, self.traces.trace(best.choice), traced)
+                traced = self.traces.trace(best.choice) if best.choice.offload.is_any else None
+                self._filled(best, self.traces.trace(traced_as(best.choice)), traced)
             seen.append(best)
         return best
 
@@ -269,37 +246,3 @@ class Evaluator:
 def _with_states(choice: Choice, offload: Offload) -> Choice:
     """Return `choice` with the states placed as in `offload`, and the inputs of recomputed units as before."""
     return choice.but(offload=replace(offload, activations=choice.offload.activations))
-
-
-# -- fewer GPUs
-
-
-def frugal_space(space: Space) -> Space:
-    """Return a space of the choice that takes least memory, on all GPUs, half of them, a quarter and so on."""
-    search, counts = space.search, [space.cluster.num_gpus]
-    while counts[-1] % 2 == 0:
-        counts.append(counts[-1] // 2)
-    full = [FULL_SHARD] if FULL_SHARD in search.strategies else search.strategies[:1]
-    frugal = replace(
-        search,
-        strategies=full,
-        checkpointing=["full"] if "full" in search.checkpointing else search.checkpointing[-1:],
-        micro_batches=[min(search.micro_batches)],
-        offloads=search.offloads[:1],
-        activations=search.activations[:1],
-    )
-    return replace(space, search=frugal, cluster=replace(space.cluster, gpus=counts))
-
-
-def on_fewer(space: Space, known: Mapping[Choice, Log], say: Say) -> tuple[list[Candidate], Mapping[Choice, Log]]:
-    """Try the choice that takes least memory on more and more GPUs until it fits. Return the candidates and all logs."""
-    frugal = frugal_space(space)
-    tried: list[Candidate] = []
-    for choice in sorted(frugal.choices(), key=lambda c: c.gpus):
-        if choice.gpus == space.cluster.num_gpus or (tried and tried[-1].fits):
-            break
-        # One number of GPUs at a time: usually only the first number that is not ruled out is traced.
-        evaluator = Evaluator(replace(frugal, cluster=replace(frugal.cluster, gpus=[choice.gpus])), say, known)
-        tried.append(evaluator.candidate(_with_states(choice, frugal.search.offloads[0])))
-        known = evaluator.traces.traced
-    return tried, known

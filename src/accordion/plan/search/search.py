@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from accordion.config import FULL_SHARD
 from accordion.plan.choice import Choice
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, Cluster
-from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator, Say, on_fewer
+from accordion.plan.hardware import GIB, TELLABLE, Cluster
+from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator, Say
 from accordion.plan.search.space import Space
 
 
@@ -29,36 +29,23 @@ class SearchResult:
     logs: Mapping[Choice, Log]
 
 
-def search_in(
-    space: Space, say: Say = lambda text: None, fewest: bool = False, known: Mapping[Choice, Log] | None = None
-) -> SearchResult:
-    """Evaluate every choice of `space` and choose the best. Raises `UsageError` if the space is empty.
-
-    Args:
-        fewest: also try smaller numbers of GPUs with the choice that takes least memory, unless there is only one choice.
-        known: logs from an earlier search of the same model and step.
-    """
+def search_in(space: Space, say: Say = lambda text: None, known: Mapping[Choice, Log] | None = None) -> SearchResult:
+    """Evaluate every choice of `space` and choose the best. `known`: logs from an earlier search of the same model and step.
+    Raises `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say, known)
-    # The replicas of a hybrid follow from the number of GPUs. If all else is fixed, no other number is tried.
-    is_open = len({replace(c, replicas=1) for c in every}) > 1
     # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
     first = [c for c in every if c.strategy == FULL_SHARD] or every
     candidates = evaluator.candidates(first)
-    looks_at_fewer = fewest and is_open and len(space.cluster.gpus) == 1 and any(c.fits for c in candidates)
     candidates += evaluator.candidates(evaluator.promising([c for c in every if c not in first]))
-    for more in (evaluator.other_units, evaluator.with_copies, evaluator.with_activations):
+    for more in (evaluator.with_copies, evaluator.with_activations):
         candidates += more(candidates)
     place = {_key(choice): i for i, choice in enumerate(every)}
     candidates.sort(key=lambda c: place[_key(c.choice)])
     best = evaluator.verified([c for c in candidates if c.choice.gpus == space.cluster.num_gpus])
-    if looks_at_fewer and best is not None:
-        on_less, logs = on_fewer(space, evaluator.traces.traced, say)
-        candidates += on_less
-        evaluator.traces.traced.update(logs)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
-    looked = is_open or space.cluster.num_gpus == 1
-    on_fewest = evaluator.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
+    on_least = [c for c in candidates if c.choice.gpus == least]
+    on_fewest = evaluator.fastest(on_least) if len(space.cluster.gpus) > 1 else None
     evaluator.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
         candidate.why = "" if candidate is best else why_not(candidate, best, space)
@@ -66,7 +53,7 @@ def search_in(
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return a key that is equal for a choice of the space and its variants in units, offload and secondary shards."""
+    """Return a key that is equal for a choice of the space and its variants in offload and secondary shards."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 
@@ -96,7 +83,7 @@ def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
     if candidate.choice.gpus < best.choice.gpus:
         return "fits, on fewer GPUs than asked for"
     ratio = best.tokens_per_s(space.tokens) / candidate.tokens_per_s(space.tokens)
-    if ratio < 1 + cluster.tellable:
+    if ratio < 1 + TELLABLE:
         percent = round((ratio - 1) * 100)
         side = "" if not percent else " slower" if percent > 0 else " faster"
         return f"too close to tell apart ({abs(percent)} %{side})"

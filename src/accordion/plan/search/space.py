@@ -13,7 +13,6 @@ from accordion.plan.hardware import Cluster
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject, TrainingSetup, copy_ranks
 from accordion.sharding import Sharding
-from accordion.units import UnitChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Space:
         num_params: number of trained elements.
         cluster: the GPUs.
         sharding: fields that all configurations share, unless the search sets them.
-        search: the values to try; its `units` are resolved.
+        search: the values to try.
         tokens: trained tokens per sample.
         optimizer: a name in OPTIMIZERS.
         engine: "accordion" or "fsdp2".
@@ -37,7 +36,7 @@ class Space:
     num_params: int
     cluster: Cluster
     sharding: Sharding = field(default_factory=Sharding)
-    search: Search = field(default_factory=lambda: Search(units=(None,)))
+    search: Search = field(default_factory=Search)
     tokens: int = 1
     optimizer: str = "adamw"
     engine: str = "accordion"
@@ -51,11 +50,6 @@ class Space:
     @property
     def precision(self) -> Precision:
         return self.sharding.precision or Precision()
-
-    @property
-    def units(self) -> Sequence[UnitChoice]:
-        """Choices of units to try; the first one is tried everywhere."""
-        return self.search.units or (self.sharding.units,)
 
     @property
     def compute_bytes(self) -> int:
@@ -118,9 +112,7 @@ class Space:
                 for replicas in self._replicas(strategy.hybrid, gpus):
                     for way in search.checkpointing:
                         if way != "none" or inputs.activations == DEVICE:
-                            chosen = base.but(
-                                strategy=strategy, checkpoint_activations=way, offload=inputs, units=self.units[0]
-                            )
+                            chosen = base.but(strategy=strategy, checkpoint_activations=way, offload=inputs)
                             yield from self._batches(chosen, replicas)
 
     def _batches(self, chosen: Choice, replicas: int) -> Iterator[Choice]:

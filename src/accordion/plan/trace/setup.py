@@ -22,7 +22,6 @@ class Subject:
     make: Callable[[], nn.Module]  # creates the model on the meta device; may be called many times
     batch: Callable[[], Any]  # creates a micro-batch, which is passed to `loss`; its tensors need no values
     loss: Callable[[nn.Module, Any], Tensor]
-    attention_share: float = 1.0  # share of its operations that remains if samples are packed into rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,6 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         stack.enter_context(tracker)
         stack.enter_context(stand_ins.installed() if stand_ins else nullcontext())
         tracker.with_workspaces = run.device == "cuda"
-        tracker.attention_share = subject.attention_share
         try:
             with tracker.paused():
                 _as_fakes(model)

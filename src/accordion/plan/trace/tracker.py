@@ -63,7 +63,6 @@ class Tracker(StorageWatch):
         self.sum_axis = "shard"  # mesh axis of torch's own all-reduce
         self._transfers = 0
         self._memo = Memo()
-        self.attention_share = 1.0  # see `Subject`
 
     # -- called by the traced engine
 
@@ -189,7 +188,7 @@ class Tracker(StorageWatch):
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
         if not inputs and not outputs:
             return
-        flops = flops_of(func, args, kwargs, out) * (self.attention_share if "attention" in name else 1.0)
+        flops = flops_of(func, args, kwargs, out)
         moved = bytes_moved_by(func, args, kwargs, out)
         floating = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
         unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
