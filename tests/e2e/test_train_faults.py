@@ -166,7 +166,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(place: Path, capfd: py
     (run_dir / "checkpoints" / "step-000002").write_text("in the way")
     words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
     words += ["--run.dir", str(run_dir), "--train.steps", "4", "--checkpoint.every", "1"]
-    assert cli.main(words) == 1
+    assert cli.main(words) != 0  # 1, or 9 if the fork server ends the other rank
     assert "exists and is no checkpoint" in capfd.readouterr().err
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000001")
     assert (run_dir / "checkpoints" / "step-000002").read_text() == "in the way"

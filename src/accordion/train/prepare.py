@@ -204,13 +204,13 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
             what, cut = "examples", split_rows.fit.words(split_rows.seq_len)
             if cut is not None:
                 say(f"data, {split}: {cut}")
-    documents = f", {files.num_documents:,} documents" if what == "tokens" else ""
-    sizes = f"{files.num_train:,} {what} to train on, {files.num_validation:,} to validate on"
-    say(f"data: {source.label}{documents}: {sizes}")
+    say(f"data: {source.label}, {files.num_documents:,} documents")
+    say(f"data: {files.num_train:,} {what} to train on, {files.num_validation:,} to validate on")
     if isinstance(train, ExampleRows):
         tokens = int(train.examples.lengths.sum())
         full = 100 * train.fit.lengths.sum() / (len(train) * train.seq_len)
-        say(f"data: {train.fit.num_answers:,} of {tokens:,} tokens are answers; {len(train):,} rows, {full:.1f} % full")
+        say(f"data: {train.fit.num_answers:,} of {tokens:,} tokens to train on are answers")
+        say(f"data: {len(train):,} rows to train on, {full:.1f} % full")
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
