@@ -206,7 +206,7 @@ CASES = {
     ),
     "cache that cannot be made": (
         no_cache,
-        "cache/accordion: Not a directory",
+        "cache/accordion/tokenizers: Not a directory",
     ),
     "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "than a row of data.seq_len 4096 tokens takes"),
