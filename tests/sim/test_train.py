@@ -95,11 +95,11 @@ class Watched:
         ahead = number > 3 and not behind.query()
         print(f"step {number}: {'ahead' if ahead else 'behind'}, waits: {', '.join(waits)};", flush=True)
 
-    def losses(self, model: nn.Module, batch: Any, real: Any = language_work.token_losses) -> Tensor:
-        found = real(model, batch)
+    def losses(self, model: nn.Module, batch: Any, real: Any = language_work.label_losses) -> tuple[Tensor, Tensor]:
+        total, count = real(model, batch)
         if self.now == 2 and os.environ["RANK"] == "1":
             self.spoilt.append(batch)
-        return found * float("nan") if any(batch is one for one in self.spoilt) else found
+        return (total * float("nan") if any(batch is one for one in self.spoilt) else total), count
 
 
 def watched(words: list[str]) -> None:
@@ -107,7 +107,7 @@ def watched(words: list[str]) -> None:
     watch = Watched()
     with (
         mock.patch.object(Steps, "take", lambda steps, number: watch.take(steps, number)),
-        mock.patch.object(language_work, "token_losses", watch.losses),
+        mock.patch.object(language_work, "label_losses", watch.losses),
     ):
         sys.exit(cli.main(words))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 COUNT, FEATURES = 60, 6
 
@@ -76,24 +75,6 @@ class Held(Weighed):
         return {"off": (model(x) - y).abs().mean(), "pair": ((model(x) - y).abs().sum(), y.numel())}
 
 
-class Stream(IterableDataset):
-    """Numbers in an order that Python's random numbers decide anew in each epoch."""
-
-    def __iter__(self):
-        order = list(range(COUNT - 7))  # not a multiple of a batch
-        random.shuffle(order)
-        x, y, weight = numbers()
-        for i in order:
-            yield x[i], y[i] + random.random(), weight[i]
-
-
-class Streamed(Weighed):
-    """An iterable, of which ranks take turns."""
-
-    def dataset(self, split: str):
-        return Stream() if split == "train" else None
-
-
 class Loaded(Weighed):
     """A loader of its own for each rank, whose batches are not all of one size."""
 
@@ -140,19 +121,6 @@ class OnMeta(Task):
     def loss(self, model, batch):
         self.counter.seen += 1
         return super().loss(model, batch) + 0.0 * self.counter.seen
-
-
-def build(width: int = 8) -> nn.Module:
-    return Net(width)
-
-
-def corpus(split: str, count: int = COUNT):
-    return TensorDataset(*(t[:count] for t in numbers())) if split == "train" else None
-
-
-def squares(model, batch, power: float = 2.0):
-    x, y, _ = batch
-    return (model(x) - y).abs().pow(power).mean()
 
 
 class Slow(Held):

@@ -8,7 +8,7 @@ import pytest
 from accordion.errors import DivergenceError
 from accordion.train import build
 from accordion.train.config import Config
-from accordion.train.language_work import Text
+from accordion.train.language_work import LanguageWork
 from accordion.train.launch import RankPlace
 
 SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
@@ -29,7 +29,7 @@ def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, othe
     def agree(rank):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
         place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
-        work = Text(config=Config(), files=tokens, generation={"eos_token_id": [0]}, spec="")
+        work = LanguageWork(config=Config(), files=tokens, generation={"eos_token_id": [0]}, spec="")
         build.agree(SimpleNamespace(config=Config(), work=work, resume=ranks[rank]["resume"]), place)
 
     def listen(into, mine):

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -117,25 +117,10 @@ def step(number: int) -> StepMetrics:
 
 def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the package that records its calls."""
-    calls: list[Any] = []
-
-    class Run:
-        id = "abc"
-
-        def define_metric(self, *args: Any, **words: Any) -> None:
-            calls.append(("define", args, words))
-
-        def log(self, values: dict[str, float]) -> None:
-            calls.append(("log", values["step"], values.get("loss", values.get("validation_loss"))))
-            if values["step"] == 3:
-                raise OSError("the service is gone")
-
-        def finish(self, exit_code: int) -> None:
-            calls.append(("finish", exit_code))
-
-    module = types.ModuleType("wandb")
-    module.init = lambda **words: calls.append(("init", words["project"], words["id"], words["resume"])) or Run()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    wandb = mock.MagicMock()
+    wandb.init.return_value.id = "abc"
+    wandb.init.return_value.log.side_effect = lambda values: 1 / (values["step"] != 3)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
     for goes_on in (False, True):
         opened = trackers_of(config, tmp_path, int(goes_on), said.append)
@@ -145,10 +130,15 @@ def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch:
             if goes_on:
                 log.step(step(3))
                 log.step(step(4))
-    assert [c for c in calls if c[0] == "init"] == [("init", "mine", None, None), ("init", "mine", "abc", "allow")]
-    assert [c[1:] for c in calls if c[0] == "log"] == [(1, 2.5), (1, 2.0), (1, 2.5), (1, 2.0), (3, 2.5)]
-    assert [c for c in calls if c[0] == "finish"] == [("finish", 0)]
-    assert said == ["no longer recorded in wandb: the service is gone; training goes on"]
+    begun = [(words["project"], words["id"], words["resume"]) for _, words in wandb.init.call_args_list]
+    assert begun == [("mine", None, None), ("mine", "abc", "allow")]
+    run = wandb.init.return_value
+    logged = [
+        (values["step"], values.get("loss", values.get("validation_loss"))) for (values,), _ in run.log.call_args_list
+    ]
+    assert logged == [(1, 2.5), (1, 2.0), (1, 2.5), (1, 2.0), (3, 2.5)]
+    assert run.finish.mock_calls == [mock.call(exit_code=0)]
+    assert said == ["no longer recorded in wandb: division by zero; training goes on"]
     assert not list(tmp_path.glob("events*"))
 
 
@@ -169,66 +159,26 @@ def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: 
     assert [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "loss")] == [1, 2]
 
 
-class FakeMlflow:
-    """Stand-in for the package that records its calls. `fails`: the error to raise next."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.fails: Exception | None = None
-        tracking, entities = types.ModuleType("mlflow.tracking"), types.ModuleType("mlflow.entities")
-        tracking.MlflowClient = lambda: self  # type: ignore[attr-defined]
-        entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
-        entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
-        for module in (tracking, entities):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    def get_experiment_by_name(self, name: str) -> None:
-        self._asked("experiment", name)
-
-    def create_experiment(self, name: str) -> str:
-        return "1"
-
-    def create_run(self, experiment: str, run_name: str) -> Any:
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
-
-    def update_run(self, run: str, status: str) -> None:
-        self._asked(f"run {run}", status)
-
-    def get_run(self, run: str) -> Any:
-        return types.SimpleNamespace(data=types.SimpleNamespace(params={"train.seed": "0"}))
-
-    def log_batch(self, run: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> None:
-        assert synchronous == (not metrics), "no step waits"
-        self._asked("figures", metrics) if metrics else self._asked("settings", params)
-
-    def set_terminated(self, run: str, status: str) -> None:
-        self._asked("end", status)
-
-    def _asked(self, what: str, with_what: Any) -> None:
-        self.calls.append((what, with_what))
-        if self.fails is not None:
-            raise self.fails
-
-
 def test_figures_are_logged_to_mlflow_until_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow, said = FakeMlflow(monkeypatch), list[str]()
-    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
+    """With a stand-in for the package that records its calls."""
+    mlflow = mock.MagicMock()
+    mlflow.start_run.return_value = mock.Mock(info=mock.Mock(run_id="r"), data=mock.Mock(params={"train.seed": "0"}))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    said, config = list[str](), Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for done in (0, 1):
         with MetricsLog(tmp_path, done, said.append, trackers_of(config, tmp_path, done, said.append)) as log:
             log.step(step(done + 1))
             log.validation(done + 1, 2.0)
-    first, second = mlflow.calls[:5], mlflow.calls[5:]
-    assert [what for what, _ in first] == ["experiment", "settings", "figures", "figures", "end"]
-    assert [what for what, _ in second] == ["run r", "settings", "figures", "figures", "end"]
-    settings = dict(first[1][1])
+    assert [call.kwargs["run_id"] for call in mlflow.start_run.mock_calls] == [None, "r"]
+    (settings,) = mlflow.log_params.mock_calls[0].args
     assert settings["log.mlflow"] == "mine"
     assert "train.seed" not in settings, "the server has it already"
-    assert ("loss", 2.5, 2) in second[2][1]
-    assert second[3:] == [("figures", [("validation_loss", 2.0, 2)]), ("end", "FINISHED")]
-    assert json.loads((tmp_path / "trackers.json").read_text()) == {"mlflow": "r"}
+    assert mlflow.log_metrics.mock_calls[3] == mock.call({"validation_loss": 2.0}, step=2, synchronous=False)
+    assert [call.kwargs["step"] for call in mlflow.log_metrics.mock_calls] == [1, 1, 2, 2]
+    assert mlflow.end_run.mock_calls == [mock.call("FINISHED")] * 2
     assert not said
     with MetricsLog(tmp_path, 2, said.append, trackers_of(config, tmp_path, 2, said.append)) as log:
-        mlflow.fails = OSError("the server\nis gone")
+        mlflow.log_metrics.side_effect = mlflow.start_run.side_effect = OSError("the server\nis gone")
         log.step(step(3))
         log.step(step(4))
     assert not trackers_of(config, tmp_path, 4, said.append)

@@ -12,8 +12,9 @@ import pytest
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
 from accordion.train.config import Config, DataConfig, ModelConfig
+from accordion.train.data import Sequences
 from accordion.train.examples import Encoder
-from accordion.train.language_work import LanguageWork, check_enough_rows, generation_settings, trained_model
+from accordion.train.language_work import LanguageWork, check_enough, generation_settings, trained_model
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.sources import DataRow, find
 from tests.support import language_folders
@@ -209,10 +210,20 @@ def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
 def test_data_without_answers_to_learn_is_refused() -> None:
     ids = np.arange(1, 9)
     rows = {split: ExampleRows(examples_of(ids, ids == 3, [4, 8]), 4, "none") for split in ("train", "validation")}
-    check_enough_rows(rows, Config(), 2, "data")
+    data = DataConfig(format="chat", packing="none")
+    check_enough(rows, data, 2, "data")
+    with pytest.raises(UsageError, match=r"one step takes 3 examples .* data has 2"):
+        check_enough(rows, data, 3, "data")
     rows["validation"] = ExampleRows(examples_of(ids, ids == 0, [4, 8]), 4, "none")
     with pytest.raises(UsageError, match=r"no validation example of data has an answer to learn among"):
-        check_enough_rows(rows, Config(), 2, "data")
+        check_enough(rows, data, 2, "data")
+    for tokens, message in (
+        (2, "less train text than a row of data.seq_len 4"),
+        (6, "takes 2 rows of 4 tokens .* has 1"),
+    ):
+        windows = {split: Sequences(np.arange(tokens), 4, rest=split != "train") for split in ("train", "validation")}
+        with pytest.raises(UsageError, match=message):
+            check_enough(windows, DataConfig(seq_len=4), 2, "data")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, CALLS])
@@ -236,14 +247,14 @@ def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     assert end_of_turn(language_folders.tokenizer()) is None
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets", "folder"])
+@pytest.mark.parametrize("kind", ["parquet", "datasets", "folder"])
 def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     talks = [{"messages": [SAY, {"role": "assistant", "content": str(i)}], "more": i} for i in range(30)]
-    if kind in ("jsonl", "folder"):
+    if kind == "folder":
         path = tmp_path / "x.jsonl"
         path.write_text("\n".join(map(json.dumps, talks)) + "\n\n")
         (tmp_path / "README.md").write_text("beside it")
-        path = tmp_path if kind == "folder" else path
+        path = tmp_path
     elif kind == "parquet":
         import pyarrow as pa
         from pyarrow import parquet
@@ -278,6 +289,6 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
-    said = LanguageWork(config=config, files=None, generation=settings, spec="", unit="").described(model)
+    said = LanguageWork(config=config, files=None, generation=settings, spec="").described(model)
     assert said["generation_config"] == settings
     assert said["model_config"]["eos_token_id"] == [0, 9, 7]

@@ -151,18 +151,6 @@ def test_the_reported_best_is_the_one_in_the_folder(
         assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
 
 
-def test_a_best_that_was_not_written_is_not_reported(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    best = tmp_path / "run" / "checkpoints" / "best"
-    best.parent.mkdir(parents=True)
-    best.write_text("no folder, so that no save takes it")
-    fit(Curve(), train_steps=3, checkpoint_on_error="continue", **BEST)
-    said = capsys.readouterr().out
-    assert "best exists and is no checkpoint but a file" in said
-    assert "best: " not in said
-
-
 def test_going_back_to_the_best_abandons_later_steps_and_then_goes_forward(
     fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +251,7 @@ def test_the_best_is_linked_if_its_step_is_saved(
     assert faults_in(checkpoint_at(folder / "best")) == []
 
 
-def test_the_best_is_saved_separately_without_hard_links(
+def test_the_best_is_copied_without_hard_links(
     fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(source: object, target: object) -> None:
@@ -271,4 +259,6 @@ def test_the_best_is_saved_separately_without_hard_links(
 
     monkeypatch.setattr(os, "link", refused)
     fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
-    assert names_in(tmp_path / "run" / "checkpoints") == ["best", "step-000003"]
+    folder = tmp_path / "run" / "checkpoints"
+    assert names_in(folder) == ["best", "step-000003"]
+    assert faults_in(checkpoint_at(folder / "best")) == []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from accordion.devices import Devices
-from accordion.errors import UsageError
+from accordion.errors import AccordionError, UsageError
 from accordion.train import launch
 from accordion.train.config import LaunchConfig
 from accordion.train.launch import Forwarding, NothingStartedError, RankPlace, choose, first_host, place_of
@@ -29,25 +30,17 @@ SRUN = {
 }
 
 
-def test_torchrun() -> None:
-    place = place_of(TORCHRUN)
-    assert place == RankPlace(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
-
-
-def test_srun() -> None:
-    place = place_of(SRUN)
-    assert place is not None
-    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
-    assert place.url == "tcp://gpu03:23456"
-    chosen = place_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert chosen is not None
-    assert chosen.url == "tcp://10.0.0.1:29500"
-
-
-def test_torchrun_inside_srun_is_torchrun() -> None:
-    place = place_of({**SRUN, **TORCHRUN})
-    assert place is not None
-    assert place.starter == "torchrun"
+def test_places_of_launchers() -> None:
+    place = RankPlace(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
+    assert place_of(TORCHRUN) == place
+    assert place_of({**SRUN, **TORCHRUN}) == replace(place, job="srun 123456.0")
+    in_slurm = replace(place, starter="srun", url="tcp://gpu03:23456", job="srun 123456.0")
+    assert place_of(SRUN) == in_slurm
+    assert place_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) == replace(
+        in_slurm, url="tcp://10.0.0.1:29500"
+    )
+    with pytest.raises(UsageError, match=r"invalid.*'x'"):
+        place_of({**TORCHRUN, "RANK": "x"})
 
 
 def without(*keys: str) -> dict[str, str]:
@@ -69,11 +62,6 @@ def without(*keys: str) -> dict[str, str]:
 )
 def test_a_process_that_starts_its_own_ranks(environ: dict[str, str]) -> None:
     assert place_of(environ) is None
-
-
-def test_a_broken_environment_is_named() -> None:
-    with pytest.raises(UsageError, match=r"invalid.*'x'"):
-        place_of({**TORCHRUN, "RANK": "x"})
 
 
 @pytest.mark.parametrize(
@@ -126,11 +114,6 @@ def test_what_cannot_be_started_is_named(
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
-def test_more_ranks_than_cores_and_than_the_default_are_warned_of() -> None:
-    assert "64 ranks share the 2 cores" in str(launch.few_cores("cpu", 64, 2))
-    assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
-
-
 def test_a_waiting_rank_reports_how_many_have_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +133,14 @@ def test_a_waiting_rank_reports_how_many_have_started(
     said = capsys.readouterr().err
     assert "rank 0 has waited 0.5 s: 2 of 3 ranks have started that the variables of srun announce" in said
     assert "env -u SLURM_PROCID accordion train" in said
+
+
+def test_a_port_in_use_is_reported() -> None:
+    with socket.create_server(("", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        place = RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="srun", url=f"tcp://{address}")
+        with pytest.raises(AccordionError, match=f"rank 0 cannot open the job's store at {address}: "):
+            launch.joined(place, {})
 
 
 def test_each_start_has_its_own_keys_in_the_store() -> None:

@@ -18,7 +18,7 @@ from accordion.models.language import language_model
 from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
-from accordion.train.language_work import token_losses
+from accordion.train.language_work import label_losses
 from accordion.train.model import check_folder, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -81,15 +81,17 @@ def test_dropout_is_off(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_that_of_the_next_token(tiny: nn.Module) -> None:
-    batch = torch.randint(0, 1024, (3, 9))
-    batch[1, 5:] = IGNORED
-    batch[2] = IGNORED
+    tokens = torch.randint(0, 1024, (3, 9))
+    labels = tokens[:, 1:].clone()
+    labels[1, 4:] = IGNORED
+    labels[2] = IGNORED
     expected = 0.0
     with torch.no_grad():
-        for row in (batch[0], batch[1, :5]):
+        for row in (tokens[0], tokens[1, :5]):
             logits = tiny(input_ids=row[None, :-1]).logits[0]
             expected += functional.cross_entropy(logits, row[1:], reduction="sum").item()
-        assert token_losses(tiny, batch).item() == pytest.approx(expected, rel=1e-5)
+        total, count = label_losses(tiny, {"input_ids": tokens[:, :-1], "labels": labels})
+    assert (total.item(), count) == (pytest.approx(expected, rel=1e-5), 12)
 
 
 def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +115,7 @@ def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatc
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1)
         assert len(asked) == 1
         expected = functional.cross_entropy(logits.float(), batch[:, 1:].flatten(), reduction="sum")
-        assert torch.equal(token_losses(model, batch), expected)
+        assert torch.equal(label_losses(model, {"input_ids": batch[:, :-1], "labels": batch[:, 1:]})[0], expected)
         assert len(asked) == 1
         asked.clear()
     assert masking_utils.find_packed_sequence_indices is asks

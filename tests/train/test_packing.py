@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from accordion.train import language_work
-from accordion.train.data import IGNORED, GlobalOrder, Share
-from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed, validation_rows
+from accordion.train.data import IGNORED, Share, validation_batches
+from accordion.train.packing import Collate, ExampleRows, fitted, packed
 from accordion.train.token_tables import Examples
 from tests.support import language_folders
 from tests.train.tables import examples_of
@@ -90,7 +90,7 @@ def test_packed_losses_are_those_of_each_example_alone(
         numbers = [int(rows.fit.indices[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
         batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
-        total, count = language_work.answer_losses(model, batch)
+        total, count = language_work.label_losses(model, batch)
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert int(count) == sum(n for _, n in expected)
         assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
@@ -102,44 +102,19 @@ def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path]) -> Non
 
     model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
     held = examples()
-    for packing in ("length", "none"):
-        rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
-        batch = collate([rows[i] for i in range(8)])
-        expected = [alone(model, held, int(rows.fit.indices[row[0]])) for row in rows.rows[:8]]
-        total, _ = language_work.answer_losses(model, batch)
-        assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
-        assert batch["input_ids"].shape[1] == int(rows.fit.lengths[[row[0] for row in rows.rows[:8]]].max())
-
-
-@pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
-def test_rows_of_a_step_have_similar_lengths_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
-    steps: list[set[int]] = []
-    orders = [
-        iter(LengthOrder(43, Share(rank=r, world=world, micro_batch=micro, accumulate=accumulate), 3))
-        for r in range(world)
-    ]
-    steps += [{i for _ in range(accumulate) for order in orders for i in next(order)} for _ in range(10)]  # two epochs
-    assert all(max(step) - min(step) == 7 for step in steps)
-    assert len(set().union(*steps[:5])) == 40
-    whole = iter(LengthOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3))
-    assert steps == [set(next(whole)) for _ in range(10)]
-    assert not LengthOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3).continues(
-        GlobalOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3).state_dict()
-    )
+    rows = ExampleRows(held, SEQ, "none")
+    batch = Collate(SEQ, "none")([rows[i] for i in range(8)])
+    expected = [alone(model, held, int(rows.fit.indices[i])) for i in range(8)]
+    total, _ = language_work.label_losses(model, batch)
+    assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
+    assert batch["input_ids"].shape[1] == int(rows.fit.lengths[:8].max())
 
 
 @pytest.mark.parametrize("world", [1, 3, 7])
 def test_held_out_rows_count_once(world: int) -> None:
     rows, collate = ExampleRows(examples(10), SEQ, "none"), Collate(SEQ, "none")
-    counts = [
-        [
-            int((b["labels"] != IGNORED).sum())
-            for b in validation_rows(
-                rows, collate, Share(rank=rank, world=world, micro_batch=2, accumulate=1), range(10)
-            )
-        ]
-        for rank in range(world)
-    ]
-    assert len({len(count) for count in counts}) == 1
-    expected = sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])
-    assert sum(map(sum, counts)) == expected
+    shares = [Share(rank=rank, world=world, micro_batch=2, accumulate=1) for rank in range(world)]
+    ranks = [list(validation_batches(rows, range(10), share, collate)) for share in shares]
+    assert len({len(batches) for batches in ranks}) == 1
+    found = sum(int((batch["labels"][:num] != IGNORED).sum()) for batches in ranks for batch, num in batches)
+    assert found == sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from accordion.describe import Report, UnitReport
 from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, lines_in, peak_bytes
-from accordion.train.screen import Screen, human, units_table
+from accordion.train.screen import Screen, units_table
 from accordion.train.trackers import trackers_of
 from tests.support.disks import fill, mounted
 
@@ -109,35 +108,10 @@ def test_a_full_disk_is_reported_once_and_writing_continues_later(tmp_path: Path
         assert len(said) == 2
 
 
-def test_a_removed_folder_is_reported_once_and_writing_continues_later(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with MetricsLog(folder, 0, said.append) as log:
-        log.step(line(1))
-        shutil.rmtree(folder)
-        log.step(line(2))
-        log.step(line(3))
-        assert len(said) == 1
-        assert said[0].endswith("cannot be written (No such file or directory); training goes on")
-        folder.mkdir()
-        log.step(line(4))
-    assert len(said) == 1
-    assert [content["step"] for _, content in lines_in(folder / "metrics.jsonl")] == [4]
-
-
 def test_peak_bytes_grows_with_allocations() -> None:
     before = peak_bytes(torch.device("cpu"))
     held = torch.ones(before // 4 + (64 << 20) // 4)
     assert peak_bytes(torch.device("cpu")) >= held.nbytes
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5.0 TiB")],
-)
-def test_human(count: int, text: str) -> None:
-    assert human(count) == text
 
 
 def unit(name: str, num_params: int) -> UnitReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
@@ -70,19 +69,6 @@ def zstandard(folder: Path) -> Path:
     return folder / "rows.jsonl.zst"
 
 
-def csv_file(folder: Path) -> Path:
-    with (folder / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
-    return folder / "rows.csv"
-
-
-def arrow(folder: Path) -> Path:
-    table = pa.table({"id": range(5), "text": TEXTS})
-    with pa.ipc.new_stream(str(folder / "rows.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    return folder / "rows.arrow"
-
-
 def linked(folder: Path) -> Path:
     (folder / "real").mkdir()
     jsonl(folder / "real")
@@ -103,8 +89,6 @@ def linked(folder: Path) -> Path:
         array_behind_a_mark,
         compressed,
         zstandard,
-        csv_file,
-        arrow,
         linked,
     ],
 )
@@ -138,6 +122,7 @@ def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / "sub" / "a.txt").write_text("ä" * 40000)  # longer than what is looked at, cut inside a character
     (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
     (tmp_path / "lost.txt").symlink_to("nowhere")
+    (tmp_path / "table.csv").write_text("text\na\n")
     source = find(DataConfig(path=str(tmp_path)))
     assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
     assert source.unread == {
@@ -145,6 +130,7 @@ def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
         "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give a JSONL or parquet file its usual suffix",
         "lost.txt": "a link to nothing",
         "settings.json": "line 1 is no JSON; JSONL has one object in each line",
+        "table.csv": "is not read; convert it: datasets.load_dataset('csv', data_files='table.csv').save_to_disk(folder)",
         "zeros": "has a NUL byte, and is no UTF-8 text",
     }
     (tmp_path / "only").mkdir()
@@ -218,23 +204,9 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
         list(find(DataConfig(path=str(path))).pieces())
 
 
-def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
-    """A cell of "1" or "NA" is that text, not a number and not missing."""
-    (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
-    assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
-        "1",
-        "NA",
-        "2024-01-01",
-    ]
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"x.{kind}"
-    if kind == "csv":
-        path.write_text("text,text\na,b\n")
-    else:
-        parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+def test_a_duplicate_column_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
     with pytest.raises(UsageError, match="has two columns named 'text'"):
         list(find(DataConfig(path=str(path))).pieces())
 
@@ -251,11 +223,11 @@ def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
     whole = compressed(tmp_path).read_bytes()
     for content in (whole[:-20], b"no gzip"):
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
-        with pytest.raises(UsageError, match=r"rows.jsonl.gz' cannot be (read|decompressed)"):
+        with pytest.raises(UsageError, match=r"rows\.jsonl\.gz' cannot be read"):
             list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
 def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
     path = tmp_path / name
@@ -269,21 +241,14 @@ def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     with pytest.raises(UsageError, match=r"does not exist.*'corpus.txt'"):
         find(DataConfig(path=str(tmp_path / "corpsu.txt")))
-    with pytest.raises(UsageError, match="nor does the folder"):
+    with pytest.raises(UsageError, match="does not exist"):
         find(DataConfig(path=str(tmp_path / "nowhere" / "a.txt")))
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(UsageError, match="empty file"):
-        find(DataConfig(path=str(tmp_path / "empty.txt")))
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="without files"):
         find(DataConfig(path=str(tmp_path / "folder")))
-    (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
-    with pytest.raises(UsageError, match="no UTF-8"):
-        list(find(DataConfig(path=str(tmp_path / "latin.txt"))).pieces())
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(UsageError, match="neither a file nor a folder"):
-            find(DataConfig(path=str(tmp_path / "pipe")))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no regular file"):
+        find(DataConfig(path=str(tmp_path / "pipe")))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

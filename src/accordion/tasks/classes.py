@@ -19,10 +19,8 @@ from accordion.options import SEVERAL
 from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
-TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
-"""Part of a task -> number of arguments that the run passes before the part's options: split (data), model and batch (loss),
-parameters (optimizer)."""
-BY_NAME = {"data": ("rank", "world")}  # part -> arguments that the run passes by name if the function has them
+TAKEN = {"task": 0, "optimizer": 1}
+"""Part that is named by a class path -> number of arguments that the run passes before the part's options: the parameters."""
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 """Name -> optimizer, such as `adamw`; others are given by class path."""
@@ -114,7 +112,7 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 def options_kind(key: str, class_path: str) -> type[Any]:
     """Return a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. `key`:
-    part of the task, such as "model". Raises `UsageError` if a parameter without a default has a type that cannot be written on a
+    "task" or "optimizer". Raises `UsageError` if a parameter without a default has a type that cannot be written on a
     command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
@@ -162,8 +160,7 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
         hints = {}
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     free = [p for p in signature.parameters.values() if p.kind in named][TAKEN[key] :]
-    passed = BY_NAME.get(key, ())
-    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in free if p.name not in passed}
+    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in free}
 
 
 def _hint(parameter: inspect.Parameter) -> Any:

@@ -1,10 +1,10 @@
-"""Tasks made from an object or from class paths, with checks of their functions and of the results of these."""
+"""Tasks made from an object or from a class path, with checks of their functions and of the results of these."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -47,28 +47,16 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Return the task made of `parts`: "task", or "model", "data", "loss" and so on -> class path and options. Raises
-    `UsageError` if a part is missing or cannot be called, and `TaskError` if the user's code fails."""
-    functions: dict[str, Any] = {}
-    for key, part in parts.items():
-        target = target_of(f"{key}.class_path" if key != "task" else "task", part.class_path)
-        if key == "task":
-            if not inspect.isclass(target):
-                raise UsageError(f"task {part.class_path!r} is no class; write a class with model, dataset and loss.")
-            with of_the_task(f"{target.__name__}()"):
-                functions |= _functions(target(**part.options))
-        elif key == "data":
-            functions["dataset"] = _with_options(target, part.options, NEEDED["dataset"], key)
-        else:
-            functions[key] = _with_options(target, part.options, {**NEEDED, **OPTIONAL}[key], key)
-    missing = [name for name in NEEDED if name not in functions]
-    if missing:
-        keys = " and ".join(f"--{'data' if name == 'dataset' else name}" for name in missing)
-        raise UsageError(
-            f"the task is incomplete: give {keys} a class path too, or give --task a class with all parts."
-        )
-    first = parts.get("task") or parts["model"]
-    return LoadedTask(name=_short(first.class_path), **functions)
+    """Return the task of class path `parts["task"]`, with the optimizer of `parts["optimizer"]` if there is one. Raises
+    `UsageError` if it is no task, and `TaskError` if the user's code fails."""
+    part = parts["task"]
+    target = target_of("task", part.class_path)
+    if not inspect.isclass(target):
+        raise UsageError(f"task {part.class_path!r} is no class; write a class with model, dataset and loss.")
+    with of_the_task(f"{target.__name__}()"):
+        task = replace(of_object(target(**part.options)), name=_short(part.class_path))
+    optimizer = optimizer_of(parts)
+    return task if optimizer is None else replace(task, optimizer=optimizer)
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
@@ -76,9 +64,8 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
     part = parts.get("optimizer")
     if part is None:
         return None
-    make: Callable[[Any], Optimizer] = _with_options(
-        target_of("optimizer.class_path", part.class_path), part.options, OPTIONAL["optimizer"], "optimizer"
-    )
+    make: Callable[[Any], Optimizer] = partial(target_of("optimizer.class_path", part.class_path), **part.options)
+    _check_takes(make, OPTIONAL["optimizer"], "optimizer")
     return make
 
 
@@ -90,11 +77,6 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
     return optimizer
 
 
-def of_object(task: object) -> LoadedTask:
-    """Return the functions of `task`, an object like `Task`. Raises `UsageError` if it lacks any that are needed."""
-    return LoadedTask(name=type(task).__name__, **_functions(task))
-
-
 def _short(class_path: str) -> str:
     """Return a short name for a class path: `examples/digits.py:Task` -> `digits`, `package.module:Corpus` -> `Corpus`."""
     module_path, _, name = class_path.partition(":")
@@ -104,33 +86,26 @@ def _short(class_path: str) -> str:
     return (name or module_path).rpartition(".")[2]
 
 
-def _functions(task: object) -> dict[str, Any]:
+def of_object(task: object) -> LoadedTask:
+    """Return the functions of `task`, an object like `Task`. Raises `UsageError` if it lacks any that are needed."""
     kind = type(task).__name__
     for name in NEEDED:
         if not callable(getattr(task, name, None)):
             raise UsageError(
                 f"{kind} is no task: it has no method {name}({', '.join(NEEDED[name])}); a task has model, dataset and loss."
             )
-    functions: dict[str, Any] = {name: getattr(task, name) for name in NEEDED}
-    for name in OPTIONAL:
+    functions: dict[str, Any] = {}
+    for name, takes in {**NEEDED, **OPTIONAL}.items():
         value = getattr(task, name, None)
-        if value is not None:
-            if not callable(value):
-                raise UsageError(
-                    f"{kind}.{name} is a {type(value).__name__}; it must be a method {name}({', '.join(OPTIONAL[name])})."
-                )
-            functions[name] = value
-    for name, function in functions.items():
-        _check_takes(function, {**NEEDED, **OPTIONAL}[name], f"{kind}.{name}")
-    if getattr(task, "units", None) is not None:
-        functions["units"] = task.units  # type: ignore[attr-defined]
-    return functions
-
-
-def _with_options(target: Callable[..., Any], options: Mapping[str, Any], takes: tuple[str, ...], key: str) -> Any:
-    function = partial(target, **options)
-    _check_takes(function, takes, key)
-    return function
+        if value is None:
+            continue
+        if not callable(value):
+            raise UsageError(
+                f"{kind}.{name} is a {type(value).__name__}; it must be a method {name}({', '.join(takes)})."
+            )
+        _check_takes(value, takes, f"{kind}.{name}")
+        functions[name] = value
+    return LoadedTask(name=kind, units=getattr(task, "units", None), **functions)
 
 
 def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str) -> None:

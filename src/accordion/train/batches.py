@@ -1,4 +1,4 @@
-"""Endless micro-batches of a rank, from each kind of data: a dataset, an iterable of samples, or a loader."""
+"""Endless micro-batches of a rank, from a dataset or from a loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.tasks.loaded import is_indexed, is_loader
-from accordion.train.data import GlobalOrder, Share, loader_of
+from accordion.train.data import GlobalOrder, Share, loader_of, validation_batches
 
 Collate = Callable[[list[Any]], Any]
 
@@ -45,9 +45,8 @@ class OrderedBatches:
         collate: Collate | None,
         *,
         pins: bool,
-        order: type[GlobalOrder] = GlobalOrder,
     ) -> None:
-        self.order = order(len(dataset), share, seed)
+        self.order = GlobalOrder(len(dataset), share, seed)
         self._loader = loader_of(dataset, self.order, collate, pins=pins)
         self._batches: Iterator[Any] | None = None
 
@@ -76,10 +75,8 @@ class LoaderBatches:
     resumes from its state; any other loader reads the batches of the epoch again.
     """
 
-    counter, empty = "num_batches", "the loader of the training data returns no batch; give it data."
-
-    def __init__(self, data: Any, seed: int, collate: Collate = lambda batch: batch) -> None:
-        self._data, self._draws, self._collate = data, Draws(seed), collate
+    def __init__(self, data: Any, seed: int) -> None:
+        self._data, self._draws = data, Draws(seed)
         generators = (getattr(thing, "generator", None) for thing in (data, getattr(data, "sampler", None)))
         self._generators = {id(g): (g, g.initial_seed()) for g in generators if isinstance(g, torch.Generator)}
         self._epoch, self._num_read = 0, 0
@@ -88,75 +85,39 @@ class LoaderBatches:
     def __next__(self) -> Any:
         with self._draws.of(self._epoch):
             if self._batches is None:
-                self._begin()
-            batch: Any = next(self._batches, self)  # type: ignore[arg-type]  # `self` marks the end
+                self._batches = self._begun()
+            batch = next(self._batches, self)  # `self` marks the end
         if batch is self:
             if self._num_read == 0:
-                raise UsageError(self.empty)
+                raise UsageError("the loader of the training data returns no batch; give it data.")
             self._epoch, self._num_read, self._batches = self._epoch + 1, 0, None
             return next(self)
-        return self._collate(batch)
+        self._num_read += 1
+        return batch
 
-    def _begin(self, *, tells_epoch: bool = True) -> Iterator[Any]:
-        """Start an epoch and return the iterator of the data. `tells_epoch`: call `set_epoch`."""
+    def _begun(self) -> Iterator[Any]:
         for generator, seed in self._generators.values():
             generator.manual_seed(seed + self._epoch)
-        items = begun(self._data, self._epoch) if tells_epoch else iter(self._data)
-        self._batches = self._batches_of(items)
-        return items
-
-    def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
-        for batch in items:
-            self._num_read += 1
-            yield batch
+        return begun(self._data, self._epoch)
 
     def position(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, self.counter: self._num_read}
+        return {"epoch": self._epoch, "num_batches": self._num_read}
 
     def state(self) -> dict[str, Any]:
-        return {"data": self._data, "draws": self._draws} if _is_stateful(self._data) else {}
+        return {"data": self._data, "draws": self._draws} if self._is_stateful else {}
+
+    @property
+    def _is_stateful(self) -> bool:
+        return hasattr(self._data, "state_dict") and hasattr(self._data, "load_state_dict")
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if self.counter not in position:
+        if "num_batches" not in position:
             return False
-        self._epoch, self._num_read = position["epoch"], position[self.counter]
+        self._epoch, self._num_read = position["epoch"], position["num_batches"]
         with self._draws.of(self._epoch):
-            if _is_stateful(self._data):
-                self._begin(tells_epoch=is_loader(self._data))  # an iterable has the epoch in its state
-                return True
-            items = self._begin()
-            return all(next(items, self) is not self for _ in range(self._num_read))
-
-
-class StreamedBatches(LoaderBatches):
-    """Micro-batches of an iterable of samples. Each rank reads all samples and uses those at the positions of its share.
-
-    An epoch ends with the last complete global batch; then the iterable is started again, like a loader.
-    """
-
-    counter = "num_read"
-
-    def __init__(self, data: Any, seed: int, share: Share, collate: Collate) -> None:
-        super().__init__(data, seed, collate)
-        self._share = share
-        self.empty = (
-            f"the training data ended before one step, {share.global_batch} samples over all ranks; give more data, lower "
-            "train.micro_batch, or replace a generator by an object whose __iter__ starts again."
-        )
-
-    def _batches_of(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield lists of this rank's samples, a list for each micro-batch, after reading their whole global batch."""
-        share = self._share
-        while True:
-            step = [list[Any]() for _ in range(share.accumulate)]
-            for position in range(share.global_batch):
-                item = next(items, self)  # `self` marks the end
-                if item is self:
-                    return
-                if position % share.world == share.rank:
-                    step[position // (share.world * share.micro_batch)].append(item)
-            self._num_read += share.global_batch
-            yield from step
+            self._batches = self._begun()
+            num_again = 0 if self._is_stateful else self._num_read
+            return all(next(self._batches, self) is not self for _ in range(num_again))
 
 
 class Draws:
@@ -207,15 +168,11 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
     return iter(data)
 
 
-def _is_stateful(data: Any) -> bool:
-    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-
-
 # -- kinds of data
 
 
-def kind_of(data: Any, split: str) -> str:
-    """Return "loader", "dataset" or "iterable". Raises `UsageError` if `data` is none of these."""
+def check_kind(data: Any, split: str) -> None:
+    """Raise `UsageError` if `data` is neither a loader of batches nor a dataset with samples."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -227,28 +184,20 @@ def kind_of(data: Any, split: str) -> str:
                 "world)."
             )
     if is_loader(data):
-        return "loader"
-    if isinstance(data, str | bytes | Mapping | nn.Module):
-        raise UsageError(f"{what}; it must return a dataset, an iterable of samples, a loader, or None.")
-    if is_indexed(data):
-        if len(data) == 0:
-            raise UsageError(f"{what} without a sample; give it data, or return None if there is none.")
-        return "dataset"
-    if hasattr(data, "__iter__"):
-        return "iterable"
-    raise UsageError(
-        f"{what}; it must return a dataset with __len__ and __getitem__, an iterable of samples, a loader, or None."
-    )
+        return
+    if not is_indexed(data) or isinstance(data, str | bytes | Mapping | nn.Module):
+        raise UsageError(
+            f"{what}; it must return a dataset with __len__ and __getitem__, a loader, or None. Of an iterable, return a "
+            "DataLoader of this rank's samples: dataset(split, rank, world)."
+        )
+    if len(data) == 0:
+        raise UsageError(f"{what} without a sample; give it data, or return None if there is none.")
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
     """Return a rank's batches of the training data `data`. Raises `UsageError` if it is of no kind that can be read."""
-    kind = kind_of(data, "train")
-    if kind == "loader":
-        return LoaderBatches(data, seed)
-    if kind == "iterable":
-        return StreamedBatches(data, seed, share, collate)
-    return OrderedBatches(data, share, seed, collate, pins=pins)
+    check_kind(data, "train")
+    return LoaderBatches(data, seed) if is_loader(data) else OrderedBatches(data, share, seed, collate, pins=pins)
 
 
 # -- validation
@@ -257,34 +206,10 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank. Every rank must call
     the model, so a rank that has no samples left gets samples of others, of which none counts."""
-    kind = kind_of(data, "validation")
-    if kind == "loader":
+    check_kind(data, "validation")
+    if is_loader(data):
         return _in_step(data, begun(data, 0), device)
-    if kind == "dataset":
-        return _of_samples((data[i] for i in range(len(data))), share, collate, data)
-    return _of_samples(begun(data, 0), share, collate, None)
-
-
-def _of_samples(items: Iterator[Any], share: Share, collate: Collate, indexed: Any) -> Iterator[tuple[Any, int]]:
-    if indexed is not None:
-        each, count = share.world * share.micro_batch, len(indexed)
-        for start in range(0, count, each):
-            positions = [p for p in range(start + share.rank, start + each, share.world) if p < count]
-            yield collate([indexed[i] for i in positions or [start]]), len(positions)
-        return
-    while True:
-        samples, first, num_read = list[Any](), None, 0
-        for position in range(share.world * share.micro_batch):
-            item = next(items, share)  # `share` marks the end
-            if item is share:
-                break
-            num_read += 1
-            first = item if position == 0 else first
-            if position % share.world == share.rank:
-                samples.append(item)
-        if num_read == 0:
-            return
-        yield collate(samples or [first]), len(samples)
+    return validation_batches(data, range(len(data)), share, collate)
 
 
 def _in_step(loader: Any, batches: Iterator[Any], device: torch.device) -> Iterator[tuple[Any, int]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from accordion.checkpoint import claims
@@ -203,20 +203,9 @@ def best_in(folder: Path) -> tuple[float, int] | None:
         return None
 
 
-def can_link(folder: Path) -> bool:
-    """Return True if the file system of `folder` supports hard links."""
-    try:
-        with TemporaryDirectory(dir=folder, prefix=".") as temporary:
-            Path(temporary, "a").touch()
-            os.link(Path(temporary, "a"), Path(temporary, "b"))
-    except OSError:
-        return False
-    return True
-
-
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint of `step` to `best` with hard links, if its run recorded it as the best. Does nothing if that was done
-    before, or if there is no such checkpoint. Raises `CheckpointError` if linking fails."""
+    """Copy the checkpoint of `step` to `best`, with hard links if possible, if its run recorded it as the best. Does nothing if
+    that was done before, or if there is no such checkpoint. Raises `CheckpointError` if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -229,7 +218,7 @@ def keep_as_best(folder: Path, step: int) -> None:
         try:
             for name in source.sizes():
                 if name != MANIFEST:
-                    os.link(source.path / name, begun.path / name)
+                    _link_or_copy(source.path / name, begun.path / name)
             # Not linked, because checkpoints are distinguished by the time of this file.
             begun.commit(source.read(MANIFEST))
         except BaseException:
@@ -238,6 +227,13 @@ def keep_as_best(folder: Path, step: int) -> None:
             raise
     except OSError as error:
         raise CheckpointError(f"{source} cannot be kept as {target}: {error.strerror or error}.") from None
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, target)
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
@@ -249,13 +245,11 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
             f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
             "run.dir."
         )
-    if tokenizer_digest is None and "task" not in extra:
+    kind = "task" if tokenizer_digest is None else "tokenizer"
+    if kind not in extra:
+        of_task, of_text = "of a run on a task", "of a run on text"
         raise UsageError(
-            f"checkpoint {str(path)!r} is of a run on text, and this one trains a task; take another run.dir."
-        )
-    if tokenizer_digest is not None and "tokenizer" not in extra:
-        raise UsageError(
-            f"checkpoint {str(path)!r} is of the task {extra['task']!r}, and this run trains on text; take another run.dir."
+            f"checkpoint {str(path)!r} is {of_text if kind == 'task' else of_task}, and this one is not; take another run.dir."
         )
     if tokenizer_digest is not None and extra["tokenizer"] != tokenizer_digest:
         raise UsageError(

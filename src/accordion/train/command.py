@@ -11,14 +11,11 @@ from typing import Any, get_type_hints
 
 from torch.distributed.distributed_c10d import Store
 
-from accordion.devices import devices_here, num_cores
-from accordion.errors import UsageError
+from accordion.devices import devices_here
 from accordion.models.stored import cache_folder
 from accordion.options import made, options_of, values_of
 from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
-from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
-from accordion.train.auto_plan import planned
 from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
 from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
@@ -37,11 +34,10 @@ FLAGS = {
     "--print_config": ("", "print the whole configuration as a run file, and exit"),
 }
 SHORT = {  # a flag's short form -> what it stands for
-    **{f"--{name}": f"--train.{name}" for name in ("deepspeed", "plan")},
+    "--deepspeed": "--train.deepspeed",
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
     "--adapter": "--adapter.kind",
 }
-TRAINED = ("task", "model", "data", "loss")  # with one of these parts, a run trains a task instead of text
 
 
 def read(words: list[str]) -> JobConfig:
@@ -57,14 +53,14 @@ def _checked(values: Mapping[str, Any]) -> JobConfig:
 
 
 def _config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration of `values`, `group.key` -> value: `JobConfig` if class paths name a task, else `Config`."""
+    """Return the configuration of `values`, `group.key` -> value: `JobConfig` if one names a task, else `Config`."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
     parts = {name: part_of(name, groups[name]) for name in TAKEN if groups.get(name, {}).get(CLASS_PATH) is not None}
     others = {key: value for key, value in values.items() if key.partition(".")[0] not in parts}
-    config: JobConfig = made(JobConfig if set(parts) & set(TRAINED) else Config, others)
+    config: JobConfig = made(JobConfig if "task" in parts else Config, others)
     return fine_tuning(replace(config, parts=parts), values)
 
 
@@ -74,7 +70,7 @@ def _values(words: list[str]) -> dict[str, Any]:
     files, flags = split([_expanded(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
-    base = JobConfig if set(paths) & set(TRAINED) else Config
+    base = JobConfig if "task" in paths else Config
     kinds = {name: options_kind(name, path) for name, path in paths.items()}
     kinds |= {name: hint for name, hint in get_type_hints(base).items() if name != "parts" and name not in paths}
     # The groups of keys depend on the class paths.
@@ -98,7 +94,7 @@ def _expanded(word: str) -> str:
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return part -> class path ("model" -> "net.py:Net"), from the run files `files` and from `flags`, which override them.
+    """Return part -> class path ("task" -> "net.py:Task"), from the run files `files` and from `flags`, which override them.
     Class paths are read before all else, since the options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
@@ -136,14 +132,8 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
-    task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
-    screen = Screen()
-    config, expected = planned(config, named, world, device, screen.note, task)
-    if warning := launch.few_cores(device, world, num_cores()):
-        screen.note(warning)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train", url="")
-    prepared = prepare(config, place, cache, screen, named=named, began_s=began_s)
-    prepared = replace(prepared, expected=expected)
+    prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
     return launch.start(loop.train, (prepared, device), world, signals)
 
 
@@ -156,14 +146,7 @@ def _started_rank(
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())
     config = translated(config, named, place.world)
-    if config.train.plan != "none":
-        raise UsageError(
-            "train.plan needs `accordion train` to start the ranks; under another launcher, run `accordion plan` and pass its "
-            "choice."
-        )
     screen = Screen(speaks=place.rank == 0)
-    if warning := launch.few_cores(device, place.local_world, num_cores()):
-        screen.note(warning)
     prepared = launch.once_per_host(
         place, store, lambda: prepare(config, place, cache, screen, named=named, began_s=began_s)
     )

@@ -40,8 +40,8 @@ class DataConfig:
     """The data: text, or examples with answers."""
 
     path: str | None = None
-    """text, JSON, JSONL, CSV, parquet or Arrow file (may be compressed), a folder of such files, or a folder saved by
-    `datasets`; default: the source files of Python's standard library on this machine"""
+    """text, JSON, JSONL or parquet file (may be compressed), a folder of such files, or a folder saved by `datasets`; default:
+    the source files of Python's standard library on this machine"""
     format: Literal["text", "chat", "prompt"] = "text"
     """`text`: documents; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`,
     rendered by the tokenizer's chat template. With `prompt` and `chat`, answers alone count in the loss"""
@@ -53,11 +53,11 @@ class DataConfig:
     seq_len: int = at_least(2, 128)
     """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
     is longer is cut off"""
-    packing: Literal["documents", "length", "none"] = needing("documents", format=("chat", "prompt"))
-    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `length` puts one
-    example into a row, and examples of similar length into a step; `none` puts one example into a row, in random order"""
-    tokenizer: str | None = needing(None, format=("chat", "prompt"))
-    """for `chat` and `prompt`: tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
+    packing: Literal["documents", "none"] = needing("documents", format=("chat", "prompt"))
+    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `none` puts one
+    example into a row"""
+    tokenizer: str | None = None
+    """tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
     chat_template: str | None = needing(None, format=("chat",))
     """for `chat`: file with a Jinja template, instead of the tokenizer's"""
 
@@ -67,7 +67,7 @@ class AdapterConfig:
     """Adapters of PEFT on frozen weights."""
 
     kind: Literal["none", "lora"] = "none"
-    """`lora`, short `--adapter lora`, trains low-rank adapters and freezes the model; `none` trains all weights"""
+    """`lora`, short `--adapter lora`, freezes the pretrained weights and trains low-rank adapters; `none` trains all weights"""
     r: int = at_least(1, 16, kind=("lora",))
     """rank of the adapters"""
     alpha: float = needing(32.0, kind=("lora",))
@@ -141,10 +141,6 @@ class TrainConfig:
     """keep the checkpoint with the lowest validation loss as `best` in `checkpoint.dir`, whatever `checkpoint.keep` is"""
     sample_every: int = at_least(0, 0)
     """steps between samples of generated text; 0: one at the end"""
-    plan: Literal["none", "auto"] = "none"
-    """`auto`, short `--plan auto`, chooses the fastest `shard.strategy`, `shard.checkpoint_activations` and `shard.offload` that
-    fit into memory, except those that are given; splits micro-batches that do not fit; and prints the plan and what was measured
-    at the end"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +155,6 @@ class CheckpointConfig:
     """number of the newest complete checkpoints to keep; 0: all"""
     background: bool = True
     """train on while a checkpoint is written; the run waits for the last one"""
-    on_error: Literal["stop", "continue"] = "stop"
-    """if a checkpoint cannot be written: `stop` ends the run, `continue` reports it and trains on"""
     resume: str = "auto"
     """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints;
     `best` resumes from the one that `train.keep_best` kept; a path resumes from that one. With `best` or a path, checkpoints of
@@ -302,6 +296,10 @@ def _check_text(config: Config) -> None:
         raise UsageError(f"model.preset {model.preset!r} does not exist; {nearest(model.preset, TRAINED)}")
     if model.path is None and model.init == "pretrained":
         raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+    if adapter.kind != "none" and model.init != "pretrained":
+        raise UsageError(
+            f"adapter.kind is {adapter.kind!r}, which needs the weights of a model; give model.init pretrained."
+        )
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:

@@ -1,9 +1,10 @@
-"""The sequences of each rank: the global order, a rank's share of it, and a loader."""
+"""The rows of each rank: windows of text, the global order, a rank's share of it, and a loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from accordion.errors import UsageError
-
 IGNORED = -100  # label without a loss
+Row = list[tuple[Tensor, Tensor]]
+"""(inputs, labels), each (tokens,) int64, of each document in a row. Labels that are not learnt are `IGNORED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,64 +40,34 @@ class Share:
         return range(start, start + self.micro_batch * self.world, self.world)
 
 
-def shuffled(index: int, count: int, seed: int) -> int:
-    """Return the image of `index` under a random permutation of `range(count)`, computed without a table.
+@lru_cache(maxsize=2)
+def permutation(count: int, seed: int) -> np.ndarray:
+    """Return a random permutation of `range(count)`, (count,) int64, the same with every version of numpy."""
+    return np.random.RandomState(seed % 2**32).permutation(count)
 
-    A Feistel network of four rounds permutes the numbers of the least even number of bits that `count` needs. It is applied
-    again until the result is below `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+class Sequences(Dataset[Row]):
+    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels.
+
+    Consecutive windows share one token. `rest`: a shorter last window belongs to the dataset too.
     """
-    half = max(1, ((count - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(4):
-            left, right = right, left ^ (_mix(right, seed * 4 + turn) & mask)
-        index = left << half | right
-        if index < count:
-            return index
 
-
-def _mix(value: int, key: int) -> int:
-    """Return a 64-bit hash of two numbers, by the last stage of splitmix64."""
-    bits = (value * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return bits ^ (bits >> 31)
-
-
-class Sequences(Dataset[Tensor]):
-    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels."""
-
-    def __init__(self, tokens: Any, seq_len: int) -> None:  # an array of numpy or of Arrow
+    def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
+        self._count = num_sequences(len(tokens) + (seq_len - 1) * rest, seq_len)
 
     def __len__(self) -> int:
-        return num_sequences(len(self.tokens), self.seq_len)
+        return self._count
 
-    def __getitem__(self, index: int) -> Tensor:  # (seq_len + 1,) int64
+    def __getitem__(self, index: int) -> Row:
         start = index * self.seq_len
-        return torch.from_numpy(np.asarray(self.tokens[start : start + self.seq_len + 1]).astype(np.int64))
+        window = torch.from_numpy(np.asarray(self.tokens[start : start + self.seq_len + 1]).astype(np.int64))
+        return [(window[:-1], window[1:])]
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Return the number of whole windows in `num_tokens` tokens; consecutive windows share one token."""
+    """Return the number of whole windows in `num_tokens` tokens."""
     return max(0, (num_tokens - 1) // seq_len)
-
-
-def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch: int, where: str) -> None:
-    """Raise `UsageError` if the data is too short: training needs a global batch of sequences, validation two tokens.
-    `num_train`, `num_validation`: tokens. `where`: name of the data."""
-    count = num_sequences(num_train, seq_len)
-    if count == 0 or num_validation < 2:
-        raise UsageError(
-            f"data.seq_len {seq_len} is longer than the data: {where} has {num_train:,} tokens to train on and "
-            f"{num_validation:,} to validate on; lower data.seq_len or give more text."
-        )
-    if count < global_batch:
-        raise UsageError(
-            f"one step takes {global_batch} sequences of {seq_len} tokens (ranks x train.micro_batch x train.accumulate), "
-            f"{where} has {count}; lower one of these, lower data.seq_len or give more text."
-        )
 
 
 class GlobalOrder(Sampler[list[int]]):
@@ -134,7 +105,7 @@ class GlobalOrder(Sampler[list[int]]):
             yield [self.index_of(position, epoch) for position in positions]
 
     def index_of(self, position: int, epoch: int) -> int:
-        return shuffled(position, self.count, self.seed + epoch)
+        return int(permutation(self.count, self.seed + epoch)[position])
 
     def state_dict(self) -> dict[str, int]:
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
@@ -160,9 +131,7 @@ def loader_of(
 
 def validation_order(count: int, most: int) -> Sequence[int]:
     """Return the indices below `count` that a validation reads: `most` random ones, equal each time; all if `most` is 0."""
-    if not 0 < most < count:
-        return range(count)
-    return sorted(shuffled(position, count, 0) for position in range(most))
+    return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
 
 
 def rows_read(order: Sequence[int], count: int) -> str:
@@ -170,23 +139,12 @@ def rows_read(order: Sequence[int], count: int) -> str:
     return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
-def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return the number of windows of up to `seq_len` inputs in `num_tokens` tokens; the last may be shorter."""
-    return -(-(num_tokens - 1) // seq_len)
-
-
-def validation_batches(tokens: Any, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
-    """Yield this rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, equally many on every rank. Rows
-    are padded with `IGNORED` after a shorter last window, and completely on ranks with fewer windows."""
+def validation_batches(
+    rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
+) -> Iterator[tuple[Any, int]]:
+    """Yield (batch, its number of rows that count) of this rank's `rows` in `order`, equally many on every rank. Every rank must
+    call the model, so a rank without rows left gets one that does not count."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
-        batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")
-        for row, index in enumerate(order[start + share.rank : start + each : share.world]):
-            window = np.asarray(tokens[index * seq_len : (index + 1) * seq_len + 1]).astype(np.int64)
-            batch[row, : window.size] = torch.from_numpy(window)
-        yield batch
-
-
-def inputs_and_labels(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Split tokens (b, seq_len + 1) into (inputs, labels), each (b, seq_len). Padding is an input 0 with an ignored label."""
-    return batch[:, :-1].clamp(min=0), batch[:, 1:]
+        own = order[start + share.rank : start + each : share.world]
+        yield collate([rows[i] for i in own or order[start : start + 1]]), len(own)

@@ -15,10 +15,11 @@ import numpy as np
 from accordion.errors import UsageError, nearest
 from accordion.files import read_text
 from accordion.models.language import brief
-from accordion.models.stored import TOKENIZER, StoredModel, has_tokenizer, special_ids, tokenizer_of
+from accordion.models.stored import TOKENIZER, StoredModel, ends_of, has_tokenizer, special_ids, tokenizer_of
 from accordion.train.config import Config
+from accordion.train.model import check_folder
 from accordion.train.sources import DataRow, Piece, Source, checked_text
-from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
+from accordion.train.tokens import END_OF_TEXT, Say, Vocabulary, cached_vocabulary
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around text that the model is to write
@@ -247,7 +248,7 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 # -- the tokenizer
 
 
-def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
+def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     """Return the run's tokenizer, a fast one of transformers. Raises `UsageError` if none fits, or for a chat without template.
     If neither `data.tokenizer` nor the model's folder has one, it is trained on `source`."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
@@ -256,8 +257,6 @@ def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path
             f"the tokenizer {type(tokenizer).__name__} is written in Python and returns no positions of tokens in the text; "
             "take a fast one, which has a tokenizer.json."
         )
-    if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
     if config.data.chat_template is not None:
         try:
             tokenizer.chat_template = read_text(Path(config.data.chat_template))
@@ -278,6 +277,22 @@ def chat_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path
     return tokenizer
 
 
+def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
+    """Return the tokenizer of transformers as data. For text, the end-of-text token is that of the model's config.json, if it
+    names one. Raises `UsageError` if there is none."""
+    end = tokenizer.eos_token_id
+    if config.data.format == "text" and config.model.path is not None:
+        end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)
+    if end is None:
+        raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
+    return Vocabulary(
+        spec=tokenizer.backend_tokenizer.to_str(),
+        size=1 + max([*tokenizer.get_vocab().values(), end]),  # ids may have gaps
+        end_id=end,
+        special_as_text=config.data.special_tokens == "text",
+    )
+
+
 def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     named, folder = config.data.tokenizer, config.model.path
     if named is not None:
@@ -294,12 +309,13 @@ def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, sa
         return tokenizer_of(StoredModel(kind="folder", path=named, config={}, tokenizer=named))
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = cached_vocabulary(source, _pieces(source), model_vocab, cache, say)
+    pieces = source.pieces() if config.data.format == "text" else _pieces(source)
+    vocabulary = cached_vocabulary(source, pieces, model_vocab, cache, say)
     return PreTrainedTokenizerFast(tokenizer_object=vocabulary.tokenizer(), eos_token=END_OF_TEXT)
 
 
 def _pieces(source: Source) -> Iterator[Piece]:
-    """Yield the text of rows, for training a tokenizer."""
+    """Yield the text of rows of examples, for training a tokenizer."""
     for row in source.rows():
         if "messages" in row.values:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]

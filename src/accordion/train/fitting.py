@@ -19,9 +19,7 @@ from accordion.errors import UsageError, nearest
 from accordion.models.stored import cache_folder
 from accordion.options import made, options_of
 from accordion.safety.liveness.hub import hubs_of_job
-from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
-from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check
 from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
@@ -50,7 +48,7 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")
-    loaded, values = of_object(task), _values(config, options)
+    values = _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
     place = launch.place_of(os.environ)
@@ -67,17 +65,11 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
-        job, expected = planned(job, named, world, device, screen.note, loaded)
     else:
-        if job.train.plan != "none":
-            raise UsageError(
-                "train.plan works in one process; under a launcher, run `accordion plan` and pass its choice."
-            )
-        store, expected = launch.joined(place, os.environ), None
+        store = launch.joined(place, os.environ)
     prepared = launch.once_per_host(
         place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
     )
-    prepared = replace(prepared, expected=expected)
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
         with ExitStack() as cleanups, _reported_to_other_ranks():

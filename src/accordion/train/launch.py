@@ -166,16 +166,6 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
     return devices.type, world
 
 
-def few_cores(device: str, local_world: int, cores: int) -> str | None:
-    """Return a warning if there are more CPU ranks than cores (and than `CPU_RANKS`, the default); otherwise None."""
-    if device != "cpu" or local_world <= max(cores, CPU_RANKS):
-        return None
-    return (
-        f"warning: {local_world} ranks share the {cores} cores of this machine, so start and steps are slow. Lower "
-        "launch.nproc."
-    )
-
-
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 

@@ -13,7 +13,6 @@ from accordion.checkpoint.prune import BEST
 from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.train import checkpoints
-from accordion.train.auto_plan import comparison
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
@@ -73,10 +72,9 @@ def trained(
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
     """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed with the run."""
-    config, screen, seen = run.config, run.screen, list[StepMetrics]()
+    screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
-        seen.append(metrics)
         screen.step(metrics)
         run.ending.took("step", metrics.step_s)
         if log is not None:
@@ -84,7 +82,7 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
 
     if run.best.is_owed and _validate(run, done, log):
         saves.save(done, last=_over(run, done) is not None, name=BEST)
-    screen.start(done, config.train.steps)
+    screen.start(done, run.config.train.steps)
     steps = stack.enter_context(Steps(run, saves, record))
     step, over = done, _over(run, done)
     while over is None:
@@ -93,8 +91,6 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
         saves.poll()
         over = _after_step(run, saves, steps, step, log)
     screen.stop()
-    if run.prepared.expected is not None and seen:
-        screen.note(comparison(run.prepared.expected, seen, run.device.type))
     return step, over
 
 
@@ -109,7 +105,7 @@ def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: Metrics
     is_best = run.best.is_owed and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
     saved = over is not None or _due(run.config.checkpoint.every, step)
-    if is_best and not (saved and saves.links):
+    if is_best and not saved:
         saves.save(step, last=False, name=BEST)
     if saved:
         steps.settle()
@@ -183,7 +179,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
     """Validate if that was not done after the last step, report the run's files, and show a sample. If a signal or the time limit
-    ended the run, it only reports. Raises `CheckpointError` if the last save failed."""
+    ended the run, it only reports."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):
@@ -191,8 +187,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     if not is_finished:
         note(f"stopped after {steps} of {run.config.train.steps} steps: {over.why or over.state}")
     newest = checkpoints.path_of(folder, steps)
-    last_save = str(newest) if saves.lost is None and newest.is_dir() else None
-    at = last_save or (checkpoints.newest_in(folder) if saves.lost is not None else None) or run.prepared.resume
+    at = newest if newest.is_dir() else run.prepared.resume
     note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     shown = f"; tensorboard --logdir {run_dir}" if run.config.log.tensorboard else ""
     note(f"metrics: {run_dir / 'metrics.jsonl'}{shown}")
@@ -203,5 +198,3 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     else:
         left_out = "makes the last validation, for which there was no time"
         note(f"{saves.same_command} {left_out if is_finished else 'resumes from there'}")
-    if saves.lost is not None:
-        raise saves.not_kept(steps)

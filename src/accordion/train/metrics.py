@@ -81,7 +81,7 @@ class MetricsLog:
             text = "".join(f"{line}\n" for line, content in lines_in(self._path) if content["step"] <= first_step)
             if self._path.exists() and text != self._path.read_text(encoding="utf-8", errors="replace"):
                 write_whole(self._path, text)
-            _append(self._path, b"")
+            self._path.touch()
         except OSError:
             self._each(lambda tracker: tracker.close(failed=True))
             raise
@@ -95,10 +95,16 @@ class MetricsLog:
     def step(self, metrics: StepMetrics) -> None:
         """Record one step. Values that are not finite are null in the file, and not passed to trackers."""
         values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
+        size = None
         try:
-            _append(self._path, json.dumps(values).encode() + b"\n")
+            with self._path.open("a") as file:
+                size = file.tell()
+                file.write(json.dumps(values) + "\n")
             self._is_lost = False
         except OSError as error:
+            if size is not None:
+                with suppress(OSError):
+                    os.truncate(self._path, size)  # remove a part of a line
             if not self._is_lost:
                 why = error.strerror or error
                 self._say(f"not recorded: {METRICS} in {self._path.parent} cannot be written ({why}); training goes on")
@@ -118,19 +124,6 @@ class MetricsLog:
             except Exception as error:  # clients of services raise errors of any kind
                 del self._trackers[name]
                 self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append `data` to a file; if that fails, restore the file and raise `OSError`."""
-    with path.open("ab", buffering=0) as file:
-        size, written = file.tell(), 0
-        try:
-            while written < len(data):
-                written += file.write(data[written:])
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(file.fileno(), size)
-            raise
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -22,6 +22,7 @@ from accordion.tasks.loaded import (
     LoadedTask,
     count_of,
     data_of,
+    is_loader,
     loaded,
     loss_of,
     made_optimizer,
@@ -32,7 +33,7 @@ from accordion.tasks.loaded import (
 from accordion.train.batches import (
     Batches,
     batches_of,
-    kind_of,
+    check_kind,
     on_device,
     rows_of,
     seed_all,
@@ -211,18 +212,18 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
         data = data_of(work.loaded, "train", share.rank, share.world)
         if data is None:
             raise UsageError(f"the task {work.loaded.name!r} has no training data: its dataset('train') returned None.")
-        kind = kind_of(data, "train")
+        check_kind(data, "train")
     with of_the_task("dataset('validation')"):
         held_out = data_of(work.loaded, "validation", share.rank, share.world)
         if held_out is not None:
-            kind_of(held_out, "validation")
+            check_kind(held_out, "validation")
         elif options.patience or options.keep_best:
             key = "patience" if options.patience else "keep_best"
             raise UsageError(
                 f"train.{key} compares validations, and the task {work.loaded.name!r} has no data for them: its "
                 "dataset('validation') returned None; give some, or leave out the key."
             )
-    if kind != "dataset":
+    if is_loader(data):
         return None
     if len(data) < share.global_batch:
         raise UsageError(

@@ -1,19 +1,17 @@
-"""Rows of examples: pack examples into rows, make batches of rows, and show the first examples."""
+"""Rows of examples: pack examples into rows, make batches of rows, and preview the first examples."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from accordion.train.data import IGNORED, GlobalOrder, Share, shuffled
+from accordion.train.data import IGNORED, Row
 from accordion.train.token_tables import Examples
 
 SHOWN = 3  # examples shown before a run
@@ -91,25 +89,23 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
     return rows
 
 
-class ExampleRows(Dataset[list[Batch]]):
-    """Dataset of rows of examples. A row is a list of (inputs, labels), one pair for each of its examples."""
+class ExampleRows(Dataset[Row]):
+    """Dataset of rows of examples; without rows if no example has an answer."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
         self.fit = fitted(examples, seq_len)
-        if packing == "documents":
+        if not self.fit.num_answers:
+            self.rows = []
+        elif packing == "documents":
             self.rows = packed(self.fit.lengths, seq_len)
         else:
-            order = (
-                np.argsort(self.fit.lengths, kind="stable") if packing == "length" else np.arange(len(self.fit.indices))
-            )
-            self.rows = order.reshape(-1, 1).tolist()
+            self.rows = [[i] for i in range(len(self.fit.indices))]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:  # type: ignore[override]
-        """Return (inputs, labels), each (tokens,) int64, for each example of a row. Labels that are no answer are `IGNORED`."""
+    def __getitem__(self, index: int) -> Row:
         documents = []
         for i in self.rows[index]:
             ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.indices[i])])
@@ -128,7 +124,7 @@ class Collate:
     seq_len: int
     packing: str
 
-    def __call__(self, rows: list[list[tuple[Tensor, Tensor]]]) -> Batch:
+    def __call__(self, rows: list[Row]) -> Batch:
         several = self.packing == "documents"
         lengths = [sum(len(inputs) for inputs, _ in row) for row in rows]
         width = self.seq_len if several else max(1, *lengths)
@@ -148,37 +144,6 @@ class Collate:
             if several:
                 batch["position_ids"][i, at:] = torch.arange(width - at, device="cpu")
         return {**batch, "num_tokens": sum(lengths)}
-
-
-class LengthOrder(GlobalOrder):
-    """Order of rows that are sorted by length: each step reads consecutive rows, and the order of steps is shuffled. The rows of
-    a step then have similar lengths on all ranks. With the same global batch, the steps do not depend on the number of ranks."""
-
-    def index_of(self, position: int, epoch: int) -> int:
-        size = self.share.global_batch
-        step, inside = divmod(position, size)
-        skipped = shuffled(
-            epoch % (self.num_dropped + 1), self.num_dropped + 1, self.seed
-        )  # skips some of the shortest or of the longest
-        return skipped + shuffled(step, self.steps_per_epoch, self.seed + epoch) * size + inside
-
-    def state_dict(self) -> dict[str, int]:
-        return {**super().state_dict(), "global_batch": self.share.global_batch}
-
-    def continues(self, state: dict[str, int]) -> bool:
-        return super().continues(state) and state.get("global_batch") == self.share.global_batch
-
-
-def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Sequence[int]) -> Iterator[Batch]:
-    """Yield this rank's batches of the rows in `order`, equally many on every rank. A rank that has no rows left yields a batch
-    whose labels are all `IGNORED`."""
-    each = share.world * share.micro_batch
-    for start in range(0, len(order), each):
-        share_rows = [rows[i] for i in order[start + share.rank : start + each : share.world]]
-        batch = collate(share_rows or [rows[order[start]]])
-        if not share_rows:
-            batch["labels"].fill_(IGNORED)
-        yield batch
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:

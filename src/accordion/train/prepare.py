@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
@@ -19,17 +14,15 @@ from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
-from accordion.train.auto_plan import Expected
 from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
-from accordion.train.data import Share, check_enough
-from accordion.train.examples import Encoder, chat_tokenizer, digest_of_tokenizer
+from accordion.train.data import Sequences, Share
+from accordion.train.examples import Encoder, digest_of_tokenizer, run_tokenizer, vocabulary_of
 from accordion.train.language_work import (
-    Instructions,
-    Text,
-    check_enough_rows,
+    LanguageWork,
+    check_enough,
     generation_settings,
+    rows_in,
     trained_model,
-    with_base,
 )
 from accordion.train.launch import RankPlace
 from accordion.train.model import check_folder, configuration
@@ -37,14 +30,14 @@ from accordion.train.own_task import OwnTask, check_data, check_optimizer, check
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
-from accordion.train.sources import Source, find, first_of
-from accordion.train.token_tables import SPLITS, ExampleFiles, cached_examples, cached_tokens
-from accordion.train.tokens import Say, Vocabulary, cached_vocabulary, check_fits, folder_vocabulary, keep_tokenizer
+from accordion.train.sources import Source, Split, find, first_of
+from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
+from accordion.train.tokens import Say, check_fits, keep_tokenizer
 from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
-Work = Text | Instructions | OwnTask
-"""Interface of the training loop to the training of text, examples or a task. Pickled to each rank."""
+Work = LanguageWork | OwnTask
+"""Interface of the training loop to the training of a language model or a task. Pickled to each rank."""
 Folders = dict[str, Path]
 """Setting -> folder that the run writes to and owns."""
 
@@ -52,14 +45,13 @@ Folders = dict[str, Path]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """The checked inputs of a run, from which its ranks start. `config`: has the global batch of `resume`, the checkpoint to
-    resume from. `expected`: prediction of the plan. `began_s`: `time.time` of this machine when the command started."""
+    resume from. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
     folders: Folders
     resume: Path | None
     replicas: int = 1
-    expected: Expected | None = None
     began_s: float = 0.0
 
     @property
@@ -112,26 +104,12 @@ def prepare(
             check_own_keys(optimizer, None, config)
             with of_the_task("optimizer(params)"):
                 check_optimizer(optimizer)
-        if isinstance(config, Config):
-            of_data = _of_text if config.data.format == "text" else _of_examples
-            prepared = of_data(config, place, cache, screen, named)
+            prepared = _of_language(config, place, cache, screen, named)
         else:
             prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
     return replace(prepared, replicas=replicas, began_s=began_s)
-
-
-@contextmanager
-def _cached(cache: Path) -> Iterator[None]:
-    """Context manager that turns an `OSError` into a `UsageError` about the cache folder."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"the cache folder {str(cache)!r}, which keeps tokenizers and tokens, cannot be used: {error.strerror or error} "
-            f"({error.filename or cache}); set XDG_CACHE_HOME to a folder that can be written and has room."
-        ) from None
 
 
 def _folders(
@@ -155,10 +133,7 @@ def _folders(
 
 def _make(folders: Folders) -> None:
     for path in reversed(folders.values()):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
@@ -180,107 +155,77 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
-def _of_text(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
+def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
+    """Prepare text or examples. The tokenizer is saved in the run folder, where `accordion generate` reads it and its chat
+    template."""
+    source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
-    is_preset = config.model.path is None and config.adapter.kind == "none"
-    if not is_preset or config.shard.units is not None or resume is not None:
-        _check_model(config, resume, say)
-    with _cached(cache):
-        vocabulary = _vocabulary(config, source, model_vocab, cache, say)
-    spec = json.loads(vocabulary.spec)
-    if spec.get("truncation") or spec.get("padding"):
-        say("tokenizer.json asks for truncation or padding, which is ignored while documents are read")
-    vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
-    check_fits(vocabulary.size, model_vocab, config.model.path or config.model.preset)
-    if resume is not None:
-        checkpoints.check_run(resume, config.train.steps, vocabulary.digest)
-    with _cached(cache):
-        tokens = cached_tokens(source, vocabulary, cache, say)
-        keep_tokenizer(vocabulary, cache)
-    batch = place.world * config.train.micro_batch * config.train.accumulate
-    check_enough(tokens.num_train, tokens.num_validation, config.data.seq_len, batch, source.label)
-    _make(folders)
-    say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
-    say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    _report_unread(source, say)
-    config = with_base(config, folders["run.dir"])
-    generation = generation_settings(config, [vocabulary.end_id])
-    work = Text(config=config, files=tokens, generation=generation, spec=vocabulary.spec)
-    return Prepared(config=config, work=work, folders=folders, resume=resume)
-
-
-def _of_examples(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Prepare examples. The tokenizer is saved in the run folder, where `accordion generate` reads it and its chat template."""
-    model_vocab, source, say = _vocab_of_model(config), find(config.data), screen.note
-    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
-    data, inner = config.data, computing(_check_model(config, resume, say))
-    if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
-        raise UsageError(
-            f"data.packing is 'documents', but {type(inner).__name__} takes no position ids, so examples in a row would attend "
-            "to each other; take --data.packing length."
-        )
-    with _cached(cache):
-        tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
-    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
-    check_fits(size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
-    digest = digest_of_tokenizer(tokenizer, data.format)
+    model_vocab = _vocab_of_model(config)
+    _check_model(config, resume, say)
+    tokenizer = run_tokenizer(config, source, model_vocab, cache, say)
+    vocabulary = vocabulary_of(tokenizer, config)
+    check_fits(vocabulary.size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
+    digest = vocabulary.digest if data.format == "text" else digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps, digest)
-    with _cached(cache):
-        examples = cached_examples(source, Encoder(tokenizer, data.format), digest, size, cache, say)
-    _check_examples(examples, config, source, tokenizer, place.world, screen)
+    if data.format == "text":
+        files = cached_tokens(source, vocabulary, cache, say)
+    else:
+        files = cached_examples(source, Encoder(tokenizer, data.format), digest, vocabulary.size, cache, say)
+    keep_tokenizer(vocabulary.spec, digest, cache)
+    rows = {split: rows_in(files, split, data) for split in SPLITS}
+    if isinstance(train := rows["train"], ExampleRows):  # before the check, which may refuse them
+        screen.examples(preview(train.examples, tokenizer, data.seq_len))
+    check_enough(rows, data, place.world * config.train.micro_batch * config.train.accumulate, source.label)
+    _report_data(rows, files, source, say)
     _make(folders)
-    tokenizer.save_pretrained(folders["run.dir"])
-    end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
+    if place.rank == 0:
+        tokenizer.save_pretrained(folders["run.dir"])
+    end = end_of_turn(tokenizer) if data.format == "chat" else vocabulary.end_id
     if end is None:
         say("the chat template ends an answer with no special token; generation will run to the limit of tokens")
-    config = with_base(config, folders["run.dir"])
-    generation, spec = generation_settings(config, ends_of(end)), tokenizer.backend_tokenizer.to_str()
-    work = Instructions(config=config, files=examples, generation=generation, spec=spec)
+    generation = generation_settings(config, ends_of(end))
+    work = LanguageWork(config=config, files=files, generation=generation, spec=vocabulary.spec)
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
-def _check_examples(
-    examples: ExampleFiles, config: Config, source: Source, tokenizer: Any, world: int, screen: Screen
-) -> None:
-    """Show a preview and the sizes of the examples. Raises `UsageError` if there are too few."""
-    data, say = config.data, screen.note
-    _report_unread(source, say)
-    if examples.unread:
-        say(f"data: fields that are not used, or not by the chat template: {', '.join(examples.unread)}")
-    rows = {split: ExampleRows(examples.read(split), data.seq_len, data.packing) for split in SPLITS}
-    train = rows["train"]
-    screen.examples(preview(train.examples, tokenizer, data.seq_len))  # before the check, which may refuse them
-    batch = world * config.train.micro_batch * config.train.accumulate
-    check_enough_rows(rows, config, batch, source.label)
-    for split, split_rows in rows.items():
-        cut = split_rows.fit.words(data.seq_len)
-        if cut is not None:
-            say(f"data, {split}: {cut}")
-    say(
-        f"data: {source.label}, {examples.num_train:,} examples to train on, {examples.num_validation:,} to validate on; "
-        f"{train.fit.num_answers:,} of {int(train.examples.lengths.sum()):,} tokens to train on are answers"
-    )
-    if data.packing == "documents":
-        filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
-        say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
-
-
-def _report_unread(source: Source, say: Say) -> None:
+def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFiles, source: Source, say: Say) -> None:
+    """Show the sizes of the data, and what of it is not read or cut off."""
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
             f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}"
         )
+    if files.unread:
+        say(f"data: fields that are not used, or not by the chat template: {', '.join(files.unread)}")
+    what, train = "tokens", rows["train"]
+    for split, split_rows in rows.items():
+        if isinstance(split_rows, ExampleRows):
+            what, cut = "examples", split_rows.fit.words(split_rows.seq_len)
+            if cut is not None:
+                say(f"data, {split}: {cut}")
+    say(f"data: {source.label}, {files.num_documents:,} documents")
+    say(f"data: {files.num_train:,} {what} to train on, {files.num_validation:,} to validate on")
+    if isinstance(train, ExampleRows):
+        tokens = int(train.examples.lengths.sum())
+        full = 100 * train.fit.lengths.sum() / (len(train) * train.seq_len)
+        say(f"data: {train.fit.num_answers:,} of {tokens:,} tokens to train on are answers")
+        say(f"data: {len(train):,} rows to train on, {full:.1f} % full")
 
 
-def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
-    """Return the model on the meta device. Raises `UsageError` if units, pretrained weights or `resume` do not fit it."""
+def _check_model(config: Config, resume: Path | None, say: Say) -> None:
+    """Raise `UsageError` if packing, units, pretrained weights or `resume` do not fit the model."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
     choose_units(model, config.shard.units)
+    if config.data.format != "text" and config.data.packing == "documents":
+        inner = type(computing(model))
+        if "position_ids" not in signature(inner.forward).parameters:
+            raise UsageError(
+                f"data.packing is 'documents', but {inner.__name__} takes no position ids, so examples in a row would attend to "
+                "each other; take --data.packing none."
+            )
     if config.model.path is not None and config.model.init == "pretrained":
         try:
             check_pretrained(model, Path(config.model.path))
@@ -299,7 +244,6 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> nn.Module:
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
-    return model
 
 
 def _vocab_of_model(config: Config) -> int:
@@ -313,14 +257,3 @@ def _vocab_of_model(config: Config) -> int:
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
     return vocab
-
-
-def _vocabulary(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Vocabulary:
-    if config.model.path is not None:
-        folder = Path(config.model.path)
-        vocabulary = folder_vocabulary(folder, check_folder(config.model.path).get("eos_token_id"))
-        if vocabulary is not None:
-            return vocabulary
-        if config.model.init == "pretrained":
-            raise UsageError(f"model.path {str(folder)!r} has no tokenizer.json, which its pretrained weights need.")
-    return cached_vocabulary(source, source.pieces(), model_vocab, cache, say)

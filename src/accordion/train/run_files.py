@@ -9,7 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from accordion.errors import UsageError, nearest
-from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
+from accordion.options import Option
 
 # Keys of earlier versions. They are ignored, so that commands and run files that set them go on working.
 IGNORED = frozenset({"run.report"})
@@ -57,19 +57,14 @@ def content_of(file: str) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"run file {file!r} is no regular file, which it must be because it is read twice.")
-        text = path.read_text(encoding="utf-8")
-        _check_scalars(file, yaml.compose(text, Loader=yaml.SafeLoader))
-        content = yaml.safe_load(text)
+        # All scalars as text, which is converted by the type of its key: YAML would read 010 as 8 and 1:30 as 90.
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except FileNotFoundError:
         raise UsageError(f"run file {file!r} does not exist.") from None
     except OSError as error:
         raise UsageError(f"run file {file!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"run file {file!r} is no YAML: {error}") from None
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"run file {file!r} holds a value that cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
     for key in IGNORED:
@@ -94,16 +89,3 @@ def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None
         for key in group:
             if key not in inner:
                 raise UsageError(f"run file {file!r}: key '{name}.{key}' does not exist; {nearest(str(key), inner)}")
-
-
-def _check_scalars(file: str, root: yaml.Node | None) -> None:
-    """Raise `UsageError` for a key given twice (YAML would use the last), and for a number that can be read in two ways."""
-    seen: set[str] = set()
-    for group, value in root.value if isinstance(root, yaml.MappingNode) else []:
-        inner = value.value if isinstance(value, yaml.MappingNode) else []
-        for name, node in [(str(group.value), value), *((f"{group.value}.{key.value}", node) for key, node in inner)]:
-            if name in seen:
-                raise UsageError(f"run file {file!r}: key {name!r} is given twice; give it once.")
-            seen.add(name)
-            if isinstance(node, yaml.ScalarNode) and node.style is None and AMBIGUOUS.fullmatch(node.value):
-                raise UsageError(f"run file {file!r}: {name} is {short(node.value)!r}; {UNCLEAR}")

@@ -20,50 +20,35 @@ OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 class RunSaves:
-    """Saves checkpoints of a run, in the background if possible, and resumes from one. `lost`: error of the latest save of a
-    step; None if it succeeded. `links`: the best checkpoint is a hard link to that of its step."""
+    """Saves checkpoints of a run, in the background if possible, and resumes from one."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint
         self.folder = run.prepared.checkpoint_dir
-        self.links = run.config.train.keep_best and of_first(run.place, lambda: checkpoints.can_link(self.folder))
         # Not with states on disk, because a background save copies them into memory.
         self._in_background = self._options.background and not run.config.shard.offload.uses_disk
         # The save under way, its start by `time.perf_counter`, and its step (None for the best).
         self._under_way: tuple[Saving, float, int | None] | None = None
-        self.lost: CheckpointError | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step. A
-        failure ends the run or is reported, by the key `checkpoint.on_error`."""
-        run, extra, state = self._run, self._progress(step), self._state()
-        path = self.folder / name if name else checkpoints.path_of(self.folder, step)
-        try:
-            saver_of(run.model).wait()
-        except CheckpointError as error:  # of the previous save
-            self.failed(error)
+        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step."""
+        run = self._run
+        saver_of(run.model).wait()
         self.poll()
-        background, began_s, keep = self._in_background and not last, time.perf_counter(), self._options.keep
-        lost: CheckpointError | None = None
-        try:
-            saving = save(
-                path,
-                run.model,
-                run.optimizer,
-                extra=extra,
-                state=state,
-                background=background,
-                keep=0 if name else keep,
-                only=run.prepared.work.only(),
-            )
-            self._under_way = saving, began_s, None if name else step
-            if not background:
-                self.poll()
-        except CheckpointError as error:
-            self.failed(error)
-            lost = error
-        if name is None:
-            self.lost = lost
+        background, began_s = self._in_background and not last, time.perf_counter()
+        saving = save(
+            self.folder / name if name else checkpoints.path_of(self.folder, step),
+            run.model,
+            run.optimizer,
+            extra=self._progress(step),
+            state=self._state(),
+            background=background,
+            keep=0 if name else self._options.keep,
+            only=run.prepared.work.only(),
+        )
+        self._under_way = saving, began_s, None if name else step
+        if not background:
+            self.poll()
 
     def poll(self) -> None:
         """If the save under way has finished, record its time, and link it as the best if its validation is the best."""
@@ -78,22 +63,6 @@ class RunSaves:
         """Wait for the save under way, before the process group and folders are released, without raising its error."""
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
-
-    def failed(self, error: CheckpointError) -> None:
-        """Raise `error` if `checkpoint.on_error` is "stop"; otherwise report it."""
-        if self._options.on_error == "stop":
-            raise error
-        self._run.screen.note(f"no checkpoint: {error}; training goes on")
-
-    def not_kept(self, step: int) -> CheckpointError:
-        """Return the error to raise at the end of a run whose last save, after `step`, failed."""
-        newest = checkpoints.newest_in(self.folder)
-        rest = (
-            f"the newest checkpoint is {newest}, from which {self.same_command} resumes"
-            if newest
-            else "there is no checkpoint"
-        )
-        return CheckpointError(f"the weights after step {step} were not saved, {rest}: {self.lost}")
 
     @property
     def same_command(self) -> str:
@@ -180,8 +149,5 @@ class RunSaves:
 
     def _link_best(self, step: int) -> None:
         """On rank 0, link the checkpoint after `step` as the best if its validation is the best."""
-        if self.links and self._run.place.rank == 0:
-            try:
-                checkpoints.keep_as_best(self.folder, step)
-            except CheckpointError as error:
-                self.failed(error)
+        if self._run.config.train.keep_best and self._run.place.rank == 0:
+            checkpoints.keep_as_best(self.folder, step)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import csv
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from glob import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
 from accordion.errors import UsageError, nearest
@@ -30,15 +23,14 @@ from accordion.train.config import DataConfig
 
 Split = Literal["train", "validation"]
 VALIDATION_SHARE = 20  # one document in this many
-CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> separator of columns
-KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-KINDS |= dict.fromkeys(CSV, "csv")
+ROWS = (".jsonl", ".ndjson", ".json", ".parquet")  # suffixes of files with rows
+TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}  # that `datasets` converts
 DATASET_MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")
 PIECE_CHARS = 1 << 20  # longer text files are read in pieces of about this size, split at the end of a line
 HEAD_BYTES = 1 << 16  # read from a file in a folder, to see if it is text
 # Tests are repetitive, and encodings are generated tables.
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
-TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved datasets folder"
+TAKES = "JSON, JSONL, parquet, a folder of such files, or a saved datasets folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +68,7 @@ class Fields:
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
 
 
-def _zstandard(path: Path) -> IO[bytes]:
-    import pyarrow
-
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-
-
-COMPRESSED: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstandard,
-}
+COMPRESSED = (".gz", ".bz2", ".zst")
 
 
 def split_by_key(key: str) -> Split:
@@ -103,18 +84,17 @@ def suffix_of(path: Path) -> str:
 
 def opened(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix."""
-    file: IO[bytes] = COMPRESSED.get(path.suffix.lower(), partial(open, mode="rb"))(path)
-    return file
+    if path.suffix.lower() not in COMPRESSED:
+        return path.open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path)))
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row."""
-    if path.is_dir():
-        yield from _saved(path, key, fields)
-    elif KINDS[suffix_of(path)] == "json":
-        yield from _json(path, key, fields)
-    else:
-        yield from _table(path, key, fields)
+    rows = _saved if path.is_dir() else _parquet if suffix_of(path) == ".parquet" else _json
+    yield from rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
@@ -153,58 +133,27 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
     return fields.row(where, row, split_by_key(key))
 
 
-def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file."""
-    what = f"data file {str(path)!r}"
-    number = 0
+def _parquet(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
+    import pyarrow
+    from pyarrow import parquet
+
+    what, number = f"data file {str(path)!r}", 0
     try:
-        for values in _table_values(path, columns_of(path, fields), fields):
-            number += 1
-            yield fields.row(f"{str(path)!r} row {number}", values, split_by_key(f"{key}:{number}"), "column")
-    except (UsageError, GeneratorExit):
-        raise
-    except Exception as error:  # of datasets, pyarrow and pandas
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
+        fields.row(what, dict.fromkeys(names), "train", "column")
+        left = dict.fromkeys(name for name in names if name not in fields.names)
+        for batch in file.iter_batches(1024, columns=[name for name in names if name in fields.names]):
+            for values in batch.to_pylist():
+                number += 1
+                where = f"{str(path)!r} row {number}"
+                yield fields.row(where, {**values, **left}, split_by_key(f"{key}:{number}"), "column")
+    except pyarrow.ArrowException as error:
         place = f" beyond row {number}" if number else ""
-        raise UsageError(
-            f"{what} is no {KINDS[suffix_of(path)]} file that can be read{place}: {brief(error)}"
-        ) from None
-
-
-def columns_of(path: Path, fields: Fields) -> list[str]:
-    """Return the column names of a CSV or parquet file; [] for Arrow. Raises `UsageError` if one of `fields` is missing."""
-    what, suffix, names = f"data file {str(path)!r}", suffix_of(path), list[str]()
-    if suffix in CSV:
-        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-            names = next(csv.reader(text, delimiter=CSV[suffix]), [])
-    elif suffix == ".parquet":
-        from pyarrow import parquet
-
-        names = parquet.read_schema(path).names
-    else:
-        return names
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
-    fields.row(what, dict.fromkeys(names), "train", "column")
-    return names
-
-
-def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    kind = KINDS[suffix_of(path)]
-    how: dict[str, Any] = {}
-    if kind == "csv":
-        text = datasets.Value("string")  # otherwise "1" is read as a number and "NA" as missing
-        how = {"sep": CSV[suffix_of(path)], "encoding": "utf-8-sig", "keep_default_na": False, "na_filter": False}
-        how["features"] = datasets.Features(dict.fromkeys(names, text))
-    elif kind == "parquet":
-        how = {"columns": [name for name in names if name in fields.names], "batch_size": 1024}
-    left = [name for name in names if name not in fields.names]
-    with TemporaryDirectory() as cache:  # for a lock file
-        files = [escape(str(path.absolute()))]
-        for row in datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **how):
-            yield {**row, **dict.fromkeys(left)}
+        raise UsageError(f"{what} is no parquet file that can be read{place}: {brief(error)}") from None
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
@@ -265,7 +214,7 @@ class Piece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Data to read. `files`: (name inside the source, path) of each. `unread`: file of the folder that is left out -> reason.
-    `stamp`: hash that changes when a file is added, removed or written. `lenient`: replace bytes that are not UTF-8."""
+    `stamp`: hash that changes when a file is added, removed or written."""
 
     name: str
     label: str
@@ -273,7 +222,6 @@ class Source:
     fields: Fields
     stamp: str
     unread: Mapping[str, str]
-    lenient: bool = False
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every document in a fixed order. Raises `UsageError` with the file and the line or row."""
@@ -288,8 +236,7 @@ class Source:
                 yield from read_rows(path, key, self.fields)
 
     def _text(self, path: Path, key: str) -> Iterator[Piece]:
-        errors = "replace" if self.lenient else "strict"
-        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8", errors=errors, newline="") as text:
+        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
             lines = text.readlines(PIECE_CHARS)
             while lines:
                 piece, lines = "".join(lines), text.readlines(PIECE_CHARS)
@@ -303,8 +250,6 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"data file {str(path)!r} cannot be read: {error.strerror or error}.") from None
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UsageError(f"data file {str(path)!r} cannot be decompressed: {error}.") from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data file {str(path)!r} is no UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it, or give a JSONL or "
@@ -313,13 +258,13 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _has_rows(path: Path) -> bool:
-    return path.is_dir() or suffix_of(path) in KINDS
+    return path.is_dir() or suffix_of(path) in ROWS
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
     """Yield the text of each row as a document. Rows of tables without text are left out."""
     (field,) = fields.needed
-    is_json = not path.is_dir() and KINDS[suffix_of(path)] == "json"
+    is_json = not path.is_dir() and suffix_of(path) != ".parquet"
     for row in read_rows(path, key, fields):
         if is_json or row.values[field] not in (None, ""):
             yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), split=row.split)
@@ -341,9 +286,10 @@ def find(config: DataConfig) -> Source:
     path = Path(config.path)
     unread: dict[str, str] = {}
     if not path.exists():
-        if path.is_symlink():
-            raise UsageError(f"data.path {config.path!r} is a link to {os.readlink(path)!r}, which does not exist.")
-        raise UsageError(f"data.path {config.path!r} does not exist; {_neighbour(path)}")
+        names = sorted(p.name for p in path.parent.iterdir())[:20] if path.parent.is_dir() else []
+        raise UsageError(
+            f"data.path {config.path!r} does not exist" + (f"; {nearest(path.name, names)}" if names else ".")
+        )
     if path.is_dir() and not any((path / mark).is_file() for mark in DATASET_MARKS):
         files = {str(p.relative_to(path)): p for p in _walk(path)}
         if not files:
@@ -356,17 +302,9 @@ def find(config: DataConfig) -> Source:
             raise UsageError(f"data.path {config.path!r} has no file that can be read: {first_of(left)}.")
     else:
         files = {path.name: path}
-        odd = [p for p in _walk(path) if p.exists() and not p.is_file()] if path.is_dir() else []
-        if odd:
-            raise UsageError(f"data file {str(odd[0])!r} is {NOT_REGULAR}.")
-        if not path.is_dir() and not path.is_file():
-            raise UsageError(f"data.path {config.path!r} is neither a file nor a folder.")
-        if path.is_file() and path.stat().st_size == 0:
-            raise UsageError(f"data.path {config.path!r} is an empty file.")
-        if config.format != "text" and not _has_rows(path):
+        if config.format != "text" and not _has_rows(path) and suffix_of(path) not in TABLES:
             raise UsageError(f"data.path {config.path!r} is text, and data.format {config.format} takes {TAKES}.")
-        reason = _reason(path, path.name, config, fields) if path.is_file() else None
-        if reason is not None:
+        if not path.is_dir() and (reason := _reason(path, path.name, config, fields)) is not None:
             raise UsageError(f"data file {config.path!r} {reason}.")
     return _source(path.resolve().name.split(".")[0] or "data", config.path, files, fields, unread)
 
@@ -379,11 +317,16 @@ def first_of(words: Sequence[str], most: int = 20) -> str:
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
     """Return the reason why a file cannot be read as data; None if it can. Single rows are not checked."""
     if not path.is_file():
-        return "a link to nothing" if path.is_symlink() and not path.exists() else NOT_REGULAR
+        return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)
+    if suffix in TABLES:
+        return (
+            f"is not read; convert it: datasets.load_dataset({TABLES[suffix]!r}, data_files={path.name!r})"
+            ".save_to_disk(folder)"
+        )
     if config.format != "text" and not has_rows:
         return f"text, and data.format {config.format} takes rows"
-    if KINDS.get(suffix) in ("parquet", "arrow"):
+    if suffix == ".parquet":
         return None
     try:
         with _named(path), opened(path) as file:
@@ -392,22 +335,11 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
                 return "has a NUL byte, and is no UTF-8 text"
             codecs.getincrementaldecoder("utf-8")().decode(head, len(head) < HEAD_BYTES)
         # In a folder of texts, such files often have other content than rows of text.
-        if suffix in CSV:
-            columns_of(path, fields)
-        elif suffix == ".json":
+        if suffix == ".json":
             next(read_rows(path, key, fields), None)
     except UsageError as error:
         return str(error).removeprefix(f"data file {str(path)!r} ").removeprefix(f"{str(path)!r} ").rstrip(".")
     return None
-
-
-def _neighbour(path: Path) -> str:
-    """Return text for an error: names near the missing `path`, or that its folder is missing or empty."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f"nor does the folder {str(folder)!r}."
-    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
-    return nearest(path.name, names[:20]) if names else f"{str(folder)!r} is empty."
 
 
 def _stdlib(fields: Fields) -> Source:
@@ -415,24 +347,10 @@ def _stdlib(fields: Fields) -> Source:
     files = {
         str(p.relative_to(root)): p for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py" and p.is_file()
     }
-    if not files:
-        raise UsageError(
-            f"the standard library at {str(root)!r} has no source files on this machine; pass --data.path."
-        )
-    return _source(
-        "stdlib", f"the standard library of Python {platform.python_version()}", files, fields, {}, lenient=True
-    )
+    return _source("stdlib", f"the standard library of Python {platform.python_version()}", files, fields, {})
 
 
-def _source(
-    name: str,
-    label: str,
-    files: Mapping[str, Path],
-    fields: Fields,
-    unread: Mapping[str, str],
-    *,
-    lenient: bool = False,
-) -> Source:
+def _source(name: str, label: str, files: Mapping[str, Path], fields: Fields, unread: Mapping[str, str]) -> Source:
     stamp = hashlib.sha256(json.dumps([name, fields.names]).encode())
     for key, path in files.items():
         inner = _walk(path) if path.is_dir() else [path]
@@ -440,9 +358,7 @@ def _source(
             stats = [(p.stat().st_size, p.stat().st_mtime_ns) for p in inner]
         stamp.update(json.dumps([key, str(path.resolve()), stats]).encode())
     pairs = tuple(files.items())
-    return Source(
-        name=name, label=label, files=pairs, fields=fields, stamp=stamp.hexdigest(), unread=unread, lenient=lenient
-    )
+    return Source(name=name, label=label, files=pairs, fields=fields, stamp=stamp.hexdigest(), unread=unread)
 
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:

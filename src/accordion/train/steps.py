@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accordion.checkpoint import RandomState
 from accordion.devices import HostCopy
-from accordion.errors import CheckpointError, NonFiniteError
+from accordion.errors import NonFiniteError
 from accordion.optim import clip_grad_norm_, scale_gradients
 from accordion.state import no_sync
 from accordion.train.batches import on_device
@@ -131,11 +131,8 @@ class Steps:
 
     def _optimize(self, step: Callable[[], object] | None) -> None:
         """Run an optimizer step (None if it is skipped), then update the scaler and zero the gradients."""
-        try:
-            if step is not None:
-                step()
-        except CheckpointError as error:  # of a background save; the step is done
-            self._saves.failed(error)
+        if step is not None:
+            step()
         self._run.scaler.update()
         self._run.optimizer.zero_grad()
 

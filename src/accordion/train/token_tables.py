@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +15,22 @@ import numpy as np
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
 from accordion.train.sources import Piece, Source, Split, split_of
-from accordion.train.tokens import Say, Vocabulary, counted, key_of, write_whole
+from accordion.train.tokens import Say, Vocabulary, key_of, write_whole
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
-TAIL_SHARE = 20  # if no document is for validation, the last 1/20 of the tokens is
+TAIL_SHARE = 20  # if nothing is for validation, the last 1/20 of the tokens or examples is
 BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
 BLOCK_TOKENS = 1 << 16  # tokens of text in a row of its table
-BLOCKS_AT_ONCE = 64  # written at once
-
-
-# -- text
+ROWS_AT_ONCE = 64  # written at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Text as tokens in Arrow files. `digest`: hash of the tokens, equal on ranks that read equal data."""
+    """Tokens in Arrow files. `num_train`, `num_validation`: tokens of text, or examples. `digest`: hash of the tables, equal on
+    ranks that read equal data. `unread`: fields of rows that were not used."""
 
     files: tuple[str, ...]
     num_train: int
@@ -39,40 +38,35 @@ class TokenFiles:
     num_documents: int
     digest: str
     tokenizer_digest: str
+    unread: list[str]
 
-    def read(self, split: Split) -> ChunkedArray:
-        """Return the tokens of a split; the files are memory-mapped."""
+    def text(self, split: Split) -> ChunkedArray:
+        """Return the tokens of a split of text; the files are memory-mapped."""
         return _streams(_table(self.files))[split]
+
+    def examples(self, split: Split) -> Examples:
+        """Return the examples of a split; the files are memory-mapped."""
+        return _parts(_table(self.files))[split]
+
+
+# -- text
 
 
 def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say) -> TokenFiles:
     """Return the tokens of `source` from the cache, after creating them if needed. Raises `UsageError` if it has no text."""
-    kind = "uint16" if vocabulary.size <= 1 << 16 else "uint32"
+    kind = _dtype(vocabulary.size)
 
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'tokens'})")
-        pieces = counted(source.pieces(), lambda piece: len(piece.text), "tokenizing", say)
         num_documents = 0
-        for row in _blocks(_encoded(pieces, vocabulary), np.dtype(kind)):
+        for row in _blocks(_encoded(source.pieces(), vocabulary), np.dtype(kind)):
             num_documents += row["documents"]
             yield row
         if num_documents == 0:
             raise UsageError(f"{source.label!r} has no text.")
 
     columns = {"held_out": "bool", "ids": [kind], "documents": "int32"}
-    files = _cached(rows, columns, cache / "tokens", key_of(source.stamp, vocabulary.digest), BLOCKS_AT_ONCE)
-
-    def summary() -> dict[str, Any]:
-        table, digest = _table(files), hashlib.sha256()
-        streams = _streams(table)
-        for split, tokens in streams.items():
-            for chunk in tokens.chunks:
-                digest.update(chunk.to_numpy().data)
-            digest.update(split.encode())
-        sizes = {f"num_{split}": len(tokens) for split, tokens in streams.items()}
-        return {**sizes, "num_documents": int(table["documents"].to_numpy().sum()), "digest": digest.hexdigest()}
-
-    return TokenFiles(files=files, tokenizer_digest=vocabulary.digest, **_stored_summary(files, summary))
+    return _cached(source, rows, columns, cache / "tokens", vocabulary.digest, _streams)
 
 
 def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
@@ -153,63 +147,32 @@ class Examples:
         return self._ids[at].values.to_numpy(), self._answers[at].values.to_numpy(zero_copy_only=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleFiles:
-    """Examples in Arrow files. `digest`: hash of their content, equal on ranks that read equal data. `unread`: unused fields."""
-
-    files: tuple[str, ...]
-    num_train: int
-    num_validation: int
-    digest: str
-    tokenizer_digest: str
-    unread: list[str]
-
-    def read(self, split: Split) -> Examples:
-        """Return the examples of a split; the files are memory-mapped."""
-        return _parts(_table(self.files))[split]
-
-
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
-) -> ExampleFiles:
+) -> TokenFiles:
     """Return the examples of `source` from the cache, after creating them if needed. `size`: size of the vocabulary. Raises
     `UsageError` for a row that is no example, and for fewer than two examples."""
-    dtype = "uint16" if size <= 1 << 16 else "uint32"
+    kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
-        for row in counted(source.rows(), lambda row: sum(map(len, map(str, row.values.values()))), "tokenizing", say):
-            known = set(encoder.unread)
+        for row in source.rows():
             example = encoder.example(row)
             count += 1
             yield {
                 "held_out": row.split == "validation",
-                "ids": example.ids.astype(dtype),
+                "ids": example.ids.astype(kind),
                 "answers": example.answers,
                 "num_answers": int(example.answers.sum()),
-                "unread": sorted(encoder.unread - known),
+                "documents": 1,
             }
         if count < 2:
             what = "one example" if count else "no example"
             raise UsageError(f"{source.label!r} has {what}; give at least two, one to train on and one to validate on.")
 
-    columns = {"held_out": "bool", "ids": [dtype], "answers": ["bool"], "num_answers": "int32", "unread": ["string"]}
-    files = _cached(rows, columns, cache / "examples", key_of(source.stamp, tokenizer_digest))
-
-    def summary() -> dict[str, Any]:
-        table, digest = _table(files), hashlib.sha256()
-        parts = _parts(table)
-        for part in parts.values():
-            for column in (0, 1):
-                for i in range(len(part)):
-                    digest.update(part[i][column].data)
-            digest.update(np.cumsum(part.lengths).data)
-        unread = {name for names in table["unread"].to_pylist() for name in names}
-        sizes = {f"num_{split}": len(part) for split, part in parts.items()}
-        return {**sizes, "digest": digest.hexdigest(), "unread": sorted(unread)}
-
-    return ExampleFiles(files=files, tokenizer_digest=tokenizer_digest, **_stored_summary(files, summary))
+    columns = {"held_out": "bool", "ids": [kind], "answers": ["bool"], "num_answers": "int32", "documents": "int32"}
+    return _cached(source, rows, columns, cache / "examples", tokenizer_digest, _parts, encoder.unread)
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
@@ -226,14 +189,21 @@ def _parts(table: Any) -> dict[Split, Examples]:
 # -- the cache
 
 
+def _dtype(vocabulary_size: int) -> str:
+    return "uint16" if vocabulary_size <= 1 << 16 else "uint32"
+
+
 def _cached(
+    source: Source,
     rows: Callable[[], Iterator[dict[str, Any]]],
     columns: Mapping[str, str | Sequence[str]],
     cache: Path,
-    key: str,
-    at_once: int = 1000,
-) -> tuple[str, ...]:
-    """Return the Arrow files of the table `key` in `cache`; if there is none, it is created from `rows` first."""
+    tokenizer_digest: str,
+    splits_of: Callable[[Any], Mapping[Split, Any]],
+    unread: Iterable[str] = (),
+) -> TokenFiles:
+    """Return the tables of `source` in `cache`; if there are none, they are created from `rows` first. `unread`: read after
+    that."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -242,24 +212,31 @@ def _cached(
         name: datasets.Value(kind) if isinstance(kind, str) else datasets.List(datasets.Value(kind[0]))
         for name, kind in columns.items()
     }
-    shows = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # `counted` reports progress
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
-        table = datasets.Dataset.from_generator(
+        dataset = datasets.Dataset.from_generator(
             rows,
             features=datasets.Features(kinds),
             cache_dir=str(cache),
-            fingerprint=key,
-            writer_batch_size=at_once,
+            fingerprint=key_of(source.stamp, tokenizer_digest),
+            writer_batch_size=ROWS_AT_ONCE,
         )
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
     except pa.ArrowInvalid as error:
         raise UsageError(f"the cache of tokens in {str(cache)!r} is damaged ({error}); remove it.") from None
-    finally:
-        if shows:
-            datasets.enable_progress_bars()
-    return tuple(file["filename"] for file in table.cache_files)
+    files = tuple(file["filename"] for file in dataset.cache_files)
+    path = Path(files[0]).with_name("summary.json")
+    try:
+        summary = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        table = _table(files)
+        summary = {f"num_{split}": len(part) for split, part in splits_of(table).items()}
+        summary |= {"num_documents": int(table["documents"].to_numpy().sum()), "digest": _digest(table)}
+        summary |= {"unread": sorted(unread)}
+        write_whole(path, json.dumps(summary))
+    return TokenFiles(files=files, tokenizer_digest=tokenizer_digest, **summary)
 
 
 def _table(files: Sequence[str]) -> Any:
@@ -269,12 +246,10 @@ def _table(files: Sequence[str]) -> Any:
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])
 
 
-def _stored_summary(files: Sequence[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary that is stored next to the files of a table; if there is none, call `make` and store its result."""
-    path = Path(files[0]).with_name("summary.json")
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        summary = make()
-        write_whole(path, json.dumps(summary))
-        return summary
+def _digest(table: Any) -> str:
+    """Return a hash of the contents of `table`."""
+    digest = hashlib.sha256()
+    for column in table.itercolumns():
+        for buffer in (buffer for chunk in column.chunks for buffer in chunk.buffers() if buffer is not None):
+            digest.update(buffer)
+    return digest.hexdigest()

@@ -1,30 +1,26 @@
-"""The tokenizer of a run on text: from a model folder, or trained on the data and stored in the cache."""
+"""Tokenizers as data, and those that are trained on the data and stored in the cache."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import time
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
-from accordion.files import NOT_REGULAR
 from accordion.train.sources import Piece, Source, split_of
 
-T = TypeVar("T")
 FORMAT = 3  # of the cache; increment it when a change of code changes tokens
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # characters in a run of letters, blanks or signs; longer runs are data, not words
 ONE_KIND = re.compile(r"[^\W_]*|(?:[^\w\s]|_)*|\s*")  # runs that the pre-tokenizer never splits: letters, signs, blanks
-EVERY_S = 10.0  # between lines about progress
 Say = Callable[[str], None]
 """Shows a line of progress or information."""
 
@@ -61,19 +57,7 @@ class Vocabulary:
         return before, after if self.end_id in after else [*after, self.end_id]
 
 
-def counted(items: Iterable[T], num_chars: Callable[[T], int], doing: str, say: Say) -> Iterator[T]:
-    """Yield `items`, and report the number of characters read every ten seconds. `doing`: start of the line."""
-    began = last = time.monotonic()
-    chars = 0
-    for item in items:
-        yield item
-        chars += num_chars(item)
-        if (time_s := time.monotonic()) - last > EVERY_S:
-            last = time_s
-            say(f"{doing}: {chars / 1e6:,.1f} million characters read, {time_s - began:.0f} s")
-
-
-def train_vocabulary(pieces: Iterable[Piece], size: int, say: Say) -> Vocabulary:
+def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
     """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,14 +66,13 @@ def train_vocabulary(pieces: Iterable[Piece], size: int, say: Say) -> Vocabulary
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
-    pieces = counted(pieces, lambda piece: len(piece.text), "training the tokenizer", say)
     tokenizer.train_from_iterator((part for text in _training_text(pieces) for part in _parts(text)), trainer)
     return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=0)
 
 
-def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
+def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
     """Yield the training split up to `TRAINING_CHARS`; if it is empty, the validation split."""
     chars, spare = 0, []
     for piece in pieces:
@@ -115,28 +98,6 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
-    """Return the tokenizer of a model folder; None if it has none. `end_id`: eos_token_id of its config.json. Raises `UsageError`
-    if the tokenizer cannot be read or has no end-of-text token."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    if not path.is_file():
-        raise UsageError(f"{str(path)!r} is no tokenizer: {NOT_REGULAR}.")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UsageError(f"{str(path)!r} is no tokenizer: {error}") from None
-    end = end_id[0] if isinstance(end_id, list) and end_id else end_id
-    if not isinstance(end, int):
-        candidates = (tokenizer.token_to_id(word) for word in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"))
-        end = next((number for number in candidates if number is not None), None)
-    if end is None:
-        raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
-    size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
-    return Vocabulary(spec=tokenizer.to_str(), size=max(size, end + 1), end_id=end)
-
-
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
     """Return the tokenizer for the `pieces` of `source` from the cache; if it is not there, train and store it."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
@@ -145,16 +106,16 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
         vocabulary.tokenizer()
     except Exception:  # absent, damaged or of another version: trained again
         say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
-        vocabulary = train_vocabulary(pieces, size, say)
+        vocabulary = train_vocabulary(pieces, size)
         write_whole(path, json.dumps(asdict(vocabulary)))
     return vocabulary
 
 
-def keep_tokenizer(vocabulary: Vocabulary, cache: Path) -> None:
+def keep_tokenizer(spec: str, digest: str, cache: Path) -> None:
     """Store the tokenizer in the cache under its digest, for `accordion generate`."""
-    path = cache / "tokenizers" / vocabulary.digest / "tokenizer.json"
+    path = cache / "tokenizers" / digest / "tokenizer.json"
     if not path.exists():
-        write_whole(path, vocabulary.spec)
+        write_whole(path, spec)
 
 
 def key_of(*parts: str) -> str:

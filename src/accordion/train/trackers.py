@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,24 +118,15 @@ class _Mlflow:
     """MLflow. Its client sends metrics from another thread."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
-        self._entities: Any = importlib.import_module("mlflow.entities")
-        self._client = importlib.import_module("mlflow.tracking").MlflowClient()
-        if theirs is None:
-            experiment = self._client.get_experiment_by_name(config.log.mlflow)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(config.log.mlflow)
-            self._run = str(self._client.create_run(number, run_name=run_dir.name).info.run_id)
-        else:
-            self._run = theirs
-            self._client.update_run(self._run, status="RUNNING")
-        known = self._client.get_run(self._run).data.params  # cannot be overwritten
-        settings = [self._entities.Param(k, str(v)) for k, v in flat(config).items() if k not in known]
-        self._client.log_batch(self._run, params=settings)
-        return self._run
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(config.log.mlflow)
+        run = self._mlflow.start_run(run_id=theirs, run_name=run_dir.name)
+        known = run.data.params  # cannot be overwritten
+        self._mlflow.log_params({key: str(value) for key, value in flat(config).items() if key not in known})
+        return str(run.info.run_id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        time_ms = round(1000 * time.time())
-        metrics = [self._entities.Metric(key, value, time_ms, step) for key, value in values.items()]
-        self._client.log_batch(self._run, metrics=metrics, synchronous=False)
+        self._mlflow.log_metrics(dict(values), step=step, synchronous=False)
 
     def close(self, *, failed: bool) -> None:
-        self._client.set_terminated(self._run, status="FAILED" if failed else "FINISHED")
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
