@@ -86,9 +86,10 @@ def run_fake() -> Callable[..., Any]:
     return pool.run_fake
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker's fork server imports while the worker collects, and before `accordion bench` starts one with less in it."""
-    if hasattr(session.config, "workerinput"):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the server of ranks from what was collected, before a test starts a thread, or `accordion bench` another server."""
+    if session.items:
         pool.fork_context()
 
 
