@@ -131,7 +131,6 @@ SAYS_CUDA = {
     "plan/trace/operators.py": "a note to the user on what runs there in the place of the CPU's own operator",
     "plan/search/search.py": "a name of torch's in a message on GPU memory",
     "train/auto_plan.py": "what such a trace is asked for, whatever the accelerator",
-    "bench/gpu.py": "categories of events in a trace of torch.profiler",
     "workers/null_group.py": "the types of device on which a backend of the benchmark runs",
 }
 
