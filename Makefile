@@ -54,7 +54,7 @@ test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/
 	done
 	$(if $(strip $(SIMULATED)),SIM_SEED=$(SEED) $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED))
 	$(if $(strip $(NCCL2)),SIM_CCL_NAME=nccl2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(NCCL2))
-	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
+	$(if $(strip $(STRICT)),SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT))
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check $(LINTED)
