@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 from accordion import _torch
 from accordion.bench.contenders import OURS, WRAPPERS, Loop, mesh_of
-from accordion.bench.gpu import wait
 from accordion.bench.model import batch_of, batches_of, loss_of
 from accordion.bench.trainer import Trainer
 from accordion.cli import main
@@ -201,7 +200,7 @@ def trainer_of(seat: Seat, contender: str, case: Case) -> Trainer:
             optimizer = acc.wrap_optimizer(optimizer, elementwise=True)
         return Loop(wrapped, optimizer, False, seat.device.type)
 
-    return Trainer(seat, build, batches_of(seat.rank, (case.batch, case.seq), case.preset.vocab), bf16=True)
+    return Trainer(seat, build, batches_of(seat.rank, (case.batch, case.seq), case.preset.vocab))
 
 
 def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Module:
@@ -522,7 +521,8 @@ class Wires:
         equal: list[int] = []
 
         def gather() -> None:
-            wait(link.gather(fulls, shards))
+            for work in link.gather(fulls, shards).works:
+                work.wait()
 
         def flat_gather() -> None:
             _torch.foreach_copy_(list(flat_shard.split(sizes)), shards)
@@ -531,7 +531,9 @@ class Wires:
             torch.split_with_sizes_copy(flat_full.view(num, -1), sizes, dim=1, out=outs)
 
         def reduce() -> None:
-            wait(link.exchange([(into, full, equal, equal) for into, full in zip(received, fulls, strict=True)]))
+            parts = [(into, full, equal, equal) for into, full in zip(received, fulls, strict=True)]
+            for work in link.exchange(parts).works:
+                work.wait()
             for into, out in zip(received, sums, strict=True):
                 sum_rows(into.view(num, -1), out)
 

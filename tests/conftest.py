@@ -87,12 +87,10 @@ def run_fake() -> Callable[..., Any]:
     return pool.run_fake
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Start the worker's fork server, which imports torch while the worker collects tests.
-
-    It must start before `accordion bench` starts a fork server with fewer imports.
-    """
-    if hasattr(session.config, "workerinput"):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the server of ranks from what was collected, before a test starts a thread, or `accordion bench` another server."""
+    if session.items:
         pool.fork_context()
 
 

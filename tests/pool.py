@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -35,15 +35,13 @@ GRACE_S = 5.0  # how long the others may still run once one rank has failed: the
 MESH_S = 20.0  # for a mesh's groups; 0.02 s on a quiet machine
 START_S = 60.0
 GROUPS = 32  # each that a rank has costs a thread or two which wake a hundred times a second, for its whole life
-PRELOADED = [  # none of it starts a thread
-    "torch.testing._internal.distributed.fake_pg",
+PRELOADED = ["torch.testing._internal.distributed.fake_pg", "pytest"]  # nothing that is preloaded starts a thread
+OF_COMMANDS = [  # imported for ranks of `accordion train`, which tests.support.forked starts; 6 s
     "accordion.bench.trainer",
     "accordion.train.loop",
     "transformers.models.llama.modeling_llama",
     "peft",
     "torch.utils.tensorboard",
-    "pytest",
-    "tests.support.frozen",
 ]
 MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
 
@@ -170,11 +168,41 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def fork_context() -> Any:
-    """Makes processes that need not import again what the fork server has; whoever asks first starts it, with all of this."""
+    """Return a context whose processes are forked from a server, so that they import nothing again; start it if none runs.
+
+    The server is a fork of this process, which has imported the tests. With an accelerator it is a new process.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*_torch.PRELOADED, *PRELOADED])
-    forkserver.ensure_running()
+    for_commands = OF_COMMANDS if "tests.support.forked" in sys.modules else []
+    context.set_forkserver_preload([*_torch.PRELOADED, *PRELOADED, *for_commands, "tests.support.frozen"])
+    resource_tracker.ensure_running()  # a program of its own: it would run the tests' atexit functions
+    start_program = util.spawnv_passfds
+    if not torch.accelerator.is_available():
+        util.spawnv_passfds = _fork_server  # type: ignore[assignment]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start_program
     return context
+
+
+def _fork_server(python: bytes, args: list[str], fds: list[int]) -> int:
+    """Take the place of `spawnv_passfds` for a fork server: run the code of its last argument in a fork of this process."""
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in map(
+            int, os.listdir("/dev/fd")
+        ):  # a closed one could be opened anew, and pytest's faulthandler writes into it
+            if fd > 2 and fd not in (*fds, nothing):
+                os.dup2(nothing, fd, inheritable=False)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest's would write into its own file
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        exec(args[-1], {})
+    finally:
+        os._exit(0)
 
 
 class _Rank:

@@ -54,8 +54,6 @@ INPUTS = [
     *(["checkpoint", name, NOWHERE, *MORE.get(name, []), "--nonsense"] for name in LOOKS),
     *(["checkpoint", name] for name in LOOKS),
     ["bench", "nonsense"],
-    ["bench", "--task", f"{NOWHERE}.py"],
-    ["bench", "--task.width", "3"],
     *(["bench", *name.split(), "--nonsense"] for name in BENCHES),
     *(["bench", *name.split(), "--rounds", "many"] for name in BENCHES),
     *(["bench", name, "extra"] for name in BENCHES if name),

@@ -129,7 +129,6 @@ SAYS_CUDA = {
     "plan/trace/trace.py": "as above",
     "plan/trace/operators.py": "a note to the user on what runs there in the place of the CPU's own operator",
     "plan/search/search.py": "a name of torch's in a message on GPU memory",
-    "bench/gpu.py": "categories of events in a trace of torch.profiler",
     "workers/null_group.py": "the types of device on which a backend of the benchmark runs",
 }
 

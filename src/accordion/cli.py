@@ -112,10 +112,6 @@ def _run(words: list[str]) -> int:
 
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
-    if words[:2] == ["bench", "gpu"]:  # needs torch, numpy and safetensors alone
-        from accordion.bench import gpu
-
-        return gpu.run(words[2:])
     if words[:2] == ["checkpoint", "export"]:
         words = words[1:]
     if words[0] not in COMMANDS:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import checkpoint, gpu, offload, scale
+from benchmarks import checkpoint, gpu, offload, scale, streams
 from benchmarks.scale import Network
 
 from accordion.bench import contenders
@@ -29,10 +29,7 @@ from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.workers.null_group import StillGroup
 from accordion.workers.ranks import BenchError
-from tests.support import own_tasks
 from tests.support.refused import refused
-
-TASK = ["--task", f"{own_tasks.__file__}:Task", "--device", "cpu"]
 
 
 def test_a_contender_frees_cached_device_memory_for_the_next(monkeypatch):
@@ -168,13 +165,7 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (None, ["--batch", "-1"], "--batch is -1"),
         (None, ["host", "--against", "ddp"], "engines that shard"),
         (None, ["memory", "--seq", "many"], "seq"),
-        (None, ["gpu", "--device", "tpu"], "--device is 'tpu'"),
-        (None, ["gpu", "--part", "a"], "--part"),
-        (None, [*TASK, "--task.widht", "5"], "did you mean '--task.width'"),
-        (None, [*TASK, "--model", "gpt-tiny"], "--model is for language models"),
-        (None, [*TASK, "--against", "fsdp9"], "fsdp9"),
-        (None, ["--task", f"{own_tasks.__file__}:OnMeta", "--device", "cpu"], "meta device"),
-        (None, ["--task", f"{own_tasks.__file__}:Nobody"], "Nobody"),
+        (streams.run, ["--device", "tpu"], "--device is 'tpu'"),
         (checkpoint.run, ["--mib", "0"], "mib is 0"),
         (checkpoint.run, ["--to", "/proc/none"], "nothing can be written to '/proc/none'"),
         (scale.run, ["--sizes", "8,many"], "takes numbers of ranks"),
@@ -191,19 +182,19 @@ def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, sa
     refused(capsys, words if run else ["bench", *words], said, run)
 
 
-@pytest.mark.parametrize(("run", "words"), [(None, ["bench", "gpu"]), (gpu.run, [])], ids=["command", "script"])
-def test_without_an_accelerator_cpu_must_be_asked_for(capsys, monkeypatch, tmp_path, run, words):
+@pytest.mark.parametrize("run", [streams.run, gpu.run])
+def test_without_an_accelerator_cpu_must_be_asked_for(capsys, monkeypatch, tmp_path, run):
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
     monkeypatch.chdir(tmp_path)
-    refused(capsys, words, "no accelerator is found", run)
+    refused(capsys, [], "no accelerator is found", run)
 
 
 def test_nothing_is_measured_if_the_result_cannot_be_written(capsys, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    for words in (["host"], ["gpu", "--device", "cpu"]):
-        refused(capsys, ["bench", *words], "nothing can be written to 'runs/bench'")
+    for words, run in ((["bench", "host"], None), (["--device", "cpu"], streams.run)):
+        refused(capsys, words, "nothing can be written to 'runs/bench'", run)
 
 
 def test_peak_flops_are_found_by_device_name():

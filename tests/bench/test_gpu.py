@@ -1,4 +1,4 @@
-"""`accordion bench gpu` and `benchmarks/gpu.py` with small shapes on CPU."""
+"""`benchmarks/streams.py` and `benchmarks/gpu.py` with small shapes on CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import gpu as script
+from benchmarks import streams
 from benchmarks.gpu import Case, MasterLoop, full_sizes, tiny_sizes, trainer_of
 
 import accordion
 from accordion import cli
-from accordion.bench import gpu
 from accordion.bench.contenders import OURS
 from accordion.models.llama import PUBLISHED, LlamaShape
 from accordion.workers.ranks import BenchError, WorkerTeam, World
@@ -39,16 +39,17 @@ def test_device_work_belongs_to_the_range_that_launched_it():
         event("of nobody", "kernel", 120, 5, correlation=3, stream=7),
         {"ph": "M", "name": "process_name"},
     ]
-    assert gpu.device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
+    assert streams.device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
 
 
+@pytest.mark.slow
 def test_strategies_on_a_shared_device_have_the_losses_of_ddp(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpu, "SIZES", TINY)
-    assert cli.main(["bench", "gpu", "--device", "cpu"]) == 0
+    monkeypatch.setattr(streams, "SIZES", TINY)
+    assert cli.main(["--device", "cpu"], streams.run) == 0
     said = capsys.readouterr().out
     assert "torch.profiler shows on CUDA" in said
-    data = json.loads((tmp_path / "runs" / "bench" / "gpu.json").read_text())
+    data = json.loads((tmp_path / "runs" / "bench" / "streams.json").read_text())
     assert data["failures"] == data["2 ranks"]["wrong"] == data["4 ranks"]["wrong"] == []
     assert len(data["4 ranks"]["losses"]) == 7
     assert set(data["streams"]) == {"gather", "exchange", "reduce_scatter"}
@@ -87,8 +88,8 @@ class _Team:
 
 def test_a_strategy_that_fails_is_reported_and_new_ranks_start(monkeypatch):
     stage = Stage(("full_shard", "losses"))
-    monkeypatch.setattr(gpu, "WorkerTeam", stage)
-    losses, failed = gpu.losses_of(2, "cpu")
+    monkeypatch.setattr(streams, "WorkerTeam", stage)
+    losses, failed = streams.losses_of(2, "cpu")
     assert list(failed) == ["full_shard"]
     assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
     assert stage.begun == ["2 ranks", "2 ranks"]
@@ -166,21 +167,21 @@ for name in "rich plotly transformers tokenizers datasets torchdata pyarrow xxha
     sys.modules[name] = None  # an import of it fails
 
 from accordion import cli
-from benchmarks import gpu
+from benchmarks import gpu, streams
 
 if __name__ == "__main__":
-    sys.exit(cli.main(sys.argv[1:], None if "bench" in sys.argv else gpu.run))
+    sys.exit(cli.main(sys.argv[2:], streams.run if sys.argv[1] == "streams" else gpu.run))
 """
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--parts", "d"], "d"),
-        pytest.param([], "dafeb", marks=pytest.mark.slow),
-        pytest.param(["bench", "gpu"], "", marks=pytest.mark.slow),
+        (["gpu", "--parts", "d"], "d"),
+        pytest.param(["gpu"], "dafeb", marks=pytest.mark.slow),
+        pytest.param(["streams"], "", marks=pytest.mark.slow),
     ],
-    ids=["a part", "all parts", "command"],
+    ids=["a part", "all parts", "streams"],
 )
 def test_a_gpu_is_measured_with_torch_numpy_and_safetensors_alone(words, parts, tmp_path):
     """A second run adds to the first one's file."""

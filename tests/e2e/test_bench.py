@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from benchmarks import checkpoint, offload, optimizer
 from benchmarks.scale import Network, grow
-from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import accordion
 from accordion import cli
-from accordion.bench import command, compare, host, own_task, trainer
+from accordion.bench import command, compare, host, trainer
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
 from accordion.bench.model import NineBlock, shape_of
 from accordion.engine import layout
-from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
-from tests.support import own_tasks
 
 ONE = World(num_ranks=1)
 
@@ -147,7 +144,6 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatc
     assert cli.main(["bench", *words, "--device", "cpu", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
     assert "losses agree" in shown
-    assert "a square matrix product on all 2 ranks" in shown
     data = written("bench")
     found = data["comparison"]
     names = ["accordion", *against.split(",")]
@@ -162,7 +158,7 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatc
         assert m["times"]["step"]["median"] >= m["times"]["backward"]["median"] > 0
         assert m["allocated_bytes"] > m["rest_bytes"] > 0
         assert m["reserved_bytes"] > m["allocated_bytes"], "the resident set holds the interpreter too"
-        assert 0 < m["mfu"] < 1
+        assert m["mfu"] is None, "no data sheet says what a CPU reaches"
     assert_bytes(found["contenders"])
 
 
@@ -198,6 +194,7 @@ def test_host_time_in_groups_that_send_nothing():
         assert times["plain"].extra.median == 0
 
 
+@pytest.mark.slow
 def test_growth_is_what_the_arithmetic_says():
     """Launches stay as many. Sent: (n - 1) / n of gathers and reduces, and n times what one rank says to each other one."""
     network = Network(gbps=8.0, latency_us=2.0)
@@ -246,7 +243,7 @@ def test_a_step_of_thousands_of_ranks_runs_as_many_lines_of_python():
 @pytest.mark.parametrize(
     ("name", "run", "more"),
     [
-        ("optimizer", optimizer.run, ["--rounds", "2", "--steps", "2"]),
+        pytest.param("optimizer", optimizer.run, ["--rounds", "2", "--steps", "2"], marks=pytest.mark.slow),
         ("memory", None, ["--device", "cpu"]),
         pytest.param("offload", offload.run, ["--rounds", "2", "--steps", "1"], marks=pytest.mark.slow),
     ],
@@ -273,7 +270,8 @@ def test_each_writes_what_it_found(tmp_path, capsys, monkeypatch, name, run, mor
     assert f"{name}.json" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("as_script", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_script", [False, True])
 def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, monkeypatch, as_script):
     """In a script its ranks find under `__main__` what they are to make."""
     monkeypatch.chdir(tmp_path)
@@ -296,75 +294,3 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capf
     }
     assert all(seconds > 0 for found in times.values() for values in found.values() for seconds in values)
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["precious"]
-
-
-# -- a task of the user's
-
-
-def bench_task(name: str, *words: str) -> list[str]:
-    own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--rounds", "1"]
-    return ["bench", *own, "--nproc", "2", "--against", "ddp", *words]
-
-
-def test_each_rank_has_its_own_part_of_a_tasks_data() -> None:
-    """Rows of a dataset in its order, and from the beginning again; an iterable's likewise; a loader as it gives them."""
-    rows = [torch.tensor([i]) for i in range(7)]
-    kinds: dict[str, Any] = {"dataset": rows, "iterable": Rows(rows), "loader": DataLoader(rows, batch_size=3)}
-    found = {}
-    for name, data in kinds.items():
-        task = LoadedTask(name=name, model=torch.nn.Identity, dataset=lambda split, data=data: data, loss=max)
-        batches = own_task._batches(task, Seat(rank=1, num_ranks=2, device=torch.device("cpu")), 2)
-        found[name] = [next(batches).flatten().tolist() for _ in range(3)]
-    assert found == {
-        "dataset": [[2, 3], [6, 0], [3, 4]],
-        "iterable": [[2, 3], [0, 1], [0, 1]],
-        "loader": [[0, 1, 2], [3, 4, 5], [6]],
-    }
-
-
-class Rows(IterableDataset):
-    def __init__(self, rows: list[torch.Tensor]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_task_is_measured_under_each_contender(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(bench_task("Weighed", "--task.width", "5", "--batch", "3")) == 0
-    assert "samples/s" in capfd.readouterr().out
-    found = written("bench")["comparison"]
-    torch.manual_seed(0)
-    task = own_tasks.Weighed(5)
-    model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
-    means = []
-    for rank in range(2):
-        total, weight = task.loss(model, default_collate([data[3 * rank + i] for i in range(3)]))
-        means.append(float((total / weight).detach()))
-    for name in ("accordion", "ddp"):
-        assert found["verdict"]["losses"][name][0] == pytest.approx(sum(means) / 2, rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_errors_of_a_task_are_the_users_own(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(command, "compare", None)
-    file = here / "mine.py"
-    file.write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(own_tasks.__file__).parents[2])!r})\n"
-        "from tests.support.own_tasks import Task as Good\nclass Task(Good):\n    def loss(self, model, batch):\n"
-        "        return model(batch)\n"
-    )
-    assert cli.main(["bench", "--task", str(file), "--device", "cpu"]) == 1
-    err = capfd.readouterr().err
-    assert "return model(batch)" in err
-    assert 'mine.py", line 6' in err
-    assert "accordion/bench" not in err
-    assert err.splitlines()[-1].startswith("accordion: ")

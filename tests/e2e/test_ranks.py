@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -147,9 +148,12 @@ def succeeds(place: RankPlace, store: Store, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_share_the_cores(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [forked.start, pytest.param(launch.start, marks=pytest.mark.slow)])
+def test_ranks_share_the_cores(
+    start: Callable[..., int], tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.start(succeeds, (str(tmp_path),), 2) == 0
+    assert start(succeeds, (str(tmp_path),), 2) == 0
     threads = max(1, num_cores() // 2)
     for rank in range(2):
         with open(os.path.join(tmp_path, str(rank))) as file:

@@ -93,7 +93,6 @@ SMALL = {
     "accordion checkpoint": "",
     "accordion doctor": "--device cpu",
     "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1",
-    "accordion bench --task": "--nproc 2 --device cpu --rounds 1",
     "accordion bench host": "--rounds 1",
     "accordion bench memory": "--model gpt-tiny --device cpu",
 }
@@ -110,12 +109,10 @@ SHOWS = {
 }
 QUICK = (
     "--print_config",
-    "--shard.strategy",
     "accordion checkpoint",
-    "accordion bench memory",
     "accordion generate",
     "accordion export",
-)  # about half a minute in all
+)  # the others take seconds each
 WHOLE = [command for command in COMMANDS if command.startswith("accordion")]
 
 

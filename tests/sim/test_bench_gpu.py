@@ -1,4 +1,4 @@
-"""`accordion bench gpu` and `benchmarks/gpu.py` from their command lines to their files, in small shapes."""
+"""`benchmarks/streams.py` and `benchmarks/gpu.py` from their command lines to their files, in small shapes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import gpu as script
+from benchmarks import streams
 from benchmarks.gpu import Case, trainer_of
 
 from accordion.bench.contenders import OURS
@@ -40,7 +41,7 @@ def test_simulated_ranks_take_the_way_of_the_devices_own_library():
 @pytest.mark.slow
 def test_all_that_one_gpu_shows_is_measured_and_what_such_a_device_cannot_tell_is_said(tmp_path):
     said = ""
-    for command in (["-m", "accordion", "bench", "gpu"], [script.__file__, "--tiny"]):
+    for command in ([streams.__file__], [script.__file__, "--tiny"]):
         done = subprocess.run(
             [sys.executable, *command, "--device", "sim"], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, check=False, timeout=580,
@@ -51,7 +52,7 @@ def test_all_that_one_gpu_shows_is_measured_and_what_such_a_device_cannot_tell_i
     assert "torch.profiler shows on CUDA" in said
     assert "peak unknown" in said
     folder = Path(tmp_path, "runs", "bench")
-    safe = json.loads((folder / "gpu.json").read_text())
+    safe = json.loads((folder / "streams.json").read_text())
     assert safe["failures"] == safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
     assert len(safe["4 ranks"]["losses"]) == 7
     parts = json.loads((folder / "gpu-parts.json").read_text())["parts"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from accordion import options
@@ -13,7 +12,6 @@ from accordion.bench import host, pages
 from accordion.bench.compare import compare
 from accordion.bench.contenders import OURS, PEERS, Setting, chosen
 from accordion.bench.model import shape_of
-from accordion.bench.own_task import measured_task, start_task
 from accordion.bench.trainer import start
 from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
@@ -21,13 +19,11 @@ from accordion.options import at_least, check_limits, check_subcommand, listed
 from accordion.pages.machine import describe
 from accordion.pages.page import FOLDER, Page, check_folder, write
 from accordion.pages.show import show
-from accordion.tasks.flags import split_task
 from accordion.workers.ranks import WorkerTeam, World
 
 SUBCOMMANDS = {
     "host": "host time of a sharded unit, with collectives that do nothing",
     "memory": "peak memory of one of 8 simulated ranks, bf16 over fp32 parameters",
-    "gpu": "check the order of streams on one accelerator; needs only torch, numpy and safetensors",
 }
 SIMULATED = 8  # ranks of `host` and `memory`
 
@@ -39,10 +35,8 @@ class CompareOptions:
     Args:
         against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
             communication), or this engine under another strategy, such as accordion:shard_grad_op
-        task: a task of your own instead of `model`: file.py, file.py:Name or package.module:Name, with options as
-            --task.width 64; each contender trains it with fused AdamW
         model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
-        batch: sequences (samples of a task) per rank and step; 0: the model's default
+        batch: sequences per rank and step; 0: the model's default
         seq: tokens per sequence; 0: the model's default
         precision: fp32, or bf16 over fp32 parameters
         nproc: ranks on this machine; 0: one per GPU, or 2 without GPUs
@@ -51,7 +45,6 @@ class CompareOptions:
     """
 
     against: str = ",".join(PEERS)
-    task: str | None = None
     model: str = "gpt-30m"
     batch: int = at_least(0, 0)
     seq: int = at_least(0, 0)
@@ -99,14 +92,11 @@ def run(words: list[str]) -> int:
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
-    task_words, words = ([], words[1:]) if name else split_task(words)
     about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
-    chosen_options = options.read(kind, words, f"accordion bench {name}".strip(), about)
+    chosen_options = options.read(kind, words[bool(name) :], f"accordion bench {name}".strip(), about)
     if chosen_options is None:
         return 0
-    if task_words and chosen_options.task is None:
-        raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
-    return measure(chosen_options, job if name else partial(_compare, task_words=task_words))
+    return measure(chosen_options, job)
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
@@ -143,19 +133,10 @@ def names_of(against: str) -> tuple[list[str], dict[str, str]]:
     return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
 
 
-def _compare(o: CompareOptions, task_words: Sequence[str] = ()) -> Page:
-    """Compare contenders on a model, or on a task with the options `task_words`. Returns the page."""
+def _compare(o: CompareOptions) -> Page:
     names, left_out = names_of(o.against)
-    bf16, flops, make = o.precision == "bf16", None, start
-    if o.task is None:
-        setting = setting_of(o.model, o.batch, o.seq, bf16=bf16)
-    else:
-        for key in ("model", "seq"):
-            if getattr(o, key) != getattr(CompareOptions, key):
-                raise UsageError(f"--{key} is for language models and cannot be combined with --task; leave one out.")
-        setting, flops = measured_task(o.task, [*task_words], o.batch, bf16=bf16)
-        make = start_task
-    comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, make, flops)
+    setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
+    comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, start)
     sharding = [name for name in comparison.contenders if name in host.PEERS or pages.is_ours(name)]
     print("measuring host time")
     times = host.measure(sharding, SIMULATED, o.rounds, ["still"])["still"]

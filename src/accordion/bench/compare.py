@@ -37,7 +37,7 @@ class ContenderResult:
     steps: list[list[float]]
     cpu: list[list[float]]
     tokens_per_s: float
-    mfu: float
+    mfu: float | None
     rest_bytes: int
     allocated_bytes: int
     reserved_bytes: int
@@ -50,15 +50,15 @@ class Comparison:
     """All figures of `accordion bench`.
 
     `ratios`, `cpu_ratios`: (strategy of this engine, other contender) -> ratio of the wall or CPU times of a step.
-    `peak_flops`: peak FLOP/s of all ranks together, from `peak_source`. `left_out`: contender that did not start -> reason.
+    `peak_flops`: peak FLOP/s of one device from its data sheet; None if unknown, and without MFU. `left_out`: contender that did
+    not start -> reason.
     """
 
     machine: dict[str, Any]
     setting: Setting
     num_ranks: int
     rounds: int
-    peak_flops: float
-    peak_source: str
+    peak_flops: float | None
     verdict: Verdict
     contenders: dict[str, ContenderResult]
     ratios: dict[tuple[str, str], Spread]
@@ -72,13 +72,11 @@ def compare(
     world: World,
     rounds: int,
     make: Callable[..., Trainer] = start,
-    flops: float | None = None,
 ) -> Comparison:
     """Train under each contender in `names`, compare their losses, then measure `rounds` turns of each.
 
-    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. `flops`:
-    floating-point operations of one rank's step; None: count them. Raises `BenchError` if a contender fails later, or if
-    losses differ; nothing is measured then.
+    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank.
+    Raises `BenchError` if a contender fails later, or if losses differ; nothing is measured then.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -96,12 +94,12 @@ def compare(
         verdict = same_losses(teams, setting)
         print(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
-        peak_flops, source = _peak(teams[0], setting, world)
         print(f"measuring {rounds} rounds of {STEPS} steps each")
         turns = interleaved(teams, rounds, "turn", WARM, STEPS)
-    flops = (step_flops(setting) if flops is None else flops) * world.num_ranks
+    peak_flops = known_peak_flops(name_of(world.device_type), setting.bf16)
+    peak_s = step_flops(setting) / peak_flops if peak_flops else None
     tokens = world.num_ranks * setting.batch * setting.seq
-    results = {name: _result(turns[name], *facts[name], tokens, flops / peak_flops) for name in names}
+    results = {name: _result(turns[name], *facts[name], tokens, peak_s) for name in names}
     ours = [name for name in names if name.partition(":")[0] == OURS]
     pairs = [(a, b) for a in ours for b in names if b not in ours]
     return Comparison(
@@ -110,7 +108,6 @@ def compare(
         num_ranks=world.num_ranks,
         rounds=rounds,
         peak_flops=peak_flops,
-        peak_source=source,
         verdict=verdict,
         contenders=results,
         ratios={(a, b): ratio(results[a].steps, results[b].steps) for a, b in pairs},
@@ -140,7 +137,9 @@ def _short(losses: dict[str, list[float]]) -> str:
     return "; ".join(f"{name} {' '.join(f'{v:.5f}' for v in values)}" for name, values in losses.items())
 
 
-def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float) -> ContenderResult:
+def _result(
+    turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float | None
+) -> ContenderResult:
     """Return a contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
     `tokens`: of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
@@ -154,7 +153,7 @@ def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: 
         steps=steps["step"],
         cpu=steps["cpu"],
         tokens_per_s=tokens / times["step"].median,
-        mfu=peak_s / times["step"].median,
+        mfu=None if peak_s is None else peak_s / times["step"].median,
         rest_bytes=max(rank["rest"] for rank in memory),
         allocated_bytes=max(rank["allocated"] for rank in memory),
         reserved_bytes=max(rank["reserved"] for rank in memory),
@@ -171,12 +170,3 @@ def step_flops(setting: Setting) -> float:
     with FlopCounterMode(display=False) as counter:
         loss_of(model(tokens), tokens).backward()
     return float(counter.get_total_flops())
-
-
-def _peak(team: WorkerTeam, setting: Setting, world: World) -> tuple[float, str]:
-    """Return (peak FLOP/s of all ranks together, source): from a data sheet, or else measured with a matrix product."""
-    name = name_of(world.device_type)
-    known = known_peak_flops(name, setting.bf16)
-    if known is not None:
-        return known * world.num_ranks, f"data sheet of {name}, bf16 without sparsity"
-    return sum(team.ask("matmul_flops")), f"a square matrix product on all {world.num_ranks} ranks at once"

@@ -28,8 +28,7 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training that all contenders do. `batch`: sequences (samples of a task) per rank and step. `bf16`: compute in bf16 over
-    float32 parameters. `task`: class path and options of the user's task; empty: train `model`."""
+    """The training of all contenders. `batch`: sequences per rank and step. `bf16`: compute in bf16 over float32 parameters."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -37,17 +36,10 @@ class Setting:
     bf16: bool = False
     lr: float = 1e-3
     seed: int = 0
-    task: tuple[str, ...] = ()
-
-
-def language_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return loss_of(model(tokens), targets)
 
 
 class Loop:
-    """One contender's training loop on one rank: forward, backward, step. `loss(model, *batch)` returns the loss."""
-
-    loss: Callable[..., Tensor] = staticmethod(language_loss)
+    """One contender's training loop on one rank: forward, backward, step."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
         """`cast`: use autocast, for a contender without a mixed-precision policy of its own."""
@@ -58,9 +50,10 @@ class Loop:
             else contextlib.nullcontext
         )
 
-    def forward(self, *batch: Any) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss."""
         with self._autocast():
-            return self.loss(self._model, *batch)
+            return loss_of(self._model(tokens), targets)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

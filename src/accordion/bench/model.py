@@ -92,7 +92,6 @@ class BenchModel:
 
 GPTS = {
     "gpt-30m": BenchModel(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096),
-    "gpt-100m": BenchModel(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096),
     "gpt-tiny": BenchModel(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
 }
 

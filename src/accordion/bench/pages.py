@@ -17,12 +17,12 @@ ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
     """Return the page of `accordion bench`. `host`: host time by contender. `left_out`: reason by contender."""
     s = c.setting
-    about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch}{'' if s.task else f' x {s.seq}'}"
+    about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch} x {s.seq}"
     notes = [
         f"{about}, {'bf16 over fp32' if s.bf16 else 'fp32'}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
         "times: median (quartiles) of steps, ms, the mean over ranks; cpu: CPU time of all threads; " + ROUNDS,
-        f"MFU: of {c.peak_flops / 1e12:.3f} TFLOP/s, {c.peak_source}",
+        *([f"MFU: of {c.peak_flops / 1e12:g} TFLOP/s a device, its data sheet"] if c.peak_flops else []),
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
         "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
@@ -36,18 +36,18 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
 
 
 def _times(c: Comparison, host: Mapping[str, HostTime]) -> Table:
-    columns, rate = (*PARTS, "step", "cpu"), "samples/s" if c.setting.task else "tokens/s"
+    columns = (*PARTS, "step", "cpu")
     rows = [
         [
             name,
             *(spread(m.times[part], 1e3) for part in columns),
             f"{m.tokens_per_s:,.0f}",
-            f"{100 * m.mfu:.1f}",
+            "" if m.mfu is None else f"{100 * m.mfu:.1f}",
             spread(host[name].extra, 1e6, 0) if name in host else "",
         ]
         for name, m in c.contenders.items()
     ]
-    heads = ["contender", *(f"{part} ms" for part in columns), rate, "MFU %", "host us/unit"]
+    heads = ["contender", *(f"{part} ms" for part in columns), "tokens/s", "MFU %", "host us/unit"]
     return Table(title="time", columns=heads, rows=rows)
 
 

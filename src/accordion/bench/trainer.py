@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from accordion.bench.contenders import Loop, Setting, loop_of
 from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import batches_of, shape_of
-from accordion.train.batches import on_device
 from accordion.workers.ranks import Seat
 
 STATUS = Path("/proc/self/status")
-MATMUL_ROWS = {"cpu": 1024}  # of other devices 8192
 Times = dict[str, float]
 
 
@@ -54,11 +51,9 @@ class Clock:
 class Trainer:
     """Trains one rank under one contender, and measures losses, times, memory and bytes sent."""
 
-    def __init__(
-        self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]], *, bf16: bool = False
-    ) -> None:
-        """`build` makes the model's loop. `batches`: arguments of each forward. `bf16`: `matmul_flops` computes in bf16."""
-        self._device, self._batches, self._bf16 = seat.device, batches, bf16
+    def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
+        """`build` makes the model's loop. `batches`: arguments of each forward."""
+        self._device, self._batches = seat.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
         self._allocations = Allocations() if seat.device.type == "cpu" else None
@@ -68,7 +63,7 @@ class Trainer:
     def _batch(self) -> tuple[Any, ...]:
         """Return the arguments of the next step's forward, on the device."""
         self._num_steps += 1
-        return tuple(on_device(part, self._device) for part in next(self._batches))
+        return tuple(part.to(self._device, non_blocking=True) for part in next(self._batches))
 
     def _step(self, batch: tuple[Any, ...] | None = None) -> tuple[torch.Tensor, Clock]:
         batch = batch or self._batch()
@@ -141,21 +136,6 @@ class Trainer:
         self._free_cache()
         return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
 
-    def matmul_flops(self) -> float:
-        """Multiply matrices on all ranks at once, ten times. Returns this rank's best FLOP/s."""
-        dtype = torch.bfloat16 if self._bf16 else torch.float32
-        n = MATMUL_ROWS.get(self._device.type, 8192)
-        a = torch.randn(n, n, device=self._device, dtype=dtype)
-        best = float("inf")
-        dist.barrier()
-        for _ in range(10):
-            self._synchronise()
-            start = time.perf_counter()
-            a @ a
-            self._synchronise()
-            best = min(best, time.perf_counter() - start)
-        return 2 * n**3 / best
-
     def _free_cache(self) -> None:
         """Wait for the device, and free its cached memory for the next contender."""
         self._synchronise()
@@ -176,4 +156,4 @@ def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
         return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
 
     batches = batches_of(seat.rank, (setting.batch, setting.seq), shape.vocab)
-    return Trainer(seat, build, batches, bf16=setting.bf16)
+    return Trainer(seat, build, batches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import platform
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,15 +17,6 @@ from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
 NAME = "accordion-fsdp"  # of the distribution
-OF_DEVELOPERS = ("dev", "all")  # extras that users do not need
-FOR: Mapping[str, str] = {  # the purpose of each extra
-    "train": "accordion train and generate",
-    "plan": "accordion plan and bench",
-    "integrations": "Trainer, TRL, Accelerate, Lightning and adapters",
-    "export": "accordion export --format onnx",
-    "checkpoint": "fast checksums of checkpoints",
-    "remote": "checkpoints in object stores",
-}
 CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driver shows accelerators
 HELD = 0.1  # fraction of a device's memory that other processes may use without a warning
 GIB = 2**30
@@ -37,11 +27,10 @@ COMPARES = {
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A required package. `bounds`: pairs like (">=", "2.11"). `extra`: name of the extra; "" if it is always required."""
+    """A required package. `bounds`: pairs like (">=", "2.11")."""
 
     package: str
     bounds: tuple[tuple[str, str], ...]
-    extra: str
 
     def takes(self, version: str) -> bool:
         return all(COMPARES[op](_numbers(version), _numbers(bound)) for op, bound in self.bounds)
@@ -55,13 +44,10 @@ class Requirement:
 
 
 def requirement_of(text: str) -> Requirement:
-    """Parse a line of a package's metadata, such as `transformers>=5; extra == "train"`."""
-    what, _, marker = text.partition(";")
-    named = re.match(r"\s*([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)", what)
+    """Parse a line of a package's metadata without a marker, such as `torch<2.16,>=2.11`."""
+    named = re.match(r"\s*([\w.-]+)(.*)", text)
     assert named is not None, f"no requirement: {text!r}"
-    bounds = re.findall(r"(>=|<=|==|!=|<|>)\s*([\w.]+)", named[2])
-    extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", marker)
-    return Requirement(named[1], tuple(bounds), extra[1] if extra else "")
+    return Requirement(named[1], tuple(re.findall(r"(>=|<=|==|!=|<|>)\s*([\w.]+)", named[2])))
 
 
 def _numbers(version: str) -> list[int]:
@@ -74,7 +60,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def versions() -> list[Finding]:
-    """Return the findings that compare Python, torch and the packages of each extra with the supported versions."""
+    """Return the findings that compare Python, torch and the other required packages with the supported versions."""
     python = Finding(
         check="software.python",
         severity="ok",
@@ -82,7 +68,7 @@ def versions() -> list[Finding]:
         means="a supported version: pip does not install this package for others",
     )
     try:
-        needed = [requirement_of(line) for line in metadata.requires(NAME) or []]
+        needed = [requirement_of(line) for line in metadata.requires(NAME) or [] if ";" not in line]  # no extras
     except metadata.PackageNotFoundError:
         uninstalled = Finding(
             check="software.package",
@@ -92,12 +78,7 @@ def versions() -> list[Finding]:
             do=f"pip install {NAME}, or pip install -e . in its folder.",
         )
         return [python, uninstalled]
-    extras = dict.fromkeys(need.extra for need in needed if need.extra and need.extra not in OF_DEVELOPERS)
-    return [
-        python,
-        *(_core(need) for need in needed if not need.extra),
-        *(_extra(extra, [need for need in needed if need.extra == extra]) for extra in extras),
-    ]
+    return [python, *map(_core, needed)]
 
 
 def _version_of(package: str) -> str | None:
@@ -119,27 +100,6 @@ def _core(need: Requirement) -> Finding:
         else "this package uses features that other versions lack or change: it may fail, or train wrongly",
         do="" if fits else f"pip install '{need}'.",
         data={"version": version},
-    )
-
-
-def _extra(extra: str, needs: Sequence[Requirement]) -> Finding:
-    data = {need.package: _version_of(need.package) for need in needs}
-    missing = [package for package, version in data.items() if version is None]
-    wrong = [
-        f"{need.package} {version} ({need.range})"
-        for need in needs
-        if (version := data[need.package]) is not None and not need.takes(version)
-    ]
-    state = f"not installed: {', '.join(missing)}" if missing else "complete"
-    state = f"out of the supported range: {', '.join(wrong)}" if wrong else state
-    what = FOR.get(extra, f"the extra {extra!r}")
-    return Finding(
-        check=f"software.extra-{extra}",
-        severity="warning" if wrong else "note" if missing else "ok",
-        found=f"extra {extra}: {state}",
-        means=f"{what} may fail, or be refused" if state != "complete" else f"{what} can run",
-        do=f"pip install '{NAME}[{extra}]', if you want that." if state != "complete" else "",
-        data=data,
     )
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
@@ -88,7 +87,7 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
     if not path.is_dir():
-        raise UsageError(f"SOURCE {source!r} {_absent(path)}")
+        raise UsageError(f"SOURCE {source!r} {'is a file' if path.exists() else 'does not exist'}; give {TAKES}.")
     if (path / ADAPTER).is_file():
         return "adapter", source
     if (path / CONFIG).is_file():
@@ -101,16 +100,6 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
         why = f": {result.words()}" if result.passed_over else f"; give {TAKES}."
         raise UsageError(f"SOURCE {source!r} holds no model: no {CONFIG}, no {ADAPTER} and no good checkpoint{why}")
     return "checkpoint", result.path
-
-
-def _absent(path: Path) -> str:
-    """Return the end of an error about `path`, which is no folder; suggests a folder of a similar name in the same parent."""
-    if path.exists():
-        return f"is a file; give {TAKES}."
-    above = path.absolute().parent
-    near = [p.name for p in above.iterdir() if p.is_dir() and not p.name.startswith(".")] if above.is_dir() else []
-    close = get_close_matches(path.name, near, n=1, cutoff=0.5)
-    return f"does not exist; give {TAKES}." + (f" Did you mean {str(path.with_name(close[0]))!r}?" if close else "")
 
 
 def _checkpoints_of_run(path: Path) -> Path:

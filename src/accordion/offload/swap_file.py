@@ -105,9 +105,10 @@ class SwapFile:
             ) from error
         self.traffic[what] += done
 
-    def close(self) -> None:
+    def close(self, close_file: Callable[[int], None] = os.close) -> None:
+        # `os` is None when the end of the interpreter calls this.
         for handle in {self._plain, self._fast}:
-            os.close(handle)
+            close_file(handle)
 
     def __del__(self) -> None:
         if hasattr(self, "_bytes"):  # else the constructor has closed what it opened

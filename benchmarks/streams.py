@@ -1,4 +1,4 @@
-"""`accordion bench gpu`: check the order of streams on one accelerator. It needs only torch, numpy and safetensors.
+"""Check the order of streams on one accelerator; needs only torch, numpy and safetensors.
 
 Ranks that share the device train under `debug="streams"`, in which a missing wait changes the losses, and under
 DistributedDataParallel, whose losses must be the same. Then torch's profiler shows on which stream each collective runs.
@@ -7,6 +7,7 @@ DistributedDataParallel, whose losses must be the same. Then torch's profiler sh
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,15 @@ from torch.profiler import record_function
 
 import accordion as acc
 from accordion import _torch
-from accordion import options as flags
 from accordion.bench.contenders import WRAPPERS
 from accordion.bench.model import GPT, batch_of, loss_of
+from accordion.cli import main
 from accordion.config import STRATEGIES, strategy_named
 from accordion.devices import devices_here, devices_named
 from accordion.engine.communicator import Communicator
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
+from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import FOLDER, Page, Table, as_text, check_folder, write
 from accordion.pages.stats import compare_losses
@@ -44,24 +46,24 @@ ON_SIDE_STREAM = {True: "yes", False: "NO", None: "not shown"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuOptions:
+class Options:
     """Check the order of streams on one accelerator.
 
     Args:
-        device: auto (the accelerators of this machine), or cpu to check the benchmark itself
+        device: auto (the accelerators of this machine), or cpu to test the script itself
     """
 
     device: str = "auto"
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the subcommand. Returns the exit code: 1 if a strategy failed or a wait is missing."""
-    options = flags.read(GpuOptions, words, "accordion bench gpu", __doc__ or "")
+def run(words: list[str]) -> int:
+    """Run the script. Returns the exit code: 1 if a strategy failed or a wait is missing."""
+    options = read(Options, words, "benchmarks/streams.py", __doc__ or "")
     if options is None:
         return 0
     devices = devices_named(options.device, "--device", devices_here())
     if devices.is_cpu and options.device != "cpu":
-        raise UsageError("no accelerator is found; check the driver, or test the benchmark itself with --device cpu.")
+        raise UsageError("no accelerator is found; check the driver, or test the script itself with --device cpu.")
     check_folder(FOLDER)
     page, failures = checked(devices.type)
     print("\n\n".join([*map(as_text, page.tables), *page.notes]))
@@ -96,7 +98,7 @@ def checked(device: str) -> tuple[Page, list[str]]:
         notes.append("not checked: on which stream a collective runs, which torch.profiler shows on CUDA only")
     work = [[n, ", ".join(s["work"])[:90] or "none", ON_SIDE_STREAM[s["on_side_stream"]]] for n, s in streams.items()]
     page = Page(
-        name="gpu",
+        name="streams",
         notes=notes,
         tables=[
             Table(title='debug="streams", ranks share the device', columns=["", "ranks", "loss", "agrees"], rows=rows),
@@ -232,3 +234,7 @@ def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, i
             if at is not None and r["ts"] <= at <= r["ts"] + r["dur"]:
                 work[r["name"].removeprefix(prefix)].append((e["name"], e["args"]["stream"]))
     return work
+
+
+if __name__ == "__main__":
+    sys.exit(main(run=run))
