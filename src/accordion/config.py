@@ -151,11 +151,11 @@ class Offload:
         grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped, which are
             on disk if `params` is. None: "host" if the step is on the host or `params` is off the device
         optimizer: place of the optimizer's states
-        activations: "device" or "host": place, until the recomputation, of the inputs of units that
-            `checkpoint_activations` recomputes
+        activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps where the states are stored, during the next forward; "device" copies them to the device,
             chunk by chunk. None: "host" if `optimizer` is off the device
         step_in_backward: step each unit when its gradients are reduced; needs one backward a step, no clipping, no scaler
+        checksums: compare what is read from the disk with what was written
         device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
             of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
             and nothing on disk, units that do not fit on the host stay on the device
@@ -168,20 +168,18 @@ class Offload:
     activations: str = DEVICE
     step: str | None = None
     step_in_backward: bool = False
+    checksums: bool = False
     device_bytes: int | None = None
     host_bytes: int | None = None
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("params", "grads", "optimizer", "activations"):
-            place, may_be_on_disk = getattr(self, key), key != "activations"
-            if (
-                place not in (DEVICE, HOST)
-                and not (may_be_on_disk and _is_folder(place))
-                and not (key == "grads" and place is None)
-            ):
-                places = [DEVICE, HOST, *[f"{DISK}/path"] * may_be_on_disk]
-                raise UsageError(f"Offload({key}={place!r}) is no place; {nearest(str(place), places)}")
+            place = getattr(self, key)
+            if place not in (DEVICE, HOST) and not _is_folder(place) and not (key == "grads" and place is None):
+                raise UsageError(
+                    f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}"
+                )
         if self.step not in (None, DEVICE, HOST):
             raise UsageError(f"Offload(step={self.step!r}) is no place to step; {nearest(self.step, [DEVICE, HOST])}")
         for key in ("device_bytes", "host_bytes"):

@@ -1,32 +1,41 @@
-"""Inputs of recomputed units on the host: off the device between forward and backward, with results equal bit for bit."""
+"""Inputs of recomputed units on the host or disk: off the device between forward and backward, with results equal bit for bit."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.offload.activations import ActivationOffload
+from accordion.offload import swap_file
+from accordion.offload.activations import stores
+from accordion.offload.activations.offload import ActivationOffload
+from accordion.offload.activations.stores import HostActivationStore, joined
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models
 from tests.support.checks import logged
+from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most
-from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 ON_HOST = acc.Offload(activations="host")
-NUM_BLOCKS, INPUT = 6, 8 * 64 * 32 * 4  # INPUT: bytes of a block's input, of 8 sequences of 64
+NUM_BLOCKS = 6  # more than pieces of host memory on the way to the disk
 
 
-def recomputed(mesh, offload: acc.Offload | None = None, **options) -> nn.Module:
-    options = {"checkpoint_activations": "full", **options}
-    return acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, offload=offload, **options)
+def on_disk(path: Path, **options: Any) -> acc.Offload:
+    return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
 
 
 def activation_offload_of(model: nn.Module) -> ActivationOffload:
@@ -38,23 +47,36 @@ def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Ten
     return model(tokens).square().mean()
 
 
-def equal_to_inputs_on_the_device(mesh, path: Path, which: int) -> None:
-    """Training with each kind of recomputation, other offload and debug="streams" is equal with activations on the host."""
-    on_disk = dict.fromkeys(("params", "grads", "optimizer"), f"disk:{path}")
-    checkpointing, places, debug, overrides = [
+def same(mesh, path: Path, which: list[int]) -> None:
+    """Training with each kind of recomputation, other offload and debug="streams" is equal with activations in each tier."""
+    all_away = dict.fromkeys(("params", "grads", "optimizer"), f"disk:{path}")
+    mixed = {"blocks.1": acc.Offload(), "blocks.2": ON_HOST, "blocks.4": acc.Offload(activations=f"disk:{path}/other")}
+    (path / "other").mkdir(exist_ok=True)
+    cases = [
         ("full", {}, (), {}),
-        ("full", {}, ("streams",), {"blocks.1": acc.Offload()}),
-        ("selective", on_disk, (), {}),
+        ("full", {}, ("streams",), mixed),
+        ("selective", {}, (), {}),
         ("every:2", {"params": "host", "optimizer": "host"}, ("streams",), {}),
-    ][which]
-    offloads = acc.Offload(**places), acc.Offload(**places, activations="host", overrides=overrides)
-    trained = [used(mesh, offload, checkpoint_activations=checkpointing, debug=debug) for offload in offloads]
-    assert [i for i, (a, b) in enumerate(zip(*trained, strict=True)) if not torch.equal(a, b)] == []
+        ("full", all_away, (), {}),
+    ]
+    for i in which:
+        checkpointing, places, debug, overrides = cases[i]
+        wanted = None
+        for activations in ("device", *(["host"] if i % 2 == 0 or len(which) == 1 else []), f"disk:{path}"):
+            offload = acc.Offload(activations=activations, checksums=True, **places)
+            offload = replace(offload, overrides=overrides if activations != "device" else {})
+            found = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
+            wanted = found if wanted is None else wanted
+            pairs = enumerate(zip(found, wanted, strict=True))
+            wrong = [i for i, (a, b) in pairs if not torch.equal(a, b)]
+            assert not wrong, (checkpointing, activations, places, wrong)
+    assert os.listdir(path) == ["other"]
+    assert os.listdir(path / "other") == []
 
 
-def used(mesh, offload: acc.Offload, **options) -> list[Tensor]:
+def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
     """Train with unusual uses of forwards: several before a backward, one with two backwards or none, sums, other shapes."""
-    model = recomputed(mesh, offload, **options)
+    model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, offload=offload, **options)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses, shapes = [], [(2, 8), (5, 3), (4, 16)]
     with chunks_of_at_most(4096):
@@ -78,42 +100,209 @@ def used(mesh, offload: acc.Offload, **options) -> list[Tensor]:
     return losses + [local_of(v).clone() for v in params_of(model).values()]
 
 
-@pytest.mark.parametrize("which", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3))])
-def test_inputs_of_recomputed_units_off_the_device_change_no_bit(world, which, tmp_path):
-    world.run(2, equal_to_inputs_on_the_device, tmp_path, which, timeout_s=180)
-
-
-@on_world(1)
-def test_inputs_take_memory_of_the_host_that_is_reused(mesh) -> None:
+def counted(mesh) -> None:
     """Live memory after a forward is less by the inputs of all blocks; the host stores them in memory that is reused."""
-    live = []
+    live, activation_offload = [], None
+    num_blocks, inputs = 6, 8 * 64 * 32 * 4
     for offload in (None, ON_HOST):
-        model = recomputed(mesh, offload)
-        with logged() as messages:
-            loss_of(model, 0, (8, 64)).backward()
+        model = acc.shard(
+            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=offload
+        )
+        tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
+        model(tokens).sum().backward()
+        if offload is not None:
+            activation_offload = engine_in(model).context.shard_buffers.activation_offload
+            assert activation_offload.host_bytes == num_blocks * inputs
         with Allocations() as memory:
-            loss = loss_of(model, 0, (8, 64))
+            loss = model(tokens).sum()
             gc.collect()
             memory.mark("forward")
             loss.backward()
         live.append(memory.live("forward"))
-    assert any(f"recomputed units take {NUM_BLOCKS * INPUT} bytes of host memory" in m for m in messages)
-    assert activation_offload_of(model).host_bytes == NUM_BLOCKS * INPUT, "the second step used what the first one took"
-    assert (NUM_BLOCKS - 1) * INPUT - 4096 <= live[0] - live[1] <= NUM_BLOCKS * INPUT + 4096, live
-    model = recomputed(mesh, ON_HOST)
-    for length in (40, 8, 33, 64, 1, 57, 64):
-        loss_of(model, 0, (8, length)).backward()
-    most = NUM_BLOCKS * (INPUT + INPUT // 8)
-    assert activation_offload_of(model).host_bytes <= most, "inputs of many shapes take the memory of the largest"
+    assert activation_offload is not None
+    assert activation_offload.host_bytes == num_blocks * inputs, "the second step used what the first one took"
+    saved = live[0] - live[1]
+    assert (num_blocks - 1) * inputs - 4096 <= saved <= num_blocks * inputs + 4096, (live, inputs)
 
 
-@on_world(1)
-def test_inputs_of_another_forward_are_not_copied_back_together(mesh) -> None:
+def test_inputs_of_recomputed_units_off_the_device(world, tmp_path):
+    world.run(2, same, tmp_path, [1], timeout_s=180)
+    world.run(1, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(5))
+def test_inputs_off_the_device_with_everything_else(world, which, tmp_path):
+    world.run(2, same, tmp_path, [which], timeout_s=300)
+
+
+@pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
+def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_path):
+    world.run(1, bounded, direct, tmp_path)
+
+
+def bounded(mesh, direct: int, path: Path) -> None:
+    """Host memory is a few buffers and the file as large as all inputs; neither grows in later steps of the same shapes."""
+    inputs, num_blocks = 8 * 64 * 32 * 4, 8
+    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
+        model = acc.shard(
+            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
+        )
+        with logged() as messages:
+            loss_of(model, 0, (8, 64)).backward()
+    activation_offload = activation_offload_of(model)
+    taken = stores.NUM_STAGES * inputs, num_blocks * inputs
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    said = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
+    assert any(said in m for m in messages)
+    for seed in range(3):
+        loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
+        gc.collect()
+        loss_of(model, seed, (8, 64)).backward()
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    (store,) = activation_offload._stores.values()
+    before = dict(store.file.traffic)
+    loss_of(model, 9, (8, 64)).backward()
+    store._collect()  # waits for what is under way
+    assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
+        "the last ones are there"
+    )
+    loss_of(model, 9, (8, 65)).backward()
+    assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
+    store._collect()
+    assert store._free == [(0, store.file.num_bytes)], "all of it is free, in one part"
+    assert os.listdir(path) == []
+
+
+def sizes_that_change(mesh, path: Path) -> None:
+    """Inputs of many shapes in turn take as much host memory or disk as the largest ones."""
+    for offload in (ON_HOST, on_disk(path)):
+        model = acc.shard(
+            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload
+        )
+        for length in (40, 8, 33, 64, 1, 57, 64):
+            loss_of(model, 0, (8, length)).backward()
+        activation_offload, largest = activation_offload_of(model), 8 * 64 * 32 * 4
+        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), (
+            "a piece that grew has an eighth to spare"
+        )
+        assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
+
+
+def test_inputs_that_grow_a_little_rarely_allocate_memory():
+    """Replacing a buffer means waiting for the device and pinning memory."""
+    store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
+    for num_pages in range(100, 200):
+        slot = store.take(num_pages * page)
+        made.extend([] if slot._buffer in made else [slot._buffer])
+        slot.free(False)
+        assert store.host_bytes <= num_pages * page * 9 / 8 + page
+    assert len(made) <= 8
+
+
+def test_inputs_of_many_shapes_take_the_memory_of_the_largest(world, tmp_path):
+    world.run(1, sizes_that_change, tmp_path)
+    assert joined([(4, 8), (0, 4), (12, 16)]) == [(0, 8), (12, 16)]
+
+
+# -- faults
+
+
+@contextmanager
+def failing(call: str, number: int) -> Iterator[None]:
+    def broken(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with mock.patch.object(os, call, broken):
+        yield
+
+
+def broken_disk(mesh, path: Path) -> None:
+    """A failed write, a failed read and a changed page raise an error that names the folder; the next step is correct."""
+    faults = [
+        (("pwritev", errno.ENOSPC), rf"of the swap file in {path} could not be written: No space left on device"),
+        (("preadv", errno.EIO), rf"of the swap file in {path} could not be read: Input/output error"),
+        (None, rf"of the swap file in {path} are not what was written there"),
+    ]
+    wanted = None
+    for fault, message in [(None, None), *faults]:
+        model = acc.shard(
+            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
+        )
+        if wanted is not None and fault is not None:
+            with failing(*fault), pytest.raises(acc.OffloadError, match=message):
+                loss_of(model, 1).backward()
+        elif wanted is not None:
+            loss = loss_of(model, 1)
+            (store,) = activation_offload_of(model)._stores.values()
+            store._collect()
+            for stage in store._stages:
+                stage.clear()  # all is in the file, and nowhere else
+            os.pwrite(store.file._plain, b"some other bytes", 64)
+            with pytest.raises(acc.OffloadError, match=message):
+                loss.backward()
+            del loss
+        model.zero_grad()
+        gc.collect()
+        loss_of(model, 2).backward()
+        found = [local_of(p.grad).clone() for p in model.parameters()]
+        wanted = found if wanted is None else wanted
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), message
+    assert os.listdir(path) == []
+
+
+def no_place(mesh, path: Path) -> None:
+    with pytest.raises(acc.OffloadError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
+        acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
+    for one, another in ((ON_HOST, on_disk(path)), (acc.Offload(), ON_HOST)):
+        mine = one if mesh.get_rank() else another
+        with pytest.raises(acc.DivergenceError, match="different models or settings"):
+            acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=mine)
+    for options in ({"device_bytes": 10}, {"host_bytes": 10}):
+        with pytest.raises(acc.UsageError, match=r"_bytes=10\) limits how much .* \(activations do not count\)"):
+            on_disk(path, **options)
+    offload = on_disk(path, optimizer="host", device_bytes=2**40)  # everything else is nearer
+    model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload)
+    loss_of(model, 1).backward()
+    (store,) = activation_offload_of(model)._stores.values()
+    assert store.file._is_summed
+    assert store.file.folder == path
+
+
+def test_a_disk_of_activations_that_fails_is_named(world, tmp_path):
+    (tmp_path / "a").mkdir()
+    world.run(1, broken_disk, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    world.run(2, no_place, tmp_path / "b")
+
+
+def full(mesh, folder: Path) -> None:
+    """A disk without space for the inputs of a forward is named in an error; with space again, training goes on."""
+    model = acc.shard(
+        models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(folder)
+    )
+    for shape in ((1, 8), (8, 64)):
+        filler = fill(folder)
+        with pytest.raises(acc.OffloadError, match=rf"{folder} has no room for [0-9]+ bytes of what is offloaded"):
+            loss_of(model, 1, shape)
+        filler.unlink()
+        loss_of(model, 1, shape).backward()
+    assert os.listdir(folder) == []
+
+
+def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
+    with mounted(tmp_path / "small", "size=8m") as folder:
+        world.run(1, full, folder)
+
+
+def in_order(mesh) -> None:
     """Inputs of another forward are not copied back together; a write into an input that is being copied is an error."""
-    activation_offload = activation_offload_of(recomputed(mesh, ON_HOST))
+    model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=ON_HOST)
+    activation_offload = engine_in(model).context.shard_buffers.activation_offload
     offloaded = []
     for value in (1.0, 2.0, 3.0):
-        offloaded.append(activation_offload.offload(torch.full((4,), value, device=device())))
+        offloaded.append(activation_offload.offload(torch.full((4,), value, device=device()), "host"))
         offloaded[-1].leave()
         if value != 2:  # in the first and the last one a backward comes
             assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
@@ -121,30 +310,19 @@ def test_inputs_of_another_forward_are_not_copied_back_together(mesh) -> None:
     assert first._fetched is None, "of a forward before a backward"
     assert second._fetched is not None, "of the same forward"
     live = torch.zeros(4, device=device())
-    activation_offload.offload(live)
+    activation_offload.offload(live, "host")
     live.add_(1)
     with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
-        activation_offload.offload(torch.zeros(4, device=device()))
+        activation_offload.offload(torch.zeros(4, device=device()), "host")
 
 
-def test_inputs_that_grow_a_little_rarely_allocate_memory():
-    """Replacing a buffer means waiting for the device and pinning memory."""
-    activation_offload, made, page = ActivationOffload(torch.device("cpu"), ()), [], 4096
-    for num_pages in range(100, 200):
-        buffer = activation_offload.take(num_pages * page)
-        made.extend([] if buffer in made else [buffer])
-        activation_offload.give(buffer)
-        assert activation_offload.host_bytes <= num_pages * page * 9 / 8 + page
-    assert len(made) <= 8
-
-
-@on_world(2)
-def test_activations_without_recomputation_or_on_disk_are_refused(mesh) -> None:
+def nothing_recomputed(mesh) -> None:
     with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
-        recomputed(mesh, ON_HOST, checkpoint_activations="none")
-    with pytest.raises(acc.DivergenceError, match="different models or settings"):
-        recomputed(mesh, ON_HOST if mesh.get_rank() else acc.Offload())
-    with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk:/x'\) is no place"):
-        acc.Offload(activations="disk:/x")
-    with pytest.raises(acc.UsageError, match=r"_bytes=10\) limits how much .* \(activations do not count\)"):
-        acc.Offload(activations="host", device_bytes=10)
+        acc.shard(models.plain(), mesh=mesh, offload=ON_HOST)
+
+
+def test_activations_without_recomputation_are_refused(world):
+    world.run(1, nothing_recomputed)
+    world.run(1, in_order)
+    with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk'\) is no place; did you mean 'disk:/path'?"):
+        acc.Offload(activations="disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 
 import accordion as acc
 from accordion.offload.disk_shards import DiskShards
+from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import assert_equal, go_on, one_loss
@@ -153,8 +155,8 @@ def test_writes_of_callers_count_on_disk_too(mesh, tmp_path: Path) -> None:
 
 
 @on_world(1)
-def test_a_write_without_a_version_counts(mesh, tmp_path: Path) -> None:
-    """A write that increments no tensor version (foreach on DTensors) counts."""
+def test_a_write_without_a_version_is_no_disk_error(mesh, tmp_path: Path) -> None:
+    """A write that increments no tensor version (foreach on DTensors) is no disk error; a change of the file itself is."""
     found = []
     for offload in (None, disk_of_all(tmp_path)):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
@@ -166,4 +168,16 @@ def test_a_write_without_a_version_counts(mesh, tmp_path: Path) -> None:
             acc.synchronize(model)
             optimizer.zero_grad()
         found.append([value.clone() for value in params_of(model).values()])
+        if offload is not None:
+            one_loss(model).backward()
+            unit = units_of(model)[-1]
+            slot = unit.groups[0].shard_buffer.grads.slots[0]
+            file, page = slot.file_range.file, aligned_buffer(4096).fill_(7)
+            # tmpfs takes direct access and has but the cache: what is written there is what a caller wrote.
+            kind = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True)
+            if file.is_direct and kind.stdout.strip() != "tmpfs":
+                os.pwritev(file._fast, [bytes_of(page)], slot.file_range.offset)
+                optimizer.step()
+                with pytest.raises(acc.OffloadError, match="are not what was written there"):
+                    acc.synchronize(model)
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))

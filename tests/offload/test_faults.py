@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ import accordion as acc
 from accordion.offload import arena
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
+from tests.inside import engine_in
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
@@ -61,22 +63,23 @@ def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def failing_calls(call: str, number: int) -> Iterator[None]:
+def failing_calls(call: str, number: int, model: torch.nn.Module) -> Iterator[None]:
     with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
         yield
 
 
 @on_world(1)
-def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> None:
-    """A full disk, and one that cannot be read raise an error that names it, for all kinds of data."""
+def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(mesh, tmp_path: Path) -> None:
+    """A full disk, one that cannot be read and a changed page each raise an error that names it, for all kinds of data."""
     for what, offload in {
         "states": disk(tmp_path),
         "all": disk_of_all(tmp_path),
         "device": disk_of_all(tmp_path, step="device"),
     }.items():
         for breaks, message in (
-            (("pwritev", errno.ENOSPC), "could not be written: No space left on device"),
-            (("preadv", errno.EIO), "could not be read: Input/output error"),
+            (partial(failing_calls, "pwritev", errno.ENOSPC), "could not be written: No space left on device"),
+            (partial(failing_calls, "preadv", errno.EIO), "could not be read: Input/output error"),
+            (changed, "not what was written"),
         ):
             model, optimizer = fresh(mesh, offload=offload)
             one_loss(model).backward()
@@ -84,9 +87,19 @@ def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> Non
             optimizer.zero_grad()
             acc.synchronize(model)
             one_loss(model).backward()
-            with failing_calls(*breaks), pytest.raises(acc.OffloadError, match=message):
+            with breaks(model), pytest.raises(acc.OffloadError, match=message):
                 stepped(model, optimizer)
             assert os.listdir(tmp_path) == [], what
+
+
+@contextmanager
+def changed(model: torch.nn.Module) -> Iterator[None]:
+    """Change bytes in the first page of every file of the model."""
+    tiers = engine_in(model).context.shard_buffers
+    states = [file for one in tiers.states.values() for file in one.files]
+    for file in [*states, *(allocator.file for allocator in tiers.files)]:
+        os.pwrite(file._plain, b"some other bytes", 64)
+    yield
 
 
 @on_world(1)
@@ -193,9 +206,9 @@ def test_memory_is_unpinned_when_its_owner_goes():
 
 
 PINS = """
-from types import SimpleNamespace
 import torch
 from accordion.offload.arena import pin
+from tests.offload.test_faults import FakeAccelerator
 
 owner, driver = torch.nn.Identity(), SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=print)
 pin(owner, torch.empty(4096, dtype=torch.uint8), driver, lambda: print("waits"), lambda: None)

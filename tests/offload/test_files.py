@@ -31,9 +31,10 @@ def filled(num_bytes: int, seed: int) -> Tensor:
     return buffer.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
 
 
+@pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
-def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, direct):
-    file = SwapFile(tmp_path, 5 * PAGE, direct=direct)
+def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, direct, checksums):
+    file = SwapFile(tmp_path, 5 * PAGE, direct=direct, checksums=checksums)
     assert file.is_direct == (direct and reads_past_the_cache(tmp_path))
     one, two = filled(2 * PAGE, 1), filled(3 * PAGE, 2)
     file.write(0, one)
@@ -113,6 +114,14 @@ def test_no_file_has_a_name_and_names_left_by_killed_jobs_are_removed(tmp_path, 
     into = aligned_buffer(PAGE)
     running.read(0, into)
     assert torch.equal(into, filled(PAGE, 0))
+
+
+def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
+    file = SwapFile(tmp_path, 2 * PAGE, checksums=True)
+    file.write(PAGE, filled(PAGE, 1))
+    os.pwrite(file._plain, b"wrong", PAGE + 100)
+    with pytest.raises(OffloadError, match=rf"{PAGE} bytes at {PAGE} of the swap file in .* are not what was written"):
+        file.read(PAGE, aligned_buffer(PAGE))
 
 
 @pytest.mark.parametrize(

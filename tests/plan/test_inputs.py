@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accordion.offload.activations.stores import NUM_STAGES
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
+from accordion.offload.activations.stores import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Log, Op, StepPart, StepPhase

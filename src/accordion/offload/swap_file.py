@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,12 +36,17 @@ class SwapFile:
     """One file without a name: its space is freed when the process ends, however it ends, and no two jobs share it.
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
-    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read.
+    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. With
+    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there.
     """
 
-    def __init__(self, folder: Path, num_bytes: int, *, direct: bool = True) -> None:
+    def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
+        pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
+        self._is_summed, self._lock = checksums, Lock()  # the lock guards the sums, which `grow` replaces
+        self._sums = torch.zeros(pages, dtype=torch.int64, device="cpu")
+        self._known = torch.zeros(pages, dtype=torch.bool, device="cpu")
         self._plain, self._fast = _unnamed(folder, direct)
         self.is_direct = self._fast != self._plain
         try:
@@ -62,16 +68,30 @@ class SwapFile:
         except OSError:
             return False
 
+    def grow(self, num_bytes: int) -> None:
+        """Extend the file by `num_bytes`, a multiple of a page. The new part cannot be read through `mapped`."""
+        try:
+            os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
+        except OSError as error:
+            raise no_room(self.folder, num_bytes, error) from error
+        self.num_bytes += num_bytes
+        if self._is_summed:
+            pages = self.num_bytes // ALIGN_BYTES - len(self._sums)
+            with self._lock:
+                self._sums = torch.cat([self._sums, self._sums.new_zeros(pages)])
+                self._known = torch.cat([self._known, self._known.new_zeros(pages)])
+
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a (numel,) tensor that shares memory with the file at `offset` bytes."""
         return own_storage(self._bytes[offset : offset + numel * dtype.itemsize].view(dtype))
 
     def flush(self) -> None:
-        """Write all changes made through `mapped` to the file."""
+        """Write all changes made through `mapped` to the file, and drop all checksums."""
         self._map.flush()
+        self._known.fill_(False)
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes of a range of whole pages that were made through `mapped` to the file.
+        """Write changes of a range of whole pages that were made through `mapped` to the file, and drop its checksums.
 
         Does nothing if no page of the range is in the page cache, because then no page was changed since its last direct write.
         """
@@ -81,13 +101,28 @@ class SwapFile:
         failed = _mincore()(start, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
         if failed or (present & 1).any():
             self._map.flush(offset, num_bytes)
+            with self._lock:
+                self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails."""
+        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or returns other bytes than were written."""
         self._transfer(os.preadv, "read", offset, into)
+        if self._is_summed:
+            pages, sums = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
+            with self._lock:
+                wrong = (self._known[pages] & (self._sums[pages] != sums)).nonzero()
+            if len(wrong):
+                raise OffloadError(
+                    f"{ALIGN_BYTES} bytes at {offset + int(wrong[0]) * ALIGN_BYTES} of the swap file in {self.folder} are not "
+                    "what was written there; the disk or its memory is faulty. Resume from the last checkpoint, on another disk."
+                )
 
     def write(self, offset: int, source: Tensor) -> None:
         """Write `source`, 1-D uint8. Raise `OffloadError` if the disk fails."""
+        if self._is_summed:
+            pages, sums = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES), sums_of(source)
+            with self._lock:
+                self._sums[pages], self._known[pages] = sums, True
         self._transfer(os.pwritev, "written", offset, source)
 
     def _transfer(self, call: Callable[[int, Any, int], int], what: str, offset: int, memory: Tensor) -> None:
@@ -122,6 +157,12 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
     )
 
 
+def sums_of(memory: Tensor) -> Tensor:
+    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: the sum of words times odd numbers."""
+    words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
+    return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """A 1-D tensor in a file, `numel` elements that begin at a page, at `offset` bytes; nothing else uses its last page."""
@@ -138,8 +179,8 @@ class FileRange:
 class FileAllocator:
     """Divides a new file of `num_bytes` bytes in `folder` into ranges of whole pages, each taken once."""
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.file, self._used = SwapFile(folder, num_bytes), 0
+    def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
+        self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
 
     def take(self, numel: int, dtype: torch.dtype) -> FileRange:
         file_range = FileRange(self.file, self._used, numel, dtype)

@@ -23,7 +23,7 @@ from accordion.engine.order import BACKWARD, FORWARD, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
-from accordion.offload.activations import ActivationOffload, OffloadedInput
+from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskShards, StagingBuffer
@@ -58,11 +58,13 @@ class Tiers:
         self.in_backward: InBackward | None = None  # set if a unit has step_in_backward
         self.waited_s = 0.0  # time that callers, forwards and backwards have waited for optimizer steps
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
-        for folder in {folder_of(o.optimizer) for o in offloads} - {None}:
+        for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
+        self._checksums = any(offload.checksums for offload in offloads)
         self._allocators = {
-            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in on_disk(offloads, shapes).items()
+            folder: FileAllocator(folder, num_bytes, checksums=self._checksums)
+            for folder, num_bytes in on_disk(offloads, shapes).items()
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
@@ -91,13 +93,17 @@ class Tiers:
         """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
         if optimizer not in self.states:
             side_streams = self._context.fetch_stream, self.store_stream
-            self.states[optimizer] = States(self._context.device, lambda: self.pool, side_streams, self._make_arena)
+            self.states[optimizer] = States(
+                self._context.device, lambda: self.pool, side_streams, self._checksums, self._make_arena
+            )
         return self.states[optimizer]
 
     @cached_property
     def activation_offload(self) -> ActivationOffload:
         side_streams = self._context.fetch_stream, self.store_stream
-        return ActivationOffload(self._context.device, side_streams, self._make_arena)
+        return ActivationOffload(
+            self._context.device, side_streams, lambda: self.pool, self._checksums, self._make_arena
+        )
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -192,7 +198,7 @@ def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], Offlo
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
-    return tiers.activation_offload.offload
+    return partial(tiers.activation_offload.offload, place=tiers.offloads[unit].activations)
 
 
 def _set_device(device: torch.device) -> None:

@@ -37,7 +37,7 @@ NO_OFFLOAD = Offload()
 OFFLOADS = tuple(
     map(offload_named, ("none", "optimizer=host", "params=host,optimizer=host", f"params=host,optimizer={ON_DISK}"))
 )
-ACTIVATIONS = (DEVICE, HOST)
+ACTIVATIONS = (DEVICE, HOST, ON_DISK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,8 @@ class Choice:
         parts = [self.strategy.name + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"copies kept over {copies}"] if copies else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
-        inputs = f" with inputs on the {offload.activations}" if offload.activations != DEVICE else ""
+        inputs = "disk" if folder_of(offload.activations) else offload.activations
+        inputs = f" with inputs on the {inputs}" if inputs != DEVICE else ""
         parts += [f"checkpointing {self.checkpointing}{inputs}", f"micro-batch {self.micro_batch}"]
         unreduced = " without reducing" if self.no_sync else ""
         parts += [f"accumulate {self.accumulate}{unreduced}"] if self.accumulate > 1 else []
@@ -141,12 +142,17 @@ class Choice:
 
 def in_memory(offload: Offload) -> Offload:
     """Return `offload` with the host in place of a disk, since a trace has no files."""
-    return replace(offload, optimizer=HOST) if folder_of(offload.optimizer) else offload
+    return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
+
+
+def _in_memory(place: str) -> str:
+    return HOST if folder_of(place) else place
 
 
 def traced_as(choice: Choice) -> Choice:
     """Return the choice to trace in place of `choice`, so that similar choices share a trace: without offloaded states."""
-    return replace(choice.but(offload=Offload(activations=choice.offload.activations)), accumulate=choice.num_traced)
+    inputs = Offload(activations=in_memory(choice.offload).activations)
+    return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
@@ -253,5 +259,5 @@ def check_offload(offload: Offload) -> None:
     if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
         raise UsageError(
             f"offload {offload_words(offload)!r} is not planned; take optimizer=host or optimizer=disk:/folder, with or without "
-            "params=host and activations=host."
+            "params=host, and activations= at any place."
         )

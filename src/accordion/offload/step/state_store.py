@@ -43,9 +43,10 @@ class States:
         device: torch.device,
         pool: Callable[[], Any],
         side_streams: tuple[SideStream, SideStream],
+        checksums: bool,
         make_arena: ArenaMaker,
     ) -> None:
-        self._device, self._pool, self._side_streams = device, pool, side_streams
+        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
         self._make_arena = make_arena
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which it keeps alive
         self.files: list[SwapFile] = []
@@ -126,7 +127,7 @@ class States:
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
         folder = folder_of(place)
         if folder is not None:
-            self.files.append(SwapFile(folder, num_bytes))
+            self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
             return self.files[-1]
         if place == DEVICE:
             return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))

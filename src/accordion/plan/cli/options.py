@@ -42,7 +42,7 @@ class Options:
         strategy: strategy of accordion.shard, such as full_shard; searched if left out
         units: modules that are gathered together: auto, blocks, min_params:N or names of classes; searched if left out
         offload: none, or optimizer=host (with masters and gradients) or optimizer=disk:/folder, with params=host, and
-            activations=host for inputs of recomputed units; the first that fits if left out
+            activations=host or activations=disk:/folder for inputs of recomputed units; the first that fits if left out
         checkpoint_activations: none, every:K, selective or full; searched if left out
         sharding: more fields of accordion.Sharding as NAME=VALUE, separated by commas
         replicas: copies of the model under a hybrid strategy; searched if left out

@@ -1,0 +1,1 @@
+"""Offload of the inputs of recomputed units."""

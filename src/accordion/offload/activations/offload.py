@@ -1,0 +1,148 @@
+"""Copies the inputs of recomputed units off the device during the forward, and back before they are used in the backward."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from accordion.config import folder_of
+from accordion.engine.streams import SideStream, Transfer
+from accordion.errors import OffloadError, UsageError
+from accordion.offload.activations.stores import (
+    DiskActivationStore,
+    DiskSlot,
+    HostActivationStore,
+    HostSlot,
+    Stored,
+    room_for,
+)
+from accordion.offload.arena import ArenaMaker
+
+log = logging.getLogger("accordion")
+
+
+class ActivationOffload:
+    """Offloads the inputs of a model's recomputed units into stores that are created in the first forward and reused.
+
+    `side_streams`: (for copies to the device, for copies from the device).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        side_streams: tuple[SideStream, SideStream],
+        pool: Callable[[], ThreadPoolExecutor],
+        checksums: bool,
+        make_arena: ArenaMaker,
+    ) -> None:
+        self.device, self._side_streams, self._pool, self._checksums = device, side_streams, pool, checksums
+        self._make_arena = make_arena
+        self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
+        self._reported_bytes = (0, 0)  # (host, disk) in the last log message
+        self._last: weakref.ref[OffloadedInput] | None = None
+        self._storing: tuple[Transfer | Stored, Tensor, int] | None = None  # copy under way, input and its version
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(store.host_bytes for store in self._stores.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(store.disk_bytes for store in self._stores.values())
+
+    def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
+        """Start copying the input `tensor` to the tier `place`. First finishes the copy of the last input, to free its memory."""
+        self.finish_store()
+        if place not in self._stores:
+            folder, common = folder_of(place), (self.device, self._side_streams)
+            if folder is None:
+                self._stores[place] = HostActivationStore(*common, self._make_arena)
+            else:
+                self._stores[place] = DiskActivationStore(
+                    folder, *common, self._pool, self._checksums, self._make_arena
+                )
+        slot = self._stores[place].take(room_for(tensor.nbytes))
+        offloaded = OffloadedInput(self, tensor, slot, self._last)
+        self._last, self._storing = weakref.ref(offloaded), (offloaded.storing, tensor, tensor._version)
+        return offloaded
+
+    def finish_store(self) -> None:
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if the input was changed during the copy."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            move, tensor, version = storing
+            move.land()
+            if tensor._version != version:
+                raise UsageError(
+                    f"the input {tuple(tensor.shape)} of a recomputed unit was changed in place while it was copied "
+                    "to the host; change a clone of it, or leave out Offload(activations=...)."
+                )
+
+    def begin_backward(self) -> None:
+        """Call in a backward: inputs that are offloaded later belong to another forward. Logs the sizes of stores that grew."""
+        self._last, sizes = None, (self.host_bytes, self.disk_bytes)
+        if sizes != self._reported_bytes:
+            self._reported_bytes = sizes
+            log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *sizes)
+
+    def report(self, error: OffloadError) -> None:
+        """Report `error` to the other ranks, which may be waiting for this rank in the backward."""
+        self._side_streams[0].waiter.tell(f"failed: {type(error).__name__}: {error}")
+
+
+class OffloadedInput:
+    """One offloaded input. `before`: the input that was offloaded last before it in the same forward."""
+
+    def __init__(
+        self,
+        activation_offload: ActivationOffload,
+        tensor: Tensor,
+        slot: HostSlot | DiskSlot,
+        before: weakref.ref[OffloadedInput] | None,
+    ) -> None:
+        self._owner, self._slot, self._before = activation_offload, slot, before
+        self._fetched: tuple[Transfer, Tensor] | None = None
+        self._live: Tensor | None = tensor  # until the unit's forward has ended
+        self._like = torch.empty_like(tensor, device="meta")  # its shape and dtype, and its strides if it is dense
+        self.storing = slot.store(tensor, self._like)
+
+    def leave(self) -> None:
+        """Drop the reference to the input on the device. Call when the unit's forward has ended."""
+        self._live = None
+
+    def fetch(self) -> None:
+        """Start copying the input back to the device, unless that was started already."""
+        if self._live is None and self._fetched is None:
+            self._owner.finish_store()
+            tensor = torch.empty_strided(
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.device
+            )
+            self._fetched = self._slot.fetch(tensor), tensor
+
+    def tensor(self) -> Tensor:
+        """Return the input itself during the unit's forward, and later a copy of it, a leaf that requires a gradient."""
+        if self._live is not None:
+            return self._live
+        self._owner.begin_backward()
+        try:
+            with torch.no_grad():
+                self.fetch()
+                before = None if self._before is None else self._before()  # the backward needs it next
+                if before is not None:
+                    before.fetch()
+                assert self._fetched is not None, "fetch() was called"
+                move, tensor = self._fetched
+                move.land()
+        except OffloadError as error:
+            self._owner.report(error)
+            raise
+        self._fetched = None
+        return tensor.requires_grad_()
+
+    def __del__(self) -> None:
+        self._slot.free(is_fetched=self._fetched is not None)
