@@ -165,11 +165,11 @@ def test_vectors_of_full_parameters_can_be_written(mesh) -> None:
 @on_world(2)
 def test_a_loss_on_weights_is_refused_or_has_the_right_gradients_if_written_as_errors_md_says(mesh) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
+    tokens = torch.arange(6, device=device()).view(2, 3)
     with pytest.raises(acc.UsageError, match="an output of the sharded model is a DTensor"):
-        (one_loss(model) + sum(p.pow(2).sum() for p in model.parameters())).backward()
+        (model(tokens).mean() + sum(p.pow(2).sum() for p in model.parameters())).backward()
     model.zero_grad()
     for m in (plain, model):
-        tokens = torch.arange(6, device=device()).view(2, 3)
         term = m.head.weight.pow(2).sum()
         (m(tokens).mean() + (term.full_tensor() if m is model else term)).backward()
     assert plain.head.weight.grad is not None
