@@ -201,15 +201,14 @@ def test_a_part_of_a_sharded_tensor_is_written_or_refused(mesh, strategy: acc.St
         with torch.no_grad():
             way(plain.weight)
         torch.manual_seed(1)
-        refusal = ""
         try:
             with torch.no_grad():
                 way(model.weight)
-        except (acc.UsageError, RuntimeError) as error:  # torch refuses indices itself
-            refusal, plain = str(error), Odd()
+        except (acc.UsageError, RuntimeError) as error:  # torch refuses some indices itself
+            plain = Odd()
             refused.add(name)
-        ours = r"part of a sharded tensor of shape \(7, 8\).*full_params\("
-        assert name in ("column", "rows", "mask") or not refusal or re.search(ours, refusal), name
+            ours = r"part of a sharded tensor of shape \(7, 8\).*full_params\("
+            assert isinstance(error, RuntimeError) or re.search(ours, str(error)), name
         assert torch.equal(model.weight.full_tensor(), plain.weight), name
     assert not refused & {"whole", "view"}
 
