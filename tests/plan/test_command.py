@@ -121,7 +121,7 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
     draw = random.Random(seed)
     flags = [f"--{f.name.replace('_', '-')}" for f in fields(Options)]
     taken = 0
-    for _ in range(120 if seed == 0 else 3000):
+    for _ in range(400 if seed == 0 else 3000):
         words = ["plan"]
         for flag in draw.sample(flags, draw.randint(1, 4)):
             words += [flag, draw.choice(WORDS)] if draw.random() < 0.9 else [flag]
