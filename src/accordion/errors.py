@@ -38,6 +38,23 @@ class NonFiniteError(AccordionError, ArithmeticError):
     `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite."""
 
 
+MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error if a sharded parameter meets a plain tensor
+WAYS_OUT = (
+    "Outside of its unit's forward, a sharded parameter is a DTensor of which each rank holds some rows. Write a loss on weights "
+    "as `weight.pow(2).sum().full_tensor()`; move other code into the model's forward, or make its method an entry point with "
+    "`accordion.entry_point(module, 'name of the method')`; or read parameters on all ranks with `param.full_tensor()` or "
+    "`with accordion.full_params(model):`. See docs/errors.md."
+)
+
+
+def advise(error: BaseException) -> bool:
+    """Add `WAYS_OUT` as a note to torch's error about mixed tensors; return True if this error had no such note."""
+    is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
+    if is_new:
+        error.add_note(WAYS_OUT)
+    return is_new
+
+
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
     """Return "valid: " and the `choices`; before it "did you mean ...?" if one of them is similar to `word`."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)

@@ -18,7 +18,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.engine.unit import Unit
-from accordion.errors import AssertedUsageError, UsageError
+from accordion.errors import MIXED, AssertedUsageError, UsageError
 
 TAKES_WHOLE = {
     "save_pretrained": "save_pretrained writes whole parameters, and this model is sharded; call "
@@ -37,7 +37,6 @@ NO_COPY = (
     "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's, clone "
     "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
 )
-MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 # Attribute of a guarded model: (the guarded forward, the forward that its instance had before or None).
 OWN_FORWARD = "_accordion_own_forward"
 

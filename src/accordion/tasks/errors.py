@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accordion.errors import AccordionError
+from accordion.errors import AccordionError, advise
 
 OURS = (str(Path(__file__).parents[1]), str(Path(inspect.getfile(torch)).parent), "<frozen")
 INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -36,6 +36,7 @@ def of_the_task(where: str) -> Iterator[None]:
     except AccordionError:
         raise
     except Exception as error:
+        advise(error)
         raise TaskError(f"the error above was raised by the task's code in {where}.", own_traceback(error)) from error
 
 

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accordion.devices import Devices, backend_of, devices_named, num_cores
-from accordion.errors import AccordionError, DivergenceError, UsageError
+from accordion.errors import AccordionError, DivergenceError, UsageError, advise
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
 from accordion.safety.liveness import wording
@@ -303,6 +303,7 @@ def guarded(entry: Entry, *args: Any) -> None:
             _report_to_hubs(error)
             os._exit(INTERRUPTED)
         except Exception as error:
+            advise(error)
             _report_to_hubs(error)
             code = _report(error, place.rank, store)
             get_error_handler().record_exception(error)  # for torchrun's summary

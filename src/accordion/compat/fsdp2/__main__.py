@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
+from accordion.errors import advise
 from accordion.safety import report_crashes
 from accordion.safety.own_process import keep_freed_memory
 
@@ -20,12 +21,16 @@ def main(words: list[str]) -> None:
     sys.argv = words
     keep_freed_memory()
     report_crashes()
-    with install():
-        if as_module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(words[0]).absolute().parent)
-            runpy.run_path(words[0], run_name="__main__")
+    try:
+        with install():
+            if as_module:
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(words[0]).absolute().parent)
+                runpy.run_path(words[0], run_name="__main__")
+    except RuntimeError as error:
+        advise(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accordion import _torch
+from accordion.errors import WAYS_OUT, advise
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.links import HubLinks
 from accordion.safety.liveness.messages import (
@@ -159,6 +160,8 @@ class Hub:
         error = _last_error() if is_exit else sys.exception()
         if is_exit and error is not None:
             self.explain(error)
+            if advise(error):  # Python has printed the error
+                print(f"accordion: {WAYS_OUT}", file=sys.stderr, flush=True)
         text = wording.PROGRAM_END if is_exit else wording.LEFT_END.format(wording.while_handling(error))
         self.say_ended(text, echo=error is not None and wording.is_echo(error))
         self._links.close()
