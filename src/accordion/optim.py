@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator
+from accordion.engine.communicator import Communicator, reduced
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
@@ -151,17 +152,22 @@ class StepHooks:
         self._watches: list[weakref.ref[Any]] = []
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check an optimizer of sharded parameters that is not wrapped."""
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Check an optimizer of sharded parameters that is not wrapped. Return other arguments for the step of an LBFGS."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
-            return
+            return None
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
-            refuse_whole(optimizer)
+            refuse_adafactor(optimizer)
             self._checked.add(optimizer)
             optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
             refuse_states_of_others(optimizer)
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return None
+        _torch.use_whole_vectors(optimizer)
+        mean_loss = partial(_mean_loss, _mesh_of(optimizer))
+        return (optimizer, *(partial(mean_loss, closure) for closure in (*args[1:], *kwargs.values()))), {}
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for reference in self._watches:
@@ -192,23 +198,36 @@ def mark_sharded(engine: Engine) -> None:
     step_hooks()
 
 
-def refuse_whole(optimizer: Optimizer) -> None:
-    """Raise `UsageError` for an LBFGS, or an Adafactor of torch or transformers, whose sharded parameters have several ranks."""
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & {"Adafactor", "LBFGS"}
+def refuse_adafactor(optimizer: Optimizer) -> None:
+    """Raise `UsageError` for an Adafactor, of torch or transformers, whose parameters are sharded over several ranks."""
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if names and any(
+    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
         not placement.is_replicate() and p.device_mesh.size(axis) > 1
         for p in params
         for axis, placement in enumerate(p.placements)
     ):
-        name = names.pop()
-        what = (
-            "means over the rows and columns of whole matrices" if name == "Adafactor" else "vectors of all parameters"
-        )
         raise UsageError(
-            f"{name} keeps {what}, and a rank holds only some rows of each sharded "
+            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds only some rows of each sharded "
             'parameter; use AdamW (optim="adamw_torch" of a Trainer), whose states are sharded too.'
         )
+
+
+def _mesh_of(optimizer: torch.optim.LBFGS) -> DeviceMesh:
+    """Return the mesh of the sharded parameters of an LBFGS. Raises `UsageError` if they have several."""
+    first, *others = {p.device_mesh for p in optimizer.param_groups[0]["params"] if isinstance(p, DTensor)}
+    if others:
+        raise UsageError(
+            f"{type(optimizer).__name__} steps all of its parameters as one vector, and these are sharded over several meshes; "
+            "make one optimizer for each mesh."
+        )
+    return first
+
+
+def _mean_loss(mesh: DeviceMesh, closure: Callable[[], Any]) -> Tensor:
+    """Return the mean over the ranks of `mesh` of the loss that `closure` returns. Collective."""
+    loss, device = torch.as_tensor(closure()).detach(), torch.device(mesh.device_type)
+    total = loss.to(device, torch.promote_types(loss.dtype, torch.float32), copy=True)
+    return reduced(total, [Communicator(group, device) for group in mesh.get_all_groups()]).div_(mesh.size())
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
@@ -250,6 +269,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
     Its interface, `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more slowly. The
     update of an element must depend on that element alone, as in most of torch.optim; `elementwise` promises it for others.
+    An LBFGS is returned unchanged: it steps on whole vectors, equal on every rank, with the mean loss of all ranks.
     If `optimizer` wraps another one (accelerate's), the inner one is changed. In `torch.compile` the step runs uncompiled. The
     result can be copied, but not pickled. Raises `UsageError` for other optimizers, and for one that was made before `shard`.
 
@@ -266,6 +286,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if isinstance(target, LocalStep):
         return optimizer
     _check_wrappable(target, elementwise)
+    if isinstance(target, torch.optim.LBFGS):  # `StepHooks.before` changes its steps
+        return optimizer
     kind = type(optimizer)
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
@@ -279,12 +301,12 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor wraps another one."""
     name = type(optimizer).__name__
-    if not (elementwise or isinstance(optimizer, ELEMENTWISE)):
+    if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS))):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
             "does; otherwise leave out wrap_optimizer."
         )
-    refuse_whole(optimizer)
+    refuse_adafactor(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
         raise UsageError(f"the step method of this {name} was replaced; call wrap_optimizer before that happens.")
     params = [p for group in optimizer.param_groups for p in group["params"]]

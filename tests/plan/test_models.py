@@ -46,7 +46,8 @@ def test_changes_grow_from_what_costs_least():
     second = f"{first} --checkpoint-activations full"
     third = f"{second} --strategy full_shard"
     tiers = [f"{third} --offload {OFFLOADS[tier]}" for tier in ("optimizer", "all", "disk")]
-    assert flags[:7] == [first, second, third, *tiers, f"{third} --gpus 8"]
+    memory = f"{third} --offload {OFFLOADS['all']} --gpu h100,host_memory_gib=2048"
+    assert flags[:8] == [first, second, third, *tiers, memory, f"{third} --gpus 8"]
     assert flags[-1] == f"{third} --gpus 64x8"
 
 
@@ -61,8 +62,9 @@ def test_changes_are_such_that_the_command_takes_them():
     hybrid = space(strategies=["hybrid_shard"], **fixed, replicas=2)
     assert next(attempts(hybrid))[0] == "--strategy full_shard without --replicas"
     tried = list(attempts(space(strategies=["full_shard"], **{**fixed, "offloads": [OFFLOADS["all"]]})))
-    assert [(text, [offload_words(o) for o in other.search.offloads]) for text, other in tried[:2]] == [
+    assert [(text, [offload_words(o) for o in other.search.offloads]) for text, other in tried[:3]] == [
         (f"--offload {OFFLOADS['disk']}", [OFFLOADS["disk"]]),
+        ("--gpu h100,host_memory_gib=2048", [OFFLOADS["all"]]),
         ("--gpus 8", [OFFLOADS["all"]]),
     ]
 

@@ -153,7 +153,6 @@ def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
     made = planned(folder, tokens=1e9, price=2.5)
     cost = made.run_cost
     hours, gpu_hours = cost["hours"], cost["gpu_hours"]
-    hours, gpu_hours = cost["hours"], cost["gpu_hours"]
     slow = made.chosen.tokens_per_s(SEQ, "low")
     assert hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
     assert gpu_hours[1] == pytest.approx(2 * hours[1])

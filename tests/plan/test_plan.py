@@ -373,9 +373,11 @@ def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
          "--checkpoint-activations full"),
         (2, 1024, "--gpu h100,memory_gib=2.30 --micro-batch 1 --checkpoint-activations full --offload none",
          "--offload optimizer=host"),
+        (2, 1024, "--gpu h100,memory_gib=2.30,host_memory_gib=0.21 --micro-batch 1 --checkpoint-activations full --offload "
+         "params=host,optimizer=host", "--gpu h100,memory_gib=2.3,host_memory_gib=0.84"),
         (4, 1024, "--gpu h100,memory_gib=2.44 --gpus 2x1 --micro-batch 1 --checkpoint-activations full --engine fsdp2",
          "--gpus 8x1"),
-    ], lambda layers, width, asked, change: "--offload optimizer" in change),
+    ], lambda layers, width, asked, change: "--offload optimizer" in change or "--gpu h100" in change),
 )  # fmt: skip
 def test_if_nothing_fits_the_smallest_change_is_named_and_fits(tmp_path, capsys, layers, width, asked, change):
     config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}

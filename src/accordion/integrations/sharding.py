@@ -19,7 +19,7 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.optim import ELEMENTWISE, inner_of, refuse_whole, wrap_optimizer
+from accordion.optim import ELEMENTWISE, inner_of, refuse_adafactor, wrap_optimizer
 from accordion.safety.same_on_ranks import first_ranks
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
@@ -90,12 +90,12 @@ class ShardArguments:
 def step_on_shards(optimizer: Optimizer) -> None:
     """Make an optimizer, created before or after its model was sharded, step on the shards; faster if it is elementwise.
 
-    Raises `UsageError` for Adafactor and LBFGS, which need whole parameters.
+    Raises `UsageError` for Adafactor, which needs whole matrices.
     """
     inner = inner_of(optimizer)
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
-    refuse_whole(inner)
+    refuse_adafactor(inner)
     if on_shards and isinstance(inner, ELEMENTWISE):
         wrap_optimizer(optimizer)
 

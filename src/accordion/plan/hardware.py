@@ -287,6 +287,14 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
 
 
+def cluster_words(cluster: Cluster) -> str:
+    """Return text for `cluster_of` that describes this cluster, without its number of GPUs."""
+    gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
+    words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
+    words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
+    return ",".join([gpu.name, *(f"{key}={value:g}" for key, value in words.items())])
+
+
 def check_rate(name: str, value: float, most: float = 1e6) -> None:
     """Raise `UsageError` unless `value` is between 0 and `most`, both excluded."""
     if not 0 < value < most:

@@ -9,7 +9,7 @@ from typing import Any
 from accordion.config import FULL_SHARD, HOST, Offload
 from accordion.plan.choice import NO_OFFLOAD, OFFLOADS, Choice
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, LARGEST_GPUS
+from accordion.plan.hardware import GIB, LARGEST_GPUS, cluster_words
 from accordion.plan.search.evaluate import Candidate, Say
 from accordion.plan.search.search import closest, search_in
 from accordion.plan.search.space import Space
@@ -17,6 +17,8 @@ from accordion.sharding import offload_words
 
 DOUBLINGS = 7  # most times that the number of GPUs is doubled
 NODE = 8  # default number of GPUs per machine
+MOST_HOST_GIB = 512.0  # most memory of a machine per GPU
+ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
@@ -59,11 +61,24 @@ def attempts(space: Space) -> Iterator[tuple[str, Space]]:
         yield f"{flags} --offload activations={HOST}".strip(), _searching(space, activations=[HOST])
     for offload in _further_offloads(space):
         yield f"{flags} --offload {offload_words(offload)}".strip(), _searching(space, offloads=[offload])
+    if space.engine == "accordion":  # FSDP2 is planned without offload
+        yield from _with_more_memory(flags, space)
     yield from _with_more_gpus(flags, space)
 
 
 def _searching(space: Space, **changes: Any) -> Space:
     return replace(space, search=replace(space.search, **changes))
+
+
+def _with_more_memory(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
+    """Yield spaces on machines with two and four times the memory, up to `MOST_HOST_GIB`."""
+    cluster = space.cluster
+    if list(space.search.offloads) == [NO_OFFLOAD]:
+        flags, space = f"{flags} --offload {offload_words(ON_HOST)}", _searching(space, offloads=[ON_HOST])
+    for times in (2, 4):
+        more = replace(cluster, host_memory_gib=times * cluster.host_bytes / GIB)
+        if more.host_bytes <= MOST_HOST_GIB * GIB * cluster.node:
+            yield f"{flags} --gpu {cluster_words(more)}".strip(), replace(space, cluster=more)
 
 
 def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
