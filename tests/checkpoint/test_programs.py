@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.train.data import GlobalOrder, Sequences, Share, loader_of
+from accordion.train.data import GlobalOrder, Share, loader_of
 from tests.devices import device
 from tests.support import models
 from tests.support.checkpoints import differing
@@ -100,7 +99,7 @@ def test_load_with_other_units_and_precision(world, tmp_path):
 # -- a run that is interrupted at any step equals the uninterrupted run bit for bit
 
 VOCAB, SEQ, STEPS, ACCUMULATE = 32, 8, 6, 2
-SEQUENCES = Sequences((np.arange(20 * SEQ + 1) * 7 % VOCAB).astype(np.uint16), SEQ)  # 20: an epoch ends within the run
+SEQUENCES = (torch.arange(20 * SEQ + 1) * 7 % VOCAB).unfold(0, SEQ + 1, SEQ)  # 20: an epoch ends within the run
 
 
 class Run:

@@ -206,9 +206,9 @@ def test_memory_is_unpinned_when_its_owner_goes():
 
 
 PINS = """
+from types import SimpleNamespace
 import torch
 from accordion.offload.arena import pin
-from tests.offload.test_faults import FakeAccelerator
 
 owner, driver = torch.nn.Identity(), SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=print)
 pin(owner, torch.empty(4096, dtype=torch.uint8), driver, lambda: print("waits"), lambda: None)

@@ -154,8 +154,15 @@ def test_25_generate_is_slow_or_hangs(mesh) -> None:
 
 
 @on_world(2)
-def test_vectors_of_full_parameters_can_be_written(mesh) -> None:
+def test_flattening_uneven_rows_raises_with_advice(mesh) -> None:
     model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
+    for change in (Tensor.flatten, lambda t: t.reshape(15), lambda t: parameters_to_vector(model.parameters())):
+        with pytest.raises(
+            acc.UsageError, match=r"sharded tensor of shape \(3, 5\).*do not divide.*full_params\(model\)"
+        ):
+            change(model.weight)
+    with pytest.raises(RuntimeError, match="invalid for input of size 15"):
+        model.weight.view(7)
     before = acc.full_state_dict(model, rank0_only=False)
     with acc.full_params(model, write=True):
         vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())

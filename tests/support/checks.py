@@ -41,6 +41,11 @@ def under(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("strategy", sampled(STRATEGIES, names.__contains__))
 
 
+def run_under(world, strategy: str, fn: Callable[..., Any], num_ranks: int = 2) -> None:
+    """Run `fn(mesh, strategy)` under the strategy of this name."""
+    world.run_mesh(*mesh_of(STRATEGIES[strategy], num_ranks), fn, STRATEGIES[strategy])
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """What the library says to its log meanwhile, in this rank's process."""
