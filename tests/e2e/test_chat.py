@@ -96,20 +96,30 @@ def by_hand(place: Path, count: int) -> float:
     return total / num
 
 
-def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path) -> None:
+@pytest.mark.parametrize("packing", ["documents", pytest.param("length", marks=pytest.mark.slow)])
+def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
     """With a template of one's own, which marks the answers."""
-    flags = ["--data.chat_template", "marked.jinja", "--train.steps", "4", "--checkpoint.every", "2"]
+    flags = [
+        "--data.packing",
+        packing,
+        "--data.chat_template",
+        "marked.jinja",
+        "--train.steps",
+        "4",
+        "--checkpoint.every",
+        "2",
+    ]
     flags += ["--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
-    whole = train("whole", *flags)
+    whole = train(f"{packing}-whole", *flags)
     for ranks in (2, 1):
-        resumed = ["--checkpoint.resume", "whole/checkpoints/step-000002", "--launch.nproc", str(ranks)]
-        found = train(f"on-{ranks}", *flags, *resumed)
+        resumed = ["--checkpoint.resume", f"{packing}-whole/checkpoints/step-000002", "--launch.nproc", str(ranks)]
+        found = train(f"{packing}-on-{ranks}", *flags, *resumed)
         assert found == (whole[2:] if ranks == 2 else pytest.approx(whole[2:], rel=1e-4))
 
 
 TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]
 BAD = {
-    "no data": (["--data.format", "chat"], "data.format chat takes JSON, JSONL, parquet"),
+    "no data": (["--data.format", "chat"], "data.format chat takes JSON, JSONL, CSV, parquet"),
     "data of another kind": (["--data.path", "marked.jinja", "--data.format", "chat"], "is text, and data.format chat takes"),
     "no template": ([*TALKS, "--model.path", "plain"], "the tokenizer has no chat template; give"),
     "no template file": ([*TALKS, "--data.chat_template", "x"], "data.chat_template 'x' cannot be read"),

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from accordion.train import language_work
-from accordion.train.data import IGNORED, Share, validation_batches
-from accordion.train.packing import Collate, ExampleRows, fitted, packed
+from accordion.train.data import IGNORED, GlobalOrder, Share, validation_batches
+from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed
 from accordion.train.token_tables import Examples
 from tests.support import language_folders
 from tests.train.tables import examples_of
@@ -96,18 +96,47 @@ def test_packed_losses_are_those_of_each_example_alone(
         assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
 
 
+@pytest.mark.parametrize("packing", ["none", "length"])
 @torch.no_grad()
-def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path]) -> None:
+def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path], packing: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
     held = examples()
-    rows = ExampleRows(held, SEQ, "none")
-    batch = Collate(SEQ, "none")([rows[i] for i in range(8)])
-    expected = [alone(model, held, int(rows.fit.indices[i])) for i in range(8)]
+    rows = ExampleRows(held, SEQ, packing)
+    batch = Collate(SEQ, packing)([rows[i] for i in range(8)])
+    numbers = [row[0] for row in rows.rows[:8]]
+    expected = [alone(model, held, int(rows.fit.indices[i])) for i in numbers]
     total, _ = language_work.label_losses(model, batch)
     assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
-    assert batch["input_ids"].shape[1] == int(rows.fit.lengths[:8].max())
+    assert batch["input_ids"].shape[1] == int(rows.fit.lengths[numbers].max())
+
+
+@pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
+def test_rows_of_a_step_have_similar_lengths_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
+    def order_of(world: int, rank: int, micro: int, accumulate: int) -> LengthOrder:
+        return LengthOrder(43, Share(rank=rank, world=world, micro_batch=micro, accumulate=accumulate), seed=3)
+
+    orders = [iter(order_of(world, rank, micro, accumulate)) for rank in range(world)]
+    steps = [{i for _ in range(accumulate) for order in orders for i in next(order)} for _ in range(20)]  # four epochs
+    assert all(max(step) - min(step) == 7 for step in steps)
+    assert [len(set().union(*steps[at : at + 5])) for at in (0, 5, 10, 15)] == [40] * 4
+    assert len(set().union(*steps)) == 43
+    whole = order_of(1, 0, 8, 1)
+    batches = iter(whole)
+    assert steps == [set(next(batches)) for _ in range(20)]
+    state = order_of(world, 0, micro, accumulate).state_dict()
+    assert whole.continues(state)
+    assert not order_of(1, 0, 4, 1).continues(state)
+    assert not whole.continues(GlobalOrder(43, whole.share, 3).state_dict())
+
+
+def test_rows_that_are_sorted_by_length_are_the_same_rows() -> None:
+    held = examples()
+    rows = ExampleRows(held, SEQ, "length")
+    lengths = rows.fit.lengths[[row[0] for row in rows.rows]]
+    assert lengths.tolist() == sorted(rows.fit.lengths)
+    assert sorted(row[0] for row in rows.rows) == list(range(len(held)))
 
 
 @pytest.mark.parametrize("world", [1, 3, 7])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +71,30 @@ def zstandard(folder: Path) -> Path:
     return folder / "rows.jsonl.zst"
 
 
+def csv_file(folder: Path) -> Path:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
+    return folder / "rows.csv"
+
+
+def tsv_file(folder: Path) -> Path:
+    """As Excel writes it: with a byte order mark; here compressed."""
+    with lzma.open(folder / "rows.tsv.xz", "wt", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([("text", "id"), *((text, i) for i, text in enumerate(TEXTS))])
+    return folder / "rows.tsv.xz"
+
+
+def arrow_stream(folder: Path, new: Callable[..., pa.RecordBatchFileWriter] = pa.ipc.new_stream) -> Path:
+    table = pa.table({"id": range(5), "text": TEXTS})
+    with new(str(folder / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return folder / "rows.arrow"
+
+
+def arrow_file(folder: Path) -> Path:
+    return arrow_stream(folder, pa.ipc.new_file)
+
+
 def linked(folder: Path) -> Path:
     (folder / "real").mkdir()
     jsonl(folder / "real")
@@ -89,6 +115,10 @@ def linked(folder: Path) -> Path:
         array_behind_a_mark,
         compressed,
         zstandard,
+        csv_file,
+        tsv_file,
+        arrow_stream,
+        arrow_file,
         linked,
     ],
 )
@@ -122,7 +152,7 @@ def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / "sub" / "a.txt").write_text("ä" * 40000)  # longer than what is looked at, cut inside a character
     (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
     (tmp_path / "lost.txt").symlink_to("nowhere")
-    (tmp_path / "table.csv").write_text("text\na\n")
+    (tmp_path / "table.csv").write_text("name\na\n")
     source = find(DataConfig(path=str(tmp_path)))
     assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
     assert source.unread == {
@@ -130,7 +160,7 @@ def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
         "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give a JSONL or parquet file its usual suffix",
         "lost.txt": "a link to nothing",
         "settings.json": "line 1 is no JSON; JSONL has one object in each line",
-        "table.csv": "is not read; convert it: datasets.load_dataset('csv', data_files='table.csv').save_to_disk(folder)",
+        "table.csv": "has no column 'text' (data.text_field); valid: name",
         "zeros": "has a NUL byte, and is no UTF-8 text",
     }
     (tmp_path / "only").mkdir()
@@ -199,14 +229,27 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
         list(find(DataConfig(path=str(path), text_field="txt")).pieces())
     with pytest.raises(UsageError, match="row 1: field 'id' is int, not text"):
         list(find(DataConfig(path=str(path), text_field="id")).pieces())
-    path.write_bytes(b"PAR1 but no more")
-    with pytest.raises(UsageError, match="is no parquet file"):
-        list(find(DataConfig(path=str(path))).pieces())
+    for kind, content in (("parquet", b"PAR1 but no more"), ("arrow", b"ARROW1 but no more"), ("csv", b'text\n"a\n')):
+        path = tmp_path / f"bad.{kind}"
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=f"is no {kind} file that can be read"):
+            list(find(DataConfig(path=str(path))).pieces())
 
 
-def test_a_duplicate_column_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
+    """A cell of "1" or "NA" is that text, not a number and not missing; rows without text are left out."""
+    (tmp_path / "x.csv").write_text('text,id\n1,1\nNA,x\n"",\n2024-01-01,2\nshort\n')
+    texts = [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()]
+    assert texts == ["1", "NA", "2024-01-01", "short"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "csv":
+        path.write_text("text,text\na,b\n")
+    else:
+        parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
     with pytest.raises(UsageError, match="has two columns named 'text'"):
         list(find(DataConfig(path=str(path))).pieces())
 
@@ -227,7 +270,7 @@ def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
             list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
 def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
     path = tmp_path / name

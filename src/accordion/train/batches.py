@@ -1,4 +1,4 @@
-"""Endless micro-batches of a rank, from a dataset or from a loader."""
+"""Endless micro-batches of a rank, from a dataset, an iterable of samples or a loader."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class OrderedBatches:
         collate: Collate | None,
         *,
         pins: bool,
+        order: type[GlobalOrder] = GlobalOrder,
     ) -> None:
-        self.order = GlobalOrder(len(dataset), share, seed)
+        self.order = order(len(dataset), share, seed)
         self._loader = loader_of(dataset, self.order, collate, pins=pins)
         self._batches: Iterator[Any] | None = None
 
@@ -72,11 +73,12 @@ class LoaderBatches:
     """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again.
+    resumes from its state; any other loader reads the batches of the epoch again. `counter`, `size`: name of the number in
+    `position()`, and what each batch adds to it.
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._draws = data, Draws(seed)
+    def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
+        self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
         generators = (getattr(thing, "generator", None) for thing in (data, getattr(data, "sampler", None)))
         self._generators = {id(g): (g, g.initial_seed()) for g in generators if isinstance(g, torch.Generator)}
         self._epoch, self._num_read = 0, 0
@@ -89,10 +91,13 @@ class LoaderBatches:
             batch = next(self._batches, self)  # `self` marks the end
         if batch is self:
             if self._num_read == 0:
-                raise UsageError("the loader of the training data returns no batch; give it data.")
+                raise UsageError(
+                    f"epoch {self._epoch + 1} of the training data has no batch, or less than a step; give more data, and "
+                    "in place of a generator an object whose __iter__ starts again."
+                )
             self._epoch, self._num_read, self._batches = self._epoch + 1, 0, None
             return next(self)
-        self._num_read += 1
+        self._num_read += self._size
         return batch
 
     def _begun(self) -> Iterator[Any]:
@@ -101,7 +106,7 @@ class LoaderBatches:
         return begun(self._data, self._epoch)
 
     def position(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "num_batches": self._num_read}
+        return {"epoch": self._epoch, self._counter: self._num_read}
 
     def state(self) -> dict[str, Any]:
         return {"data": self._data, "draws": self._draws} if self._is_stateful else {}
@@ -111,13 +116,32 @@ class LoaderBatches:
         return hasattr(self._data, "state_dict") and hasattr(self._data, "load_state_dict")
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if "num_batches" not in position:
+        if "epoch" not in position or self._counter not in position:
             return False
-        self._epoch, self._num_read = position["epoch"], position["num_batches"]
+        self._epoch, self._num_read = position["epoch"], position[self._counter]
         with self._draws.of(self._epoch):
             self._batches = self._begun()
-            num_again = 0 if self._is_stateful else self._num_read
+            num_again = 0 if self._is_stateful else self._num_read // self._size
             return all(next(self._batches, self) is not self for _ in range(num_again))
+
+
+class RankSamples(IterableDataset[Any]):
+    """Samples of an iterable that a rank reads: those at the positions of its `share`. `drops`: leave out the samples at the
+    end that fill no global batch."""
+
+    def __init__(self, samples: Any, share: Share, *, drops: bool) -> None:
+        self._samples, self._share, self._drops = samples, share, drops
+        self.set_epoch = getattr(samples, "set_epoch", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        own = []
+        for position, sample in enumerate(self._samples):
+            if position % self._share.world == self._share.rank:
+                own.append(sample)
+            if (position + 1) % self._share.global_batch == 0:
+                yield from own
+                own = []
+        yield from [] if self._drops else own
 
 
 class Draws:
@@ -172,7 +196,7 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is neither a loader of batches nor a dataset with samples."""
+    """Raise `UsageError` if `data` is no loader of batches, no dataset with samples and no iterable."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -185,19 +209,25 @@ def check_kind(data: Any, split: str) -> None:
             )
     if is_loader(data):
         return
-    if not is_indexed(data) or isinstance(data, str | bytes | Mapping | nn.Module):
+    if isinstance(data, str | bytes | Mapping | nn.Module) or not (is_indexed(data) or hasattr(data, "__iter__")):
         raise UsageError(
-            f"{what}; it must return a dataset with __len__ and __getitem__, a loader, or None. Of an iterable, return a "
-            "DataLoader of this rank's samples: dataset(split, rank, world)."
+            f"{what}; it must return a dataset with __len__ and __getitem__, an iterable of samples, a loader, or None."
         )
-    if len(data) == 0:
+    if is_indexed(data) and len(data) == 0:
         raise UsageError(f"{what} without a sample; give it data, or return None if there is none.")
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
     """Return a rank's batches of the training data `data`. Raises `UsageError` if it is of no kind that can be read."""
     check_kind(data, "train")
-    return LoaderBatches(data, seed) if is_loader(data) else OrderedBatches(data, share, seed, collate, pins=pins)
+    if is_loader(data):
+        return LoaderBatches(data, seed)
+    if is_indexed(data):
+        return OrderedBatches(data, share, seed, collate, pins=pins)
+    samples = RankSamples(data, share, drops=True)
+    loader = DataLoader(samples, share.micro_batch, collate_fn=collate, pin_memory=pins)
+    # Counted in samples of all ranks, so that any number of ranks can continue.
+    return LoaderBatches(loader, seed, counter="num_read", size=share.world * share.micro_batch)
 
 
 # -- validation
@@ -207,23 +237,26 @@ def validation_of(data: Any, share: Share, collate: Collate, device: torch.devic
     """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank. Every rank must call
     the model, so a rank that has no samples left gets samples of others, of which none counts."""
     check_kind(data, "validation")
+    if not is_loader(data) and not is_indexed(data):
+        data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
     if is_loader(data):
-        return _in_step(data, begun(data, 0), device)
+        return _in_step(data, device)
     return validation_batches(data, range(len(data)), share, collate)
 
 
-def _in_step(loader: Any, batches: Iterator[Any], device: torch.device) -> Iterator[tuple[Any, int]]:
-    last = None
+def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
+    draws, last = Draws(0), None  # ranks that take turns need the same order
+    with draws.of(0):
+        batches = begun(loader, 0)
     while True:
-        batch = next(batches, loader)  # `loader` marks the end
+        with draws.of(0):
+            batch = next(batches, loader)  # `loader` marks the end
         has = torch.full((), int(batch is not loader), device=device)
         dist.all_reduce(has)
         if not int(has):
             return
         if batch is loader and last is None:
-            raise UsageError(
-                f"the loader of the validation data returns no batch on rank {dist.get_rank()}; give each rank one."
-            )
+            raise UsageError(f"the validation data has no batch for rank {dist.get_rank()}; give each rank one.")
         last = last if batch is loader else batch
         yield last, 0 if batch is loader else rows_of(last)
 

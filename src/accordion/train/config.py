@@ -40,8 +40,8 @@ class DataConfig:
     """The data: text, or examples with answers."""
 
     path: str | None = None
-    """text, JSON, JSONL or parquet file (may be compressed), a folder of such files, or a folder saved by `datasets`; default:
-    the source files of Python's standard library on this machine"""
+    """text, JSON, JSONL, CSV, parquet or Arrow file (may be compressed), a folder of such files, or a folder saved by
+    `datasets`; default: the source files of Python's standard library on this machine"""
     format: Literal["text", "chat", "prompt"] = "text"
     """`text`: documents; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`,
     rendered by the tokenizer's chat template. With `prompt` and `chat`, answers alone count in the loss"""
@@ -53,9 +53,9 @@ class DataConfig:
     seq_len: int = at_least(2, 128)
     """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
     is longer is cut off"""
-    packing: Literal["documents", "none"] = needing("documents", format=("chat", "prompt"))
-    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `none` puts one
-    example into a row"""
+    packing: Literal["documents", "length", "none"] = needing("documents", format=("chat", "prompt"))
+    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `length` puts one
+    example into a row, and examples of similar length into a step; `none` puts one example into a row, in random order"""
     tokenizer: str | None = None
     """tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
     chat_template: str | None = needing(None, format=("chat",))

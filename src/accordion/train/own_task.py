@@ -22,6 +22,7 @@ from accordion.tasks.loaded import (
     LoadedTask,
     count_of,
     data_of,
+    is_indexed,
     is_loader,
     loaded,
     loss_of,
@@ -223,7 +224,7 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
                 f"train.{key} compares validations, and the task {work.loaded.name!r} has no data for them: its "
                 "dataset('validation') returned None; give some, or leave out the key."
             )
-    if is_loader(data):
+    if is_loader(data) or not is_indexed(data):
         return None
     if len(data) < share.global_batch:
         raise UsageError(

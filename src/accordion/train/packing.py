@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from accordion.train.data import IGNORED, Row
+from accordion.train.data import IGNORED, GlobalOrder, Row, permutation
 from accordion.train.token_tables import Examples
 
 SHOWN = 3  # examples shown before a run
@@ -99,6 +99,8 @@ class ExampleRows(Dataset[Row]):
             self.rows = []
         elif packing == "documents":
             self.rows = packed(self.fit.lengths, seq_len)
+        elif packing == "length":
+            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1).tolist()
         else:
             self.rows = [[i] for i in range(len(self.fit.indices))]
 
@@ -144,6 +146,22 @@ class Collate:
             if several:
                 batch["position_ids"][i, at:] = torch.arange(width - at, device="cpu")
         return {**batch, "num_tokens": sum(lengths)}
+
+
+class LengthOrder(GlobalOrder):
+    """Order of rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
+
+    def index_of(self, position: int, epoch: int) -> int:
+        size = self.share.global_batch
+        step, inside = divmod(position, size)
+        num_skipped = epoch % (self.num_dropped + 1)  # each epoch leaves out other rows, not always the longest
+        return num_skipped + int(permutation(self.steps_per_epoch, self.seed + epoch)[step]) * size + inside
+
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "global_batch": self.share.global_batch}
+
+    def continues(self, state: dict[str, int]) -> bool:
+        return super().continues(state) and state.get("global_batch") == self.share.global_batch
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:

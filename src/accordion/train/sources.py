@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import hashlib
 import io
 import json
+import lzma
 import os
 import platform
 import sysconfig
@@ -13,7 +15,9 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
 from accordion.errors import UsageError, nearest
@@ -23,14 +27,15 @@ from accordion.train.config import DataConfig
 
 Split = Literal["train", "validation"]
 VALIDATION_SHARE = 20  # one document in this many
-ROWS = (".jsonl", ".ndjson", ".json", ".parquet")  # suffixes of files with rows
-TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}  # that `datasets` converts
+CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> separator of columns
+TABLES = (".parquet", ".arrow", *CSV)
+ROWS = (".jsonl", ".ndjson", ".json", *TABLES)  # suffixes of files with rows
 DATASET_MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")
 PIECE_CHARS = 1 << 20  # longer text files are read in pieces of about this size, split at the end of a line
 HEAD_BYTES = 1 << 16  # read from a file in a folder, to see if it is text
 # Tests are repetitive, and encodings are generated tables.
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
-TAKES = "JSON, JSONL, parquet, a folder of such files, or a saved datasets folder"
+TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved datasets folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,7 @@ class Fields:
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
 
 
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 def split_by_key(key: str) -> Split:
@@ -86,6 +91,8 @@ def opened(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix."""
     if path.suffix.lower() not in COMPRESSED:
         return path.open("rb")
+    if path.suffix.lower() == ".xz":
+        return lzma.open(path)
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path)))
@@ -93,7 +100,7 @@ def opened(path: Path) -> IO[bytes]:
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row."""
-    rows = _saved if path.is_dir() else _parquet if suffix_of(path) == ".parquet" else _json
+    rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 
 
@@ -133,27 +140,50 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
     return fields.row(where, row, split_by_key(key))
 
 
-def _parquet(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    import pyarrow
-    from pyarrow import parquet
-
+def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
+    """Yield the rows of a CSV, parquet or Arrow file."""
     what, number = f"data file {str(path)!r}", 0
     try:
-        file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
+        names, tables = _tables(path, fields)
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
         fields.row(what, dict.fromkeys(names), "train", "column")
         left = dict.fromkeys(name for name in names if name not in fields.names)
-        for batch in file.iter_batches(1024, columns=[name for name in names if name in fields.names]):
-            for values in batch.to_pylist():
+        for table in tables:
+            for values in table.to_pylist():
                 number += 1
                 where = f"{str(path)!r} row {number}"
                 yield fields.row(where, {**values, **left}, split_by_key(f"{key}:{number}"), "column")
-    except pyarrow.ArrowException as error:
-        place = f" beyond row {number}" if number else ""
-        raise UsageError(f"{what} is no parquet file that can be read{place}: {brief(error)}") from None
+    except UsageError:
+        raise
+    except Exception as error:  # of datasets, pyarrow and pandas
+        kind, place = suffix_of(path).removeprefix("."), f" beyond row {number}" if number else ""
+        raise UsageError(f"{what} is no {kind} file that can be read{place}: {brief(error)}") from None
+
+
+def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
+    """Return (names of the columns, tables of consecutive rows) of a file. Other columns of parquet files are not read."""
+    suffix, options = suffix_of(path), dict[str, Any]()
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        return names, file.iter_batches(1024, columns=[name for name in names if name in fields.names])
+    import datasets
+
+    if suffix in CSV:
+        with opened(path) as data, io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as text:
+            names = next(csv.reader(text, delimiter=CSV[suffix]), [])
+        options = {"sep": CSV[suffix], "index_col": False, "encoding": "utf-8-sig"}
+        # Otherwise "1" is read as a number and "NA" as missing.
+        options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        options |= {"keep_default_na": False, "na_filter": False}
+    with TemporaryDirectory() as cache:  # for a lock file
+        kind, files = "csv" if suffix in CSV else "arrow", [escape(str(path.absolute()))]
+        rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **options)
+    return names if suffix in CSV else rows.column_names, rows.with_format("arrow").iter(1024)
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
@@ -248,8 +278,9 @@ def _named(path: Path) -> Iterator[None]:
     """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
     try:
         yield
-    except OSError as error:
-        raise UsageError(f"data file {str(path)!r} cannot be read: {error.strerror or error}.") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"data file {str(path)!r} cannot be read: {reason}.") from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data file {str(path)!r} is no UTF-8 text (byte 0x{error.object[error.start]:02x}); convert it, or give a JSONL or "
@@ -264,7 +295,7 @@ def _has_rows(path: Path) -> bool:
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
     """Yield the text of each row as a document. Rows of tables without text are left out."""
     (field,) = fields.needed
-    is_json = not path.is_dir() and suffix_of(path) != ".parquet"
+    is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
         if is_json or row.values[field] not in (None, ""):
             yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), split=row.split)
@@ -302,7 +333,7 @@ def find(config: DataConfig) -> Source:
             raise UsageError(f"data.path {config.path!r} has no file that can be read: {first_of(left)}.")
     else:
         files = {path.name: path}
-        if config.format != "text" and not _has_rows(path) and suffix_of(path) not in TABLES:
+        if config.format != "text" and not _has_rows(path):
             raise UsageError(f"data.path {config.path!r} is text, and data.format {config.format} takes {TAKES}.")
         if not path.is_dir() and (reason := _reason(path, path.name, config, fields)) is not None:
             raise UsageError(f"data file {config.path!r} {reason}.")
@@ -319,14 +350,9 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)
-    if suffix in TABLES:
-        return (
-            f"is not read; convert it: datasets.load_dataset({TABLES[suffix]!r}, data_files={path.name!r})"
-            ".save_to_disk(folder)"
-        )
     if config.format != "text" and not has_rows:
         return f"text, and data.format {config.format} takes rows"
-    if suffix == ".parquet":
+    if suffix in (".parquet", ".arrow"):
         return None
     try:
         with _named(path), opened(path) as file:
@@ -335,7 +361,7 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
                 return "has a NUL byte, and is no UTF-8 text"
             codecs.getincrementaldecoder("utf-8")().decode(head, len(head) < HEAD_BYTES)
         # In a folder of texts, such files often have other content than rows of text.
-        if suffix == ".json":
+        if suffix == ".json" or suffix in CSV:
             next(read_rows(path, key, fields), None)
     except UsageError as error:
         return str(error).removeprefix(f"data file {str(path)!r} ").removeprefix(f"{str(path)!r} ").rstrip(".")
