@@ -10,35 +10,38 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accordion.devices import HostCopy
 from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import tensors_of
 from accordion.safety.divergence import DivergenceMonitor
-from accordion.tensor_checksum import checksums
+from accordion.tensor_checksum import checksum
 
 NUM_COMPARED = 2
 SHARE_DATA = {"tp", "sp", "cp", "ep"}  # in the name of a mesh dim: its ranks may have the same data
 
 
 class FirstInputs(Observer):
-    """Observer that sends the digest of the first two training inputs, for which the host waits, and then detaches itself.
+    """Observer that sends the digest of the first two training inputs, read without waiting, and then detaches itself.
 
     Nothing is sent if an input has no tensors or only constant ones, or if both inputs are equal, as in a benchmark.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
         self._engine, self._monitor = engine, monitor
-        self._digests: list[int | None] = []
+        self._copies: list[list[HostCopy]] = []
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
         module = call.unit.module()
         if self._engine.depth > 1 or call.root == IN_BACKWARD or module is None or not module.training:
             return
-        self._digests.append(digest_of(tensors_of(inputs)))
-        if len(self._digests) == NUM_COMPARED:
+        if len(self._copies) < NUM_COMPARED:
+            self._copies.append(checksums_of(tensors_of(inputs)))
+        if len(self._copies) == NUM_COMPARED and all(copy.is_ready() for copies in self._copies for copy in copies):
             self._engine.observers.detach(self)
-            if None not in self._digests and len(set(self._digests)) == NUM_COMPARED:
-                self._monitor.send_inputs(zlib.crc32(repr(self._digests).encode()))
+            digests = list(map(digest_of, self._copies))
+            if None not in digests and len(set(digests)) == NUM_COMPARED:
+                self._monitor.send_inputs(zlib.crc32(repr(digests).encode()))
 
 
 def have_own_data(engine: Engine) -> bool:
@@ -50,9 +53,19 @@ def have_own_data(engine: Engine) -> bool:
 
 
 @torch.no_grad()
-def digest_of(tensors: Iterable[Tensor]) -> int | None:
-    """Return a digest of all `tensors` with elements; None if every one is constant."""
-    plain = [t for t in tensors if type(t) is Tensor and t.layout is torch.strided and not t.is_meta and t.numel()]
-    if all((t == t.reshape(-1)[0]).all() for t in plain):
-        return None
-    return zlib.crc32(repr(checksums({str(i): t for i, t in enumerate(plain)})).encode())
+def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
+    """Start one copy to the host per device: for each tensor with elements its checksum, and 1 if its elements differ."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.device.type != "meta" and tensor.numel():
+            elements = tensor.reshape(-1)
+            differs = (elements != elements[0]).any()
+            by_device.setdefault(tensor.device, []).append(torch.stack([checksum(tensor), differs.long()]))
+    return [HostCopy([torch.stack(pairs)]) for pairs in by_device.values()]
+
+
+def digest_of(copies: Iterable[HostCopy]) -> int | None:
+    """Return a digest of all copied checksums; None if every tensor is constant."""
+    pairs = [pair for copy in copies for pair in copy.read()[0]]
+    return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None
