@@ -193,9 +193,8 @@ def _fork_server(python: bytes, args: list[str], fds: list[int]) -> int:
         return process_id
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in map(
-            int, os.listdir("/dev/fd")
-        ):  # a closed one could be opened anew, and pytest's faulthandler writes into it
+        # Not closed: a number could be used again, and pytest's faulthandler writes into it.
+        for fd in map(int, os.listdir("/dev/fd")):
             if fd > 2 and fd not in (*fds, nothing):
                 os.dup2(nothing, fd, inheritable=False)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # pytest's would write into its own file

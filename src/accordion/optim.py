@@ -33,6 +33,7 @@ ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
+WHOLE = tuple(getattr(torch.optim, name) for name in ("Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
 class LocalStep(Optimizer):
@@ -301,6 +302,11 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor wraps another one."""
     name = type(optimizer).__name__
+    if isinstance(optimizer, WHOLE):
+        raise UsageError(
+            f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; leave out "
+            "wrap_optimizer: torch steps Muon on DTensors."
+        )
     if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS))):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "

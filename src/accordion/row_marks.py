@@ -7,6 +7,7 @@ copies of them keep, and DCP does not.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,6 +24,7 @@ from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
 MARK = "_accordion_rows"  # attribute of a state
+MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
 BITS = 20  # for a rank, since one int64 carries three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
 """(position on the mesh, number of ranks, local shape, (placement, index, number of chunks) of each axis that shards).
@@ -53,22 +55,40 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         _refuse_on_all(next(marks, None), _params(optimizer), "the optimizer's states")
 
 
-def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
-    """Raise `UsageError` on this rank if it was given rows of another rank, as in a file that `torch.save` wrote.
+def mark_meshes(params: Iterable[Tensor]) -> None:
+    """Set `MADE` on the mesh of each sharded parameter, by which a copy of a mesh from a file is recognized.
 
-    No collective: DTensor may give results of this process the mesh of a file, so other ranks may have nothing to compare.
+    Identity is not enough: the result of a DTensor operator may have another, equal mesh, the first that DTensor saw.
+    """
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        vars(mesh)[MADE] = os.getpid(), id(mesh)
+
+
+def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
+    """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
+
+    Collective if there are tensors from a file; tensors of this process are compared on this rank alone.
 
     Args:
         pairs: (loaded value, tensor of this model for which it is meant).
         what: name of the loaded tensors, for the message.
     """
-    sharded = ((a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor))
+    sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
+    pid = os.getpid()
+    from_file = []
+    for loaded, target in sharded:
+        mesh = loaded.device_mesh
+        if vars(mesh).get(MADE, (pid, id(mesh))) != (pid, id(mesh)):
+            from_file.append((loaded, target))
+    if from_file:
+        marks = (_mark(loaded) for loaded, target in from_file if _is_elsewhere(loaded, target))
+        _refuse_on_all(next(marks, None), (target for _, target in from_file), what)
     others = (pair for pair in sharded if pair[0].device_mesh is not pair[1].device_mesh)
     _refuse_on_all(next((_mark(a) for a, b in others if _is_elsewhere(a, b)), None), (), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
-    """Raise `UsageError` on this rank if an unwrapped `optimizer` has states of another rank's rows."""
+    """Raise `UsageError` on every rank if an unwrapped `optimizer` has states of another rank's rows on any of them."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 

@@ -227,7 +227,7 @@ def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any)
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
     """Replace sharded tensors in `state`, from a file of this rank, by ones on the mesh of the parameters in `wanted`.
 
-    Raises `UsageError` if they are the rows of another rank.
+    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank.
     """
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():

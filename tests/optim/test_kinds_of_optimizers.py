@@ -111,8 +111,8 @@ def test_wrapped_optimizer_takes_a_closure(mesh) -> None:
 def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(mesh) -> None:
     """Wrap optimizers that combine several elements, and unknown ones."""
     model = acc.shard(models.plain(), mesh=mesh)
-    with pytest.raises(acc.UsageError, match=r"does not know Muon; .*otherwise leave out wrap_optimizer"):
-        acc.wrap_optimizer(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]))
+    with pytest.raises(acc.UsageError, match=r"Muon looks at more than one element.*torch steps Muon on DTensors"):
+        acc.wrap_optimizer(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]), elementwise=True)
 
     class Lion(torch.optim.Optimizer):
         @torch.no_grad()

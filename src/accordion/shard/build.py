@@ -27,6 +27,7 @@ from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
 from accordion.optim import mark_sharded
+from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_shards
 from accordion.safety.same_on_ranks import on_every_rank
@@ -78,6 +79,7 @@ def build_engine(
         unit.reads = reads
     attach_safety(engine, hooks, debug)
     answer_for_shards(engine)
+    mark_meshes(param.sharded for unit in engine.units for param in unit.params)
     mark_sharded(engine)
     return engine
 

@@ -73,8 +73,8 @@ class _MeshWait:
             if theirs is None or self._rank not in theirs.ranks or self._rank not in theirs.arrivals.missing():
                 continue
             if rank in self.arrivals.missing():  # it has not come since
-                given = {self._rank: self.mesh, rank: theirs.mesh}
-                each = ", ".join(f"rank {each} gave {mesh}" for each, mesh in sorted(given.items()))
+                meshes = {self._rank: self.mesh, rank: theirs.mesh}
+                each = ", ".join(f"rank {each} gave {mesh}" for each, mesh in sorted(meshes.items()))
                 for wait in (self, theirs):
                     self._store.set(
                         wait._failed,
