@@ -154,8 +154,8 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
             read = f" ({', '.join(name for name, _ in named)} of unit {named[0][1]!r})"
     names = ", ".join(unit.name or "(root)" for unit in units)
     return UsageError(
-        f"the forward read a parameter of a unit{read} outside of that unit's own forward, and it is a shard there; choose `units` "
-        f"so that one unit holds all modules that read it, or pass the method to entry_point. The units are: {names}."
+        f"the forward read a parameter of a unit{read} outside of that unit's own forward, and it is a shard there; choose "
+        f"`units` so that one unit holds all modules that read it, or pass the method to entry_point. The units are: {names}."
     )
 
 
