@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,9 @@ from accordion.compat.fsdp1 import (
     CPUOffload,
     MixedPrecision,
     ShardedGradScaler,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictType,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
 from accordion.compat.fsdp1 import wrap as wrapping
@@ -35,7 +37,6 @@ from tests.support.checks import assert_at_rest
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -380,3 +381,58 @@ def test_a_model_in_bfloat16_stays_so(mesh: DeviceMesh) -> None:
     assert {p.dtype for p in model.parameters()} == {BF16}
     model(batch(0, 0).to(BF16)).pow(2).mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+# -- refusals
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@on_world(2)
+def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
+    net, kinds = seeded(), ShardingStrategy
+    whole, by_hand = {"device_mesh": mesh, "auto_wrap_policy": SIZE}, {"device_mesh": mesh}
+    cases: dict[str, Callable[[], Any]] = {
+        "not str": lambda: FSDP("net"),  # type: ignore[arg-type]
+        "has no forward": lambda: FSDP(net.blocks),
+        "it takes ShardingStrategy": lambda: FSDP(net, sharding_strategy="FULL_SHARD"),  # type: ignore[arg-type]
+        "it takes CPUOffload": lambda: FSDP(net, cpu_offload=True),  # type: ignore[arg-type]
+        "keep_low_precision_grads": lambda: FSDP(net, mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
+        "pass one of them": lambda: FSDP(net, process_group=mesh.get_group(), device_mesh=mesh),
+        "contains a str": lambda: FSDP(net, ignored_states=["first"]),  # type: ignore[list-item]
+        "pass everything in ignored_states": lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
+        "auto_wrap_policy is 3": lambda: FSDP(net, auto_wrap_policy=3),
+        "has no parameters": lambda: FSDP(nn.ReLU(), **by_hand).state_dict(),
+        "one of 'cuda' devices": lambda: FSDP(
+            seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
+        ),
+        "has 1 axes": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
+        "takes two": lambda: FSDP(
+            net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
+        ).state_dict(),
+        "pass a policy, or wrap by hand": lambda: FSDP(
+            nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE
+        ),
+        "has an engine already": lambda: FSDP(nn.Sequential(FSDP(seeded(), **whole))),
+        "pass the same to all": lambda: FSDP(
+            nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=kinds.NO_SHARD)), **by_hand
+        ).state_dict(),
+        "LOCAL_STATE_DICT is not supported": lambda: FSDP.set_state_dict_type(
+            FSDP(seeded(), **by_hand), StateDictType.LOCAL_STATE_DICT
+        ),
+        "takes a FullStateDictConfig": lambda: FSDP.set_state_dict_type(
+            FSDP(seeded(), **by_hand), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+        ),
+        "contains none": lambda: FSDP.get_state_dict_type(net),
+        "writeback=False": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), rank0_only=True).__enter__(),
+        "no flat gradient": lambda: FSDP(seeded(), **by_hand).register_comm_hook(None, None),
+        "qualified names": lambda: FSDP.rekey_optim_state_dict({}, None, None),
+        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), **by_hand), sgd(plain), {}),
+        "that is not in the model": lambda: FSDP.optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
+    }
+    for words, case in cases.items():
+        with pytest.raises(UsageError, match=words) as error:
+            case()
+        assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from accordion import _torch
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters
 from tests.devices import device
 from tests.inside import unit_in
 from tests.support import experts
@@ -71,9 +71,7 @@ def trains_alike(mesh: Any, way: str, **options: Any) -> None:
     """Compare in float64, since in float32 the order of sums alone changes gradients by 2e-6 of their largest element."""
     pair = [sharded(api, mesh, way, torch.float64, **options) for api in SIDES]
     plain = experts.seeded().double()
-    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
-        n: describe(p) for n, p in pair[0].named_parameters()
-    }
+    assert_same_parameters(*pair)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (*pair, plain)]
     acc.wrap_optimizer(optimizers[1])
     for step in range(3):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
+from tests.compat.test_fsdp2 import SIDES, assert_backwards_agree, assert_same_parameters, grads_of, leases, sharded
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.support import models
@@ -37,7 +37,7 @@ def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
 
 @on_world(2)
 def test_a_list_of_modules_is_gathered_together(mesh) -> None:
-    pair = []
+    pair: list[models.Tiny] = []
     for api in SIDES:
         model = models.plain()
         group = [model.norm, model.head]
@@ -45,10 +45,7 @@ def test_a_list_of_modules_is_gathered_together(mesh) -> None:
         api.fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
         pair.append(api.fully_shard(model, mesh=mesh))
     assert type(pair[1].norm).__name__ == "FSDPLayerNorm"
-    for step in range(2):
-        for m in pair:
-            one_loss(m, step).backward()
-    assert_same_gradients(*pair)
+    assert_backwards_agree(pair)
     model = pair[1]
     assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "norm"]
     model.norm.unshard()
@@ -58,20 +55,16 @@ def test_a_list_of_modules_is_gathered_together(mesh) -> None:
 
 
 @on_world(2)
-def test_lists_without_a_root(mesh) -> None:
-    """Without a module around them, each part is a root."""
+def test_modules_without_a_root(mesh) -> None:
+    """Without a module around them, each list and each block is a root."""
     plain, model = models.plain(), models.plain()
     ours.fully_shard([model.embed, *model.blocks], mesh=mesh)
     ours.fully_shard([model.norm, model.head], mesh=mesh)
     trained(mesh, plain, model)
-
-
-@on_world(2)
-def test_blocks_without_a_root(mesh) -> None:
     plain, model = models.plain(), models.plain()
-    for name in ("embed", "norm", "head"):
-        for p in [*getattr(plain, name).parameters(), *getattr(model, name).parameters()]:
-            p.requires_grad_(False)
+    for one in (plain, model):
+        for module in (one.embed, one.norm, one.head):
+            module.requires_grad_(False)
     for block in model.blocks:
         ours.fully_shard(block, mesh=mesh)
     trained(mesh, plain, model)
@@ -130,16 +123,11 @@ def test_tied_parameters_are_one(mesh) -> None:
     apart.first(x)
     with pytest.raises(ValueError, match="is tied to a parameter that was sharded with another module"):
         apart.second(x)
-
-
-@on_world(2)
-def test_a_parameter_is_tied_between_the_calls(mesh) -> None:
-    """A parameter is tied after the inner module was sharded."""
-    plain, model = models.tied(), models.tied()
-    ours.fully_shard(model.embed, mesh=mesh)
-    model.head.weight = model.embed.weight
-    ours.fully_shard(model, mesh=mesh)
-    trained(mesh, plain, model)
+    late = models.tied()
+    ours.fully_shard(late.embed, mesh=mesh)
+    late.head.weight = late.embed.weight  # tied between the calls
+    ours.fully_shard(late, mesh=mesh)
+    trained(mesh, models.tied(), late)
 
 
 @on_world(2)
@@ -150,14 +138,9 @@ def test_other_dims_and_ignored_parameters(mesh) -> None:
         for block in model.blocks:
             api.fully_shard(block, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
         pair.append(api.fully_shard(model, mesh=mesh, ignored_params={model.head.weight}))
-    assert {n: describe(p) for n, p in pair[1].named_parameters() if isinstance(p, DTensor)} == {
-        n: describe(p) for n, p in pair[0].named_parameters() if isinstance(p, DTensor)
-    }
+    assert_same_parameters(*pair)
     assert type(pair[1].head.weight) is nn.Parameter
-    for step in range(2):
-        for m in pair:
-            one_loss(m, step).backward()
-    assert_same_gradients(*pair)
+    assert_backwards_agree(pair)
     uneven = ours.fully_shard(models.narrow(), mesh=mesh, shard_placement_fn=lambda p: Shard(-1))
     trained(mesh, models.narrow(), uneven)
     scalar = ours.fully_shard(models.uneven(), mesh=mesh)
@@ -167,7 +150,6 @@ def test_other_dims_and_ignored_parameters(mesh) -> None:
 
 @on_world(2)
 def test_stages_share_communicators(mesh) -> None:
-    """Several roots share streams and communicators."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
     for stage in stages:
@@ -183,7 +165,6 @@ def test_stages_share_communicators(mesh) -> None:
 
 @on_world(2)
 def test_memory_is_freed_with_the_last_reference_to_the_model(mesh) -> None:
-    """The model's memory is freed with its last reference."""
     model = sharded(ours, mesh)
     one_loss(model).backward()  # the first of a process imports, and imports keep frames
     del model
@@ -206,7 +187,6 @@ def test_memory_is_freed_with_the_last_reference_to_the_model(mesh) -> None:
 
 @on_world(2)
 def test_other_functions_of_the_library_take_the_model(mesh, tmp_path: Path) -> None:
-    """The library's other functions work on such a model."""
     model = sharded(ours, mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     plain = models.plain()
