@@ -48,7 +48,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "engine/test_precision.py": ("saving_hook",),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
-    "integrations/test_whole_programs.py": ("DDP_LEAVES_OUT",),
+    "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),
     "optim/test_lbfgs.py": ("use_whole_vectors",),

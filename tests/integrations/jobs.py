@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-VOCABULARY, LENGTH = 64, 12
+VOCABULARY, LENGTH, WIDTH = 64, 12, 16
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
@@ -82,6 +82,11 @@ def fsdp_job() -> Iterator[None]:
         finally:
             for key in os.environ.keys() - before.keys():  # its plugin's, for libraries that it does not know
                 del os.environ[key]
+
+
+def blocks(depth: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)])
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:

@@ -10,21 +10,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, sizes_of_steps, torchrun_job
+from tests.integrations.jobs import (
+    WIDTH,
+    assert_held_once,
+    blocks,
+    bytes_held,
+    full,
+    needs,
+    sizes_of_steps,
+    torchrun_job,
+)
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("lightning")
 
-WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 3
+GLOBAL_BATCH, STEPS_OF_EPOCH = 12, 3
 KINDS = [("ddp", False, {}), ("full", True, {}), ("sharded", True, {"state_dict_type": "sharded"})]
-
-
-def blocks(depth: int = 3) -> nn.Sequential:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)])
 
 
 def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> Any:
@@ -36,23 +42,22 @@ def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> An
     )
 
 
-def module(pl: Any, **options: Any) -> Any:
-    """A LightningModule that records its losses, and the gradient norm of each step before clipping."""
+def module(pl: Any, on: str = "") -> Any:
+    """A LightningModule that records its losses, and the gradient norm of each step before clipping.
+
+    `on`: the device on which `configure_model` creates the layers, by default `__init__` does it.
+    """
 
     class Lit(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.losses: list[float] = []
             self.norms: list[float] = []
-            self.net: Any = None
-            if not options.get("on_meta"):
-                torch.manual_seed(0)
-                self.net = blocks()
+            self.net: Any = None if on else blocks()
 
         def configure_model(self) -> None:
             if self.net is None:
-                torch.manual_seed(0)
-                with torch.device(options["on_meta"]):
+                with torch.device(on):
                     self.net = blocks()
 
         def forward(self, x: Tensor) -> Tensor:
@@ -165,12 +170,12 @@ def test_configure_model_on_meta_begins_as_on_one_device(mesh: Any, tmp_path: Pa
     pl, found = lightning(), []
     for ours in (False, True):
         with torchrun_job():
-            lit = module(pl, on_meta="meta" if ours else "cpu")
+            lit = module(pl, "meta" if ours else "cpu")
             trainer(pl, ours, tmp_path).fit(lit, data())
             found.append(lit.losses)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():  # ranks whose generators differ begin alike all the same
-        lit = module(pl, on_meta="meta")
+        lit = module(pl, "meta")
         one = trainer(pl, True, tmp_path, max_epochs=1)
         lit.configure_model()
         torch.manual_seed(dist.get_rank())
@@ -206,9 +211,8 @@ def gan(pl: Any, bad: str = "") -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            torch.manual_seed(0)
             self.parts = nn.ModuleDict({"generator": blocks(2)})
-            self.critic = blocks(2)
+            self.critic = blocks(2, seed=1)
             if bad == "own":
                 self.scale = nn.Parameter(torch.ones(1))
             if bad == "tied":
@@ -532,23 +536,30 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
 # -- Fabric
 
 
-def fabric(ours: bool, options: Any = None, **changes: Any) -> Any:
+def fabric(ours: bool, options: Any = None, strategy: Any = None, **changes: Any) -> Any:
     made = importlib.import_module("lightning.fabric")
     mine = importlib.import_module("accordion.integrations.lightning").FabricStrategy
-    strategy = (mine if ours else made.strategies.DDPStrategy)(**(options or {}))
+    strategy = strategy or (mine if ours else made.strategies.DDPStrategy)(**(options or {}))
     one = made.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **changes)
     one.launch()
     return one
 
 
-def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 6) -> list[float]:
+def set_up(ours: bool, options: Any = None, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Return a Fabric with a model and its optimizer, which was created before the model was sharded."""
+    one, model = fabric(ours, options), blocks(seed=seed)
+    return one, *one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def fabric_loop(
+    one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 6, accumulated: int = 2
+) -> list[float]:
     found = []
-    loader = one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True)
-    batches = iter(loader)
+    batches = iter(one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True))
     for _ in range(steps):
-        for micro in range(2):
+        for micro in range(accumulated):
             x, y = next(batches)
-            with one.no_backward_sync(model, enabled=micro == 0):
+            with one.no_backward_sync(model, enabled=micro < accumulated - 1):
                 loss = (model(x) - y).pow(2).mean()
                 one.backward(loss)
             found.append(float(loss))
@@ -567,16 +578,12 @@ def test_fabric_trains_as_under_ddp(mesh: Any) -> None:
         found = []
         for ours in (False, True):
             with torchrun_job():
-                one = fabric(ours)
-                torch.manual_seed(0)
-                model = blocks()
-                model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+                one, model, optimizer = set_up(ours)
                 found.append(fabric_loop(one, model, optimizer, by))
                 assert (engine_of(model) is not None) == ours
         assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():
         one = fabric(True, precision="bf16-mixed")
-        torch.manual_seed(0)
         with one.init_module(empty_init=True):
             model = blocks()
         assert next(model.parameters()).is_meta
@@ -587,13 +594,29 @@ def test_fabric_trains_as_under_ddp(mesh: Any) -> None:
         assert low[-3] < low[0]
 
 
+@on_job(2)
+def test_fabrics_own_strategy_takes_a_plain_shard(mesh: Any) -> None:
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def sharded(model: nn.Module, meshes: Any) -> nn.Module:
+        return acc.shard(model, meshes["data_parallel"])
+
+    found = []
+    for strategy in (None, ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)):
+        with torchrun_job():
+            one = fabric(False, strategy=strategy)
+            model = one.setup_module(blocks())
+            optimizer = one.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            assert all(isinstance(p, DTensor) == (strategy is not None) for p in model.parameters())
+            found.append(fabric_loop(one, model, optimizer, by="", accumulated=1))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1][-1] < found[1][0]
+
+
 def fabric_saves(mesh: Any, folder: Path) -> None:
     for kind in ("full", "sharded"):
         with torchrun_job():
-            one = fabric(True, {"state_dict_type": kind})
-            torch.manual_seed(0)
-            model = blocks()
-            model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            one, model, optimizer = set_up(True, {"state_dict_type": kind})
             fabric_loop(one, model, optimizer)
             average = [p.detach().clone() for p in model.parameters()]
             one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6, "average": average})
@@ -604,9 +627,7 @@ def fabric_saves(mesh: Any, folder: Path) -> None:
 
 def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
     with torchrun_job():
-        one = fabric(True)
-        model = blocks()
-        model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        one, model, optimizer = set_up(True, seed=1)
         state = {"model": model, "optimizer": optimizer, "step": 0}
         rest = one.load(folder / kind, state)
         assert (state["step"], list(rest)) == (6, ["average"])
