@@ -289,7 +289,7 @@ CUTS = {"first": ("_save", "_save_optimizer_and_scheduler", "_save_scaler"), "la
 @on_job(2)
 def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path, cuts: str) -> None:
     """A save that is interrupted anywhere leaves the previous checkpoint as the one to resume."""
-    from accordion.integrations.transformers import _resumable
+    from accordion.integrations import transformers as integration
 
     with library_job():
         for place in CUTS[cuts]:
@@ -314,10 +314,10 @@ def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path, cu
             assert (here / "checkpoint-4").is_dir()
             with pytest.raises(acc.CheckpointError, match=r"checkpoint-4 cannot be resumed.*interrupted"):
                 train(resumable(here, max_steps=4, save_steps=2), str(here / "checkpoint-4"))
-            assert _resumable(str(here), True) == here / "checkpoint-2"
+            assert integration._newest(str(here)) == str(here / "checkpoint-2")
         again = train(resumable(here, max_steps=4, save_steps=2), True)
         assert again.state.global_step == 4
-        assert _resumable(str(here), True) == here / "checkpoint-4"
+        assert integration._newest(str(here)) == str(here / "checkpoint-4")
 
 
 # -- a model that fits no rank
