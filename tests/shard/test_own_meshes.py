@@ -91,10 +91,8 @@ def test_a_gradient_is_divided_by_all_ranks_whatever_the_size_of_its_mesh(world:
     world.run_mesh(shape, ("edp", "ep"), trains_alike, "experts are units")
 
 
-@on_mesh((2, 2), ("edp", "ep"))
-def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
-    """Experts are gathered and reduced over their own ranks alone, messages say which, and bytes are those of their rows."""
-    model = sharded(mesh, units={experts.Mixture, experts.Experts})
+def assert_own_ranks_communicate(mesh: Any, model: Any) -> int:
+    """Assert that experts are gathered and reduced over their own ranks only, and return the number of elements of a block's."""
     for step in range(2):
         with Wire() as wire:
             model.loss(experts.tokens(step, dist.get_rank())).backward()
@@ -109,6 +107,14 @@ def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
     assert unit.groups[0].context.shard.gather.ranks == same
     assert unit.groups[0].place.endswith(f"(blocks.0.experts) of ranks {same}")
     assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
+    return numel
+
+
+@on_mesh((2, 2), ("edp", "ep"))
+def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks only, messages name these, and bytes are those of their rows."""
+    model = sharded(mesh, units={experts.Mixture, experts.Experts})
+    numel = assert_own_ranks_communicate(mesh, model)
     report = {each.name: each for each in acc.describe(model).units}["blocks.0.experts"]
     assert report.num_params == 2 * numel  # in whole
     assert report.parameter_bytes == numel // 2 * 4
