@@ -16,6 +16,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 VOCABULARY, LENGTH, WIDTH = 64, 12, 16
+TRAINING: dict[str, Any] = {  # arguments of Trainers
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "seed": 0,
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

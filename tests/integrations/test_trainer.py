@@ -14,6 +14,7 @@ import torch
 import accordion as acc
 from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import (
+    TRAINING,
     assert_held_once,
     bytes_held,
     full,
@@ -34,15 +35,8 @@ STEPS = 12
 def arguments(folder: Path, **changes: Any) -> Any:
     from transformers import TrainingArguments
 
-    usual = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-    }
-    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
-    more = {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 0}
-    return TrainingArguments(output_dir=str(folder), **{**usual, **quiet, **more, **changes})
+    more = {"max_steps": STEPS, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    return TrainingArguments(output_dir=str(folder), **{**TRAINING, **more, **changes})
 
 
 def trainer(
@@ -207,8 +201,8 @@ def test_it_predicts_with_generate_token_for_token(mesh: Any, tmp_path: Path) ->
         for kind in (Seq2SeqTrainer, Sharded):
             torch.manual_seed(0)
             model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
-            quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 3}
-            args = Seq2SeqTrainingArguments(str(tmp_path), **quiet, predict_with_generate=True, generation_max_length=9)
+            own = {"max_steps": 3, "predict_with_generate": True, "generation_max_length": 9}
+            args = Seq2SeqTrainingArguments(str(tmp_path), **TRAINING, **own)
             one = train(kind(model=model, args=args, train_dataset=data, eval_dataset=data))
             found.append(one.predict(data[:6]).predictions)
         assert (found[0] == found[1]).all()

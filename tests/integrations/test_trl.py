@@ -8,28 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, needs, sentences
+from tests.integrations.jobs import TRAINING, VOCABULARY, bytes_held, library_job, llama, needs, sentences
 from tests.integrations.test_trainer import alike, train
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("trl", "peft")
 
-USUAL = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-}
-STEPS = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "seed": 0,
-}
+USUAL = {**TRAINING, "bf16": False, "max_steps": 4}
 
 
 def tokenizer() -> Any:
@@ -64,7 +50,7 @@ def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -
     theirs = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}[kind]
     config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig}[kind]
     own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind == "sft" else {}
-    args = config(output_dir=str(folder), **{**USUAL, **STEPS, **own, **changes})
+    args = config(output_dir=str(folder), **{**USUAL, **own, **changes})
     model = llama(hidden_size=16)
     if kind == "reward":
         model = LlamaForSequenceClassification(type(model.config)(**{**model.config.to_dict(), "num_labels": 1}))
@@ -135,7 +121,7 @@ def grpo(ours: bool, folder: Path, adapters: bool) -> Any:
     sizes = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1 if adapters else 0.0}
     return trainer(
         model=llama(hidden_size=16),
-        args=trl.GRPOConfig(output_dir=str(folder), **{**USUAL, **STEPS, **sizes, "learning_rate": 1e-3}),
+        args=trl.GRPOConfig(output_dir=str(folder), **{**USUAL, **sizes, "learning_rate": 1e-3}),
         train_dataset=Dataset.from_dict({"prompt": [text(line["input_ids"][:4].tolist()) for line in sentences(32)]}),
         processing_class=tokenizer(),
         reward_funcs=spread,
