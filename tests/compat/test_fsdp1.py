@@ -77,12 +77,12 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
 
 
-def unsharded_steps(num_ranks: int, steps: int = 3, make: Any = Net, clip: float | None = None, **kind: Any) -> Any:
-    """Train on the batches of all ranks; return the model, losses of each rank and step, and the last step's gradients."""
-    model = seeded(make)
-    optimizer = kind.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.05)
+def unsharded_steps(num_ranks: int, clip: float | None = None) -> Any:
+    """Train on the batches of all ranks; return the model, the losses of each step and rank, and the optimizer."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
-    for step in range(steps):
+    for step in range(3):
         optimizer.zero_grad()
         each = [model(batch(step, rank)).pow(2).mean() for rank in range(num_ranks)]
         (sum(each) / num_ranks).backward()
@@ -113,6 +113,10 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tol
         torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=tolerance, atol=tolerance, msg=name)
 
 
+def without_counters(model: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in model.state_dict().items() if name != "seen"}
+
+
 SIZE = functools.partial(wrapping.size_based_auto_wrap_policy, min_num_params=200)
 POLICIES: dict[str, Any] = {
     "none": None,
@@ -125,21 +129,23 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def trains_as_unsharded(mesh: DeviceMesh, policy: str, strategy: str) -> tuple[int, str]:
-    rank, num_ranks = dist.get_rank(), mesh.size()
-    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
-    expected, losses, _ = unsharded_steps(num_ranks, clip=0.5)
-    assert train(model, rank, clip=0.5) == pytest.approx([step[rank] for step in losses], abs=1e-5)
+def assert_trains_as_unsharded(model: nn.Module, num_ranks: int = 2, clip: float | None = None) -> nn.Module:
+    """Train; compare losses, weights and the names of parameters. Returns the model that was trained without sharding."""
+    expected, losses, _ = unsharded_steps(num_ranks, clip)
+    rank = dist.get_rank()
+    assert train(model, rank, clip=clip) == pytest.approx([step[rank] for step in losses], abs=1e-5)
     assert_same_state(without_counters(model), without_counters(expected), 1e-5)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    return expected
+
+
+def trains_as_unsharded(mesh: DeviceMesh, policy: str, strategy: str) -> tuple[int, str]:
+    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
+    assert_trains_as_unsharded(model, mesh.size(), clip=0.5)
     assert [n for n, _ in model.named_buffers()] == ["seen"]
     assert_at_rest(model)
     return len(FSDP.fsdp_modules(model)), repr(model)
-
-
-def without_counters(model: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in model.state_dict().items() if name != "seen"}
 
 
 @on_world(2)
@@ -197,10 +203,7 @@ def test_batch_norms_stay_in_float32(mesh: DeviceMesh) -> None:
     mixed = MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)
     model = FSDP(net, auto_wrap_policy=wrapping.ModuleWrapPolicy({nn.Linear}), device_mesh=mesh, mixed_precision=mixed)
     model(batch(0, 0)).sum().backward()
-    assert net.dtypes == [
-        BF16,
-        BF16,
-    ]  # the norm's input is cast by a hook that comes after this test's, and its output back
+    assert net.dtypes == [BF16, BF16], "a hook after this test's casts the norm's input, and another its output back"
     assert isinstance(net.norm, FSDP)
     assert net.norm.running_mean.dtype is torch.float32
 
@@ -221,19 +224,15 @@ class Annotated(nn.Module):
 
 @on_world(2)
 def test_wrappers_in_wrappers(mesh: DeviceMesh) -> None:
-    rank = dist.get_rank()
     assert not isinstance(Annotated().first, FSDP)
     with wrapping.enable_wrap(wrapper_cls=FSDP, device_mesh=mesh):
         torch.manual_seed(0)
         model = wrapping.wrap(Annotated())
     assert [type(m).__name__ for m in (model, model.first, model.blocks[0])] == ["FullyShardedDataParallel"] * 3
     assert not model.first.check_is_root()
-    expected, losses, _ = unsharded_steps(2)
-    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
-    assert [u.name for u in acc.describe(model).units][1:] == [
-        "_fsdp_wrapped_module.first", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1",
-    ]  # fmt: skip
-    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
+    assert_trains_as_unsharded(model)
+    units = [f"_fsdp_wrapped_module.{name}" for name in ("first", "blocks.0", "blocks.1")]
+    assert [u.name for u in acc.describe(model).units][1:] == units
     with pytest.raises(UsageError, match="call it on the outermost"):
         model.first.clip_grad_norm_(1.0)
     with pytest.raises(UsageError, match="call it on the outermost"), model.first.no_sync():
@@ -331,7 +330,6 @@ def test_ignored_states(mesh: DeviceMesh) -> None:
 )
 @on_world(2)
 def test_torchs_activation_checkpointing(mesh: DeviceMesh, how: str) -> None:
-    rank = dist.get_rank()
     net = seeded()
     if how == "inside before":
         net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
@@ -344,10 +342,7 @@ def test_torchs_activation_checkpointing(mesh: DeviceMesh, how: str) -> None:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
         assert isinstance(net.blocks[0]._fsdp_wrapped_module, CheckpointWrapper)
         assert isinstance(net.blocks[0].module, Block)
-    expected, losses, _ = unsharded_steps(2)
-    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
-    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    expected = assert_trains_as_unsharded(model)
     model.load_state_dict(expected.state_dict())
     assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
 
