@@ -151,7 +151,7 @@ def test_a_model_may_be_a_folder(tmp_path):
 
 def test_a_contender_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(contenders.NOT_HERE, "deepspeed", "no_such_module")
-    names, left_out = chosen(["accordion"], ["fsdp2", "deepspeed", "fsdp2", "accordion:shard_grad_op"])
+    names, left_out = chosen("fsdp2, deepspeed,fsdp2,accordion:shard_grad_op")
     assert names == ["accordion", "fsdp2", "accordion:shard_grad_op"]
     assert left_out == {"deepspeed": "no_such_module is not installed"}
 
