@@ -211,7 +211,7 @@ def test_it_predicts_with_generate_token_for_token(mesh: Any, tmp_path: Path) ->
 
 # -- it saves and resumes
 
-SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 1}
+SAVING = {"save_strategy": "steps", "save_steps": 6, "gradient_accumulation_steps": 1}
 
 
 def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
