@@ -40,27 +40,14 @@ def torchrun_job(nodes: int = 1) -> Iterator[None]:
     """Context manager: this rank looks like one that torchrun started, on `nodes` nodes with equally many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     node, local = divmod(rank, size // nodes)
-    said = {
-        "RANK": rank,
-        "LOCAL_RANK": local,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size // nodes,
-        "GROUP_RANK": node,
-    }
-    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
-    said |= {"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
-    before = {key: os.environ.get(key) for key in said}
-    os.environ.update({key: str(value) for key, value in said.items()})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs
-            yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+    variables = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // nodes}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
+    variables |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        for key, value in variables.items():
+            patched.setenv(key, str(value))
+        yield
 
 
 @contextmanager
