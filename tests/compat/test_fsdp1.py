@@ -33,8 +33,8 @@ from accordion.compat.fsdp1 import wrap as wrapping
 from accordion.errors import UsageError
 from tests.devices import device, here
 from tests.inside import units_of
-from tests.support.checks import assert_at_rest
-from tests.support.ranked import on_world
+from tests.support.checks import FLAT, HYBRID, assert_at_rest
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -139,13 +139,14 @@ def assert_trains_as_unsharded(model: nn.Module, num_ranks: int = 2, clip: float
     return expected
 
 
-def trains_as_unsharded(mesh: DeviceMesh, policy: str, strategy: str) -> tuple[int, str]:
+def trained(mesh: DeviceMesh, policy: str, strategy: str = "FULL_SHARD") -> FSDP:
+    """Return a model that was trained, and compared with the unsharded one."""
     shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
     model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
     assert_trains_as_unsharded(model, mesh.size(), clip=0.5)
     assert [n for n, _ in model.named_buffers()] == ["seen"]
     assert_at_rest(model)
-    return len(FSDP.fsdp_modules(model)), repr(model)
+    return model
 
 
 @on_world(2)
@@ -167,10 +168,11 @@ def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("policy", "units"), sampled([("none", 1), ("size", 3), ("custom", 9)], lambda policy, units: units == 3)
 )
-def test_policies_make_units_and_train_as_unsharded(world, policy, units):
-    count, shown = world.run(2, trains_as_unsharded, policy, "FULL_SHARD")[0]
-    assert count == units
-    assert shown.startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
+@on_world(2)
+def test_policies_make_units_and_train_as_unsharded(mesh: DeviceMesh, policy: str, units: int) -> None:
+    model = trained(mesh, policy)
+    assert len(FSDP.fsdp_modules(model)) == units
+    assert repr(model).startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +181,9 @@ def test_policies_make_units_and_train_as_unsharded(world, policy, units):
         ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], {"NO_SHARD", "HYBRID_SHARD"}.__contains__
     ),
 )
-def test_strategies(world, strategy):
-    shape, names = ((2, 2), ("replicate", "shard")) if "HYBRID" in strategy else ((2,), ("shard",))
-    world.run_mesh(shape, names, trains_as_unsharded, "transformer", strategy)
+@on_mesh(lambda given: ((2, 2), HYBRID) if "HYBRID" in given["strategy"] else ((2,), FLAT))
+def test_strategies(mesh: DeviceMesh, strategy: str) -> None:
+    trained(mesh, "transformer", strategy)
 
 
 class WithNorm(nn.Module):
