@@ -98,19 +98,21 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     """Return the layout of a parameter. Raises `UsageError` if it is a tensor that the mesh cannot shard."""
-    tensor, (dim, mesh) = local_part(o.original), cut_dim(o.original)
-    check_tensor(o.names[0], tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
+    name = o.names[0]
+    param: Any = o.original
+    tensor, (dim, mesh) = local_part(param), cut_dim(param)
+    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
     if part.asked.spmd is not None and not part.asked.spmd.shard:
         dim = None
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
     if part.asked.spmd is not None:
-        layout = _on_all_axes(o.names[0], o.original, c, mesh, part.asked.spmd)
+        layout = _on_all_axes(name, param, c, mesh, part.asked.spmd)
     else:
-        if isinstance(o.original, DTensor):
-            _check_beside(o.names[0], o.original, mesh)
+        if isinstance(param, DTensor):
+            _check_beside(name, param, mesh)
         placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
-        layout = layout_of(o.original, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
-    return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.asked.policy) else layout
+        layout = layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
+    return replace_field(layout, keeps_dtype=True) if keeps_dtype(name, param, part.asked.policy) else layout
 
 
 # -- placements
