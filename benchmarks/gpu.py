@@ -207,7 +207,7 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
     if contender == OURS:
         precision = acc.Precision(params=BF16, master=torch.float32 if case.masters else BF16)
         model = acc.shard(model, mesh_of(seat), precision=precision)
-        if seat.group == "fake":  # such a group looks as if all of its ranks were on this machine
+        if seat.world.group == "fake":  # such a group looks as if all of its ranks were on this machine
             axis = sharded_engine(model, "bench").context.shard
             axis.one_node = seat.num_ranks <= NODE
             # Behave as a group of the device's library, whose copies run on the current stream. Reduces use the same group.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accordion.bench import command
+from accordion.bench.contenders import chosen
 from accordion.bench.host import HostLoop, HostTime, check, summary
 from accordion.bench.meters import Allocations, Wire
 from accordion.cli import main
@@ -132,7 +133,7 @@ class Options:
 
 
 def page(o: Options) -> Page:
-    names, _ = command.names_of(o.against)
+    names, _ = chosen(o.against)
     check(names)
     try:
         sizes = [int(size) for size in o.sizes.split(",")]

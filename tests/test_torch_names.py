@@ -29,8 +29,8 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "compat/test_fsdp2_newer.py": (
         *("data_parallel_mesh_dims", "gradient_reduction_handle", "reduces_in_own_dtype", "is_shard_placement_result"),
     ),
-    "compat/test_installed.py": ("homes_of_fully_shard",),
-    "compat/test_fsdp2_refused.py": ("composed_with", "mark_fully_sharded", "fsdp_module_base"),
+    "compat/test_migrate.py": ("homes_of_fully_shard",),
+    "compat/test_fsdp2_modules.py": ("composed_with", "mark_fully_sharded", "fsdp_module_base"),
     "engine/test_contracts.py": (
         "gather_options",
         "exchange_options",
@@ -48,7 +48,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "engine/test_precision.py": ("saving_hook",),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
-    "integrations/test_whole_programs.py": ("DDP_LEAVES_OUT",),
+    "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),
     "optim/test_lbfgs.py": ("use_whole_vectors",),

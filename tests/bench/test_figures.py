@@ -32,20 +32,27 @@ from accordion.workers.ranks import BenchError
 from tests.support.refused import refused
 
 
+def trainer_on_cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """Return a `Trainer` without a model, and the list to which calls of a replaced `torch.accelerator` are added."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: done.append("empty cache"))
+    one = object.__new__(Trainer)
+    one._device = torch.device("cuda")
+    return one, done
+
+
 def test_a_contender_frees_cached_device_memory_for_the_next(monkeypatch):
     class NoTimes:
         def times(self) -> dict[str, float]:
             return {}
 
-    done: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("through"))
-    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: done.append("let go"))
-    one = object.__new__(Trainer)
-    one._device, one._allocations = torch.device("cuda"), None
-    one._step = lambda: (torch.tensor(1.0), NoTimes())  # type: ignore[assignment,method-assign,return-value]
+    one, done = trainer_on_cuda(monkeypatch)
+    one._allocations = None
+    one._step = lambda: (torch.tensor(1.0), NoTimes())
     for ask in (lambda: one.losses(2), one.wire):
         ask()
-        assert done == ["through", "let go"], "the next contender starts while this one lives"
+        assert done == ["synchronize", "empty cache"], "the next contender starts while this one lives"
         done.clear()
 
 
@@ -57,19 +64,16 @@ def test_steps_of_a_turn_are_queued_and_host_time_is_measured_in_another_step(mo
         def times(self) -> dict[str, float]:
             return {"step": self.at, "host": self.at, "cpu": self.at}
 
-    done: list[str] = []
+    one, done = trainer_on_cuda(monkeypatch)
 
     def step(batch: str = "") -> tuple[torch.Tensor, Timed]:
         done.append(f"step {batch}".strip())
         return torch.tensor(1.0), Timed(float(len(done)))
 
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("through"))
-    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: done.append("let go"))
-    one: Any = object.__new__(Trainer)
-    one._device, one._step = torch.device("cuda"), step
+    one._step = step
     one._batch = lambda: done.append("copied") or "b"
     found = one.turn(1, 2)
-    assert done == ["copied"] * 3 + ["step b"] * 3 + ["through", "step", "through", "let go"]
+    assert done == ["copied"] * 3 + ["step b"] * 3 + ["synchronize", "step", "synchronize", "empty cache"]
     assert found == [{"step": 5.0, "host": 8.0, "cpu": 8.0}, {"step": 6.0, "host": 8.0, "cpu": 8.0}]
 
 
@@ -147,7 +151,7 @@ def test_a_model_may_be_a_folder(tmp_path):
 
 def test_a_contender_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(contenders.NOT_HERE, "deepspeed", "no_such_module")
-    names, left_out = chosen(["accordion"], ["fsdp2", "deepspeed", "fsdp2", "accordion:shard_grad_op"])
+    names, left_out = chosen("fsdp2, deepspeed,fsdp2,accordion:shard_grad_op")
     assert names == ["accordion", "fsdp2", "accordion:shard_grad_op"]
     assert left_out == {"deepspeed": "no_such_module is not installed"}
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -55,52 +56,48 @@ def test_strategies_on_a_shared_device_have_the_losses_of_ddp(tmp_path, monkeypa
     assert set(data["streams"]) == {"gather", "exchange", "reduce_scatter"}
 
 
-class Stage:
-    """Stands in for a `WorkerTeam`; `fails`: (name, method) of the call that fails."""
+class Team(AbstractContextManager["Team"]):
+    """Stub of a `WorkerTeam`. `fails`: the team's name, or the first argument, and the method of the call that fails."""
 
-    def __init__(self, fails: tuple[str, str]) -> None:
-        self.fails, self.begun = fails, list[str]()
+    fails: tuple[str, str]
+    started: list[str]
 
-    def __call__(self, name: str, world: Any, make: Any, args: Any = ()) -> Any:
-        self.begun.append(name)
-        return _Team(self, name)
+    def __init__(self, name: str, world: Any, make: Any, args: Any = ()) -> None:
+        self.name = name
+        self.started.append(name)
 
-
-class _Team:
-    def __init__(self, stage: Stage, name: str) -> None:
-        self.stage, self.name = stage, name
-
-    def __enter__(self) -> _Team:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def __exit__(self, *error: object) -> None: ...
+    def close(self) -> None: ...
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        if self.stage.fails in {(self.name, method), (str(args[:1] and args[0]), method)}:
+        if self.fails in {(self.name, method), (str(args[:1] and args[0]), method)}:
             raise BenchError("contender failed on rank 0: OutOfMemoryError: none left")
         turn = [{"step": 0.1, "host": 0.01}] * 2
         return {"losses": [[2.0, 1.0]], "memory": [{"allocated": 2**30}], "turn": [turn]}[method]
 
 
-def test_a_strategy_that_fails_is_reported_and_new_ranks_start(monkeypatch):
-    stage = Stage(("full_shard", "losses"))
-    monkeypatch.setattr(streams, "WorkerTeam", stage)
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> type[Team]:
+    monkeypatch.setattr(Team, "started", [], raising=False)
+    for module in (streams, script):
+        monkeypatch.setattr(module, "WorkerTeam", Team)
+    return Team
+
+
+def test_a_strategy_that_fails_is_reported_and_new_ranks_start(team):
+    team.fails = ("full_shard", "losses")
     losses, failed = streams.losses_of(2, "cpu")
     assert list(failed) == ["full_shard"]
     assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
-    assert stage.begun == ["2 ranks", "2 ranks"]
+    assert team.started == ["2 ranks", "2 ranks"]
 
 
 # -- the script
 
 
 @pytest.mark.parametrize("fails", [("fsdp2", "losses"), ("fsdp2", "turn"), ("plain", "memory")])
-def test_a_contender_that_fails_is_reported_and_the_others_are_measured(monkeypatch, fails):
-    monkeypatch.setattr(script, "WorkerTeam", Stage(fails))
+def test_a_contender_that_fails_is_reported_and_the_others_are_measured(team, fails):
+    team.fails = fails
     tables = [table for table, _ in script.one_rank(tiny_sizes(), "cpu")]
     assert [len(table.rows) for table in tables] == [3, 3]
     for table in tables:

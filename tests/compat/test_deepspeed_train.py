@@ -1,15 +1,19 @@
-"""`accordion train --deepspeed`: the run uses the settings in the file; a flag that contradicts the file is an error."""
+"""`deepspeed.initialize`, and `accordion train --deepspeed`: a flag that contradicts the file is an error."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import cli
+from accordion.compat import deepspeed
 from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
@@ -19,6 +23,55 @@ from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import share_at
 from tests.compat.test_deepspeed_config import TRAINER
+from tests.devices import device
+from tests.support.ranked import on_world
+
+# -- `initialize`; tests/compat/test_migrate.py compares every ZeRO stage with DeepSpeed's program
+
+
+@on_world(4)
+def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
+    """`initialize` takes the caller's optimizer, scheduler and parameter groups, and refuses unsupported arguments."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    deepspeed.init_distributed("gloo")  # there is a process group
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4, device=device()))
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        model=net,
+        optimizer=own,
+        config=config,
+        training_data=data,
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1),
+    )
+    assert optimizer is own
+    before = [p.full_tensor() for p in net.parameters()]
+    for (x,) in loader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert engine.global_steps == 2
+    assert engine.get_lr() == pytest.approx([0.5 * 0.01, 0.1 * 0.01])
+    assert not any(torch.equal(a, p.full_tensor()) for a, p in zip(before, net.parameters(), strict=True))
+    for match, options in (
+        ("no configuration", {"model": net}),
+        ("not NoneType", {"config": config}),
+        ("mpu=", {"model": torch.nn.Linear(2, 2), "config": config, "mpu": object()}),
+        ("names no optimizer", {"model": torch.nn.Linear(2, 2), "config": config}),
+        ("with state", {"model": torch.nn.Linear(2, 2), "config": config, "optimizer": own}),
+    ):
+        with pytest.raises(UsageError, match=match):
+            deepspeed.initialize(**options)
+
+
+def test_arguments_of_a_command_line():
+    args = deepspeed.add_config_arguments(ArgumentParser()).parse_args(
+        ["--deepspeed", "--deepspeed_config", "none.json"]
+    )
+    with pytest.raises(UsageError, match=r"'none.json' cannot be read"):
+        deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
+
+
+# -- `accordion train --deepspeed`
 
 
 def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int = 2) -> Any:
@@ -124,19 +177,11 @@ def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
     assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Stub for the work that ranks start with."""
-
-    config: Any
-    expected: Any = None
-
-
 def test_the_command_starts_ranks_with_the_settings_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(command, "prepare", lambda config, *given, named, began_s: Prepared(config))
+    monkeypatch.setattr(command, "prepare", lambda config, *_, **__: SimpleNamespace(config=config, expected=None))
     monkeypatch.setattr(
         command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,18 +24,19 @@ from accordion.compat.fsdp1 import (
     CPUOffload,
     MixedPrecision,
     ShardedGradScaler,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictType,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
 from accordion.compat.fsdp1 import wrap as wrapping
 from accordion.errors import UsageError
 from tests.devices import device, here
 from tests.inside import units_of
-from tests.support.checks import assert_at_rest
-from tests.support.ranked import on_world
+from tests.support.checks import FLAT, HYBRID, assert_at_rest
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -76,12 +77,12 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
 
 
-def unsharded_steps(num_ranks: int, steps: int = 3, make: Any = Net, clip: float | None = None, **kind: Any) -> Any:
-    """Train on the batches of all ranks; return the model, losses of each rank and step, and the last step's gradients."""
-    model = seeded(make)
-    optimizer = kind.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.05)
+def unsharded_steps(num_ranks: int, clip: float | None = None) -> Any:
+    """Train on the batches of all ranks; return the model, the losses of each step and rank, and the optimizer."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
-    for step in range(steps):
+    for step in range(3):
         optimizer.zero_grad()
         each = [model(batch(step, rank)).pow(2).mean() for rank in range(num_ranks)]
         (sum(each) / num_ranks).backward()
@@ -112,6 +113,10 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tol
         torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=tolerance, atol=tolerance, msg=name)
 
 
+def without_counters(model: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in model.state_dict().items() if name != "seen"}
+
+
 SIZE = functools.partial(wrapping.size_based_auto_wrap_policy, min_num_params=200)
 POLICIES: dict[str, Any] = {
     "none": None,
@@ -124,21 +129,24 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def trains_as_unsharded(mesh: DeviceMesh, policy: str, strategy: str) -> tuple[int, str]:
-    rank, num_ranks = dist.get_rank(), mesh.size()
-    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
-    expected, losses, _ = unsharded_steps(num_ranks, clip=0.5)
-    assert train(model, rank, clip=0.5) == pytest.approx([step[rank] for step in losses], abs=1e-5)
+def assert_trains_as_unsharded(model: nn.Module, num_ranks: int = 2, clip: float | None = None) -> nn.Module:
+    """Train; compare losses, weights and the names of parameters. Returns the model that was trained without sharding."""
+    expected, losses, _ = unsharded_steps(num_ranks, clip)
+    rank = dist.get_rank()
+    assert train(model, rank, clip=clip) == pytest.approx([step[rank] for step in losses], abs=1e-5)
     assert_same_state(without_counters(model), without_counters(expected), 1e-5)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    return expected
+
+
+def trained(mesh: DeviceMesh, policy: str, strategy: str = "FULL_SHARD") -> FSDP:
+    """Return a model that was trained, and compared with the unsharded one."""
+    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
+    assert_trains_as_unsharded(model, mesh.size(), clip=0.5)
     assert [n for n, _ in model.named_buffers()] == ["seen"]
     assert_at_rest(model)
-    return len(FSDP.fsdp_modules(model)), repr(model)
-
-
-def without_counters(model: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in model.state_dict().items() if name != "seen"}
+    return model
 
 
 @on_world(2)
@@ -160,10 +168,11 @@ def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("policy", "units"), sampled([("none", 1), ("size", 3), ("custom", 9)], lambda policy, units: units == 3)
 )
-def test_policies_make_units_and_train_as_unsharded(world, policy, units):
-    count, shown = world.run(2, trains_as_unsharded, policy, "FULL_SHARD")[0]
-    assert count == units
-    assert shown.startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
+@on_world(2)
+def test_policies_make_units_and_train_as_unsharded(mesh: DeviceMesh, policy: str, units: int) -> None:
+    model = trained(mesh, policy)
+    assert len(FSDP.fsdp_modules(model)) == units
+    assert repr(model).startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
 
 
 @pytest.mark.parametrize(
@@ -172,9 +181,9 @@ def test_policies_make_units_and_train_as_unsharded(world, policy, units):
         ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], {"NO_SHARD", "HYBRID_SHARD"}.__contains__
     ),
 )
-def test_strategies(world, strategy):
-    shape, names = ((2, 2), ("replicate", "shard")) if "HYBRID" in strategy else ((2,), ("shard",))
-    world.run_mesh(shape, names, trains_as_unsharded, "transformer", strategy)
+@on_mesh(lambda given: ((2, 2), HYBRID) if "HYBRID" in given["strategy"] else ((2,), FLAT))
+def test_strategies(mesh: DeviceMesh, strategy: str) -> None:
+    trained(mesh, "transformer", strategy)
 
 
 class WithNorm(nn.Module):
@@ -196,10 +205,7 @@ def test_batch_norms_stay_in_float32(mesh: DeviceMesh) -> None:
     mixed = MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)
     model = FSDP(net, auto_wrap_policy=wrapping.ModuleWrapPolicy({nn.Linear}), device_mesh=mesh, mixed_precision=mixed)
     model(batch(0, 0)).sum().backward()
-    assert net.dtypes == [
-        BF16,
-        BF16,
-    ]  # the norm's input is cast by a hook that comes after this test's, and its output back
+    assert net.dtypes == [BF16, BF16], "a hook after this test's casts the norm's input, and another its output back"
     assert isinstance(net.norm, FSDP)
     assert net.norm.running_mean.dtype is torch.float32
 
@@ -220,19 +226,15 @@ class Annotated(nn.Module):
 
 @on_world(2)
 def test_wrappers_in_wrappers(mesh: DeviceMesh) -> None:
-    rank = dist.get_rank()
     assert not isinstance(Annotated().first, FSDP)
     with wrapping.enable_wrap(wrapper_cls=FSDP, device_mesh=mesh):
         torch.manual_seed(0)
         model = wrapping.wrap(Annotated())
     assert [type(m).__name__ for m in (model, model.first, model.blocks[0])] == ["FullyShardedDataParallel"] * 3
     assert not model.first.check_is_root()
-    expected, losses, _ = unsharded_steps(2)
-    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
-    assert [u.name for u in acc.describe(model).units][1:] == [
-        "_fsdp_wrapped_module.first", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1",
-    ]  # fmt: skip
-    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
+    assert_trains_as_unsharded(model)
+    units = [f"_fsdp_wrapped_module.{name}" for name in ("first", "blocks.0", "blocks.1")]
+    assert [u.name for u in acc.describe(model).units][1:] == units
     with pytest.raises(UsageError, match="call it on the outermost"):
         model.first.clip_grad_norm_(1.0)
     with pytest.raises(UsageError, match="call it on the outermost"), model.first.no_sync():
@@ -330,7 +332,6 @@ def test_ignored_states(mesh: DeviceMesh) -> None:
 )
 @on_world(2)
 def test_torchs_activation_checkpointing(mesh: DeviceMesh, how: str) -> None:
-    rank = dist.get_rank()
     net = seeded()
     if how == "inside before":
         net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
@@ -343,10 +344,7 @@ def test_torchs_activation_checkpointing(mesh: DeviceMesh, how: str) -> None:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
         assert isinstance(net.blocks[0]._fsdp_wrapped_module, CheckpointWrapper)
         assert isinstance(net.blocks[0].module, Block)
-    expected, losses, _ = unsharded_steps(2)
-    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
-    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    expected = assert_trains_as_unsharded(model)
     model.load_state_dict(expected.state_dict())
     assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
 
@@ -380,3 +378,58 @@ def test_a_model_in_bfloat16_stays_so(mesh: DeviceMesh) -> None:
     assert {p.dtype for p in model.parameters()} == {BF16}
     model(batch(0, 0).to(BF16)).pow(2).mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+# -- refusals
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@on_world(2)
+def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
+    net, kinds = seeded(), ShardingStrategy
+    whole, by_hand = {"device_mesh": mesh, "auto_wrap_policy": SIZE}, {"device_mesh": mesh}
+    cases: dict[str, Callable[[], Any]] = {
+        "not str": lambda: FSDP("net"),  # type: ignore[arg-type]
+        "has no forward": lambda: FSDP(net.blocks),
+        "it takes ShardingStrategy": lambda: FSDP(net, sharding_strategy="FULL_SHARD"),  # type: ignore[arg-type]
+        "it takes CPUOffload": lambda: FSDP(net, cpu_offload=True),  # type: ignore[arg-type]
+        "keep_low_precision_grads": lambda: FSDP(net, mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
+        "pass one of them": lambda: FSDP(net, process_group=mesh.get_group(), device_mesh=mesh),
+        "contains a str": lambda: FSDP(net, ignored_states=["first"]),  # type: ignore[list-item]
+        "pass everything in ignored_states": lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
+        "auto_wrap_policy is 3": lambda: FSDP(net, auto_wrap_policy=3),
+        "has no parameters": lambda: FSDP(nn.ReLU(), **by_hand).state_dict(),
+        "one of 'cuda' devices": lambda: FSDP(
+            seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
+        ),
+        "has 1 axes": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
+        "takes two": lambda: FSDP(
+            net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
+        ).state_dict(),
+        "pass a policy, or wrap by hand": lambda: FSDP(
+            nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE
+        ),
+        "has an engine already": lambda: FSDP(nn.Sequential(FSDP(seeded(), **whole))),
+        "pass the same to all": lambda: FSDP(
+            nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=kinds.NO_SHARD)), **by_hand
+        ).state_dict(),
+        "LOCAL_STATE_DICT is not supported": lambda: FSDP.set_state_dict_type(
+            FSDP(seeded(), **by_hand), StateDictType.LOCAL_STATE_DICT
+        ),
+        "takes a FullStateDictConfig": lambda: FSDP.set_state_dict_type(
+            FSDP(seeded(), **by_hand), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+        ),
+        "contains none": lambda: FSDP.get_state_dict_type(net),
+        "writeback=False": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), rank0_only=True).__enter__(),
+        "no flat gradient": lambda: FSDP(seeded(), **by_hand).register_comm_hook(None, None),
+        "qualified names": lambda: FSDP.rekey_optim_state_dict({}, None, None),
+        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), **by_hand), sgd(plain), {}),
+        "that is not in the model": lambda: FSDP.optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
+    }
+    for words, case in cases.items():
+        with pytest.raises(UsageError, match=words) as error:
+            case()
+        assert "\n" not in str(error.value)

@@ -28,15 +28,15 @@ from tests.support.sample import sampled
 SIDES = (theirs, ours)
 
 
-def sharded(api: Any, mesh: Any, build: str = "plain", **options: Any) -> models.Tiny:
-    """Return a model of `models`, sharded block by block and then as a whole."""
-    model = getattr(models, build)()
+def sharded(api: Any, mesh: Any, build: Any = models.plain, inner: Any = None, **options: Any) -> models.Tiny:
+    """Return the model that `build` creates, sharded block by block and then as a whole; blocks have the options `inner` too."""
+    model = build()
     for block in model.blocks:
-        api.fully_shard(block, mesh=mesh, **options)
+        api.fully_shard(block, mesh=mesh, **{**options, **(inner or {})})
     return api.fully_shard(model, mesh=mesh, **options)
 
 
-def both(mesh: Any, build: str = "plain", **options: Any) -> list[models.Tiny]:
+def both(mesh: Any, build: Any = models.plain, **options: Any) -> list[models.Tiny]:
     return [sharded(api, mesh, build, **options) for api in SIDES]
 
 
@@ -73,6 +73,14 @@ def assert_same_gradients(reference: nn.Module, model: nn.Module, tolerance: flo
             assert error <= tolerance * max(scale, 1e-30), f"{name} differs by {error}"
 
 
+def assert_backwards_agree(pair: Any, steps: int = 2, **options: Any) -> None:
+    """Run backwards of both models on the same batches, and compare the gradients, which add up. Collective."""
+    for step in range(steps):
+        for m in pair:
+            one_loss(m, step).backward()
+    assert_same_gradients(*pair, **options)
+
+
 def largest_of(rows: Tensor) -> Tensor:
     return rows.float().abs().max() if rows.numel() else torch.zeros((), device=device())
 
@@ -82,8 +90,16 @@ def describe(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh, local.shape, tensor.requires_grad
 
 
-def like_theirs(mesh, build: str, **options: Any) -> None:
-    reference, model = both(mesh, build, **options)
+def assert_same_parameters(reference: nn.Module, model: nn.Module) -> None:
+    """Compare the names and placements of sharded parameters."""
+    wanted, found = (
+        {n: describe(p) for n, p in m.named_parameters() if isinstance(p, DTensor)} for m in (reference, model)
+    )
+    assert found == wanted
+
+
+def trains_as_torchs(mesh, build: str, **options: Any) -> None:
+    reference, model = both(mesh, getattr(models, build), **options)
     assert type(model).__name__ == type(reference).__name__ == "FSDPTiny"
     assert isinstance(model, ours.FSDPModule)
     assert isinstance(model, models.Tiny)
@@ -121,12 +137,12 @@ def like_theirs(mesh, build: str, **options: Any) -> None:
     ),
 )
 def test_training_is_that_of_fully_shard(world, build, num_ranks):
-    world.run(num_ranks, like_theirs, build)
+    world.run(num_ranks, trains_as_torchs, build)
 
 
 @on_world(2)
 def test_cpu_offload(mesh) -> None:
-    like_theirs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
+    trains_as_torchs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
     found = []
     for offload in (None, ours.CPUOffloadPolicy()):
         model = sharded(ours, mesh, offload_policy=offload)
@@ -181,18 +197,13 @@ class Checkpointed(models.Tiny):
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_world(2)
 def test_blocks_under_checkpoint(mesh, reentrant: bool) -> None:
-    found = []
-    for api in SIDES:
+    def build() -> nn.Module:
         model = models.plain()
         model.__class__ = Checkpointed
         model.reentrant = reentrant
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh)
-        api.fully_shard(model, mesh=mesh)
-        for step in range(2):
-            one_loss(model, step).backward()
-        found.append(model)
-    assert_same_gradients(*found)
+        return model
+
+    assert_backwards_agree(both(mesh, build))
 
 
 # -- policies
@@ -210,13 +221,9 @@ POLICIES = {
 @on_world(2)
 def test_mixed_precision(mesh, name: str) -> None:
     policy, own = POLICIES[name], torch.float32 if POLICIES[name] else torch.bfloat16
-    pair = []
-    for api in SIDES:
-        model = models.plain().to(own)
-        inner = api.MixedPrecisionPolicy(**{**policy, "output_dtype": None})
-        for block in model.blocks:
-            api.fully_shard(block, mesh=mesh, mp_policy=inner)
-        pair.append(api.fully_shard(model, mesh=mesh, mp_policy=api.MixedPrecisionPolicy(**policy)))
+    inner = {"mp_policy": theirs.MixedPrecisionPolicy(**{**policy, "output_dtype": None})}
+    mixed = theirs.MixedPrecisionPolicy(**policy)
+    pair = both(mesh, lambda: models.plain().to(own), inner=inner, mp_policy=mixed)
     outs = [m(batch(m)[0]) for m in pair]
     assert outs[0].dtype == outs[1].dtype
     seen = []
@@ -224,10 +231,8 @@ def test_mixed_precision(mesh, name: str) -> None:
         m.blocks[0].up.register_forward_hook(
             lambda module, args, out: seen.append((args[0].dtype, module.weight.dtype))
         )
-    for m in pair:
-        one_loss(m).backward()
+    assert_backwards_agree(pair, steps=1, tolerance=3e-2)
     assert seen[0] == seen[1]
-    assert_same_gradients(*pair, tolerance=3e-2)
     for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
         assert a.grad.dtype == b.grad.dtype == a.dtype == b.dtype == own
 
@@ -333,11 +338,9 @@ def test_prefetch_follows_the_lists_that_were_set(mesh) -> None:
     assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
     begun = []
     model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_unsharded for u in units[2:]]))
-    one_loss(model, 1).backward()
-    assert begun == [[True, True]]
-    for step in range(2):
-        one_loss(reference, step).backward()
-    assert_same_gradients(reference, model)
+    model.zero_grad()
+    assert_backwards_agree((reference, model))
+    assert begun == [[True, True]] * 2
 
 
 def full_memory(model: nn.Module) -> list[bool]:
@@ -369,11 +372,7 @@ def test_full_parameters_are_resharded_by_hand(mesh) -> None:
             states.append(full_memory(m))
             states.append(loss.detach())
     assert_same_gradients(reference, model)
-    for theirs_seen, ours_seen in zip(*seen, strict=True):
-        if isinstance(theirs_seen, Tensor):
-            assert torch.allclose(theirs_seen, ours_seen)
-        else:
-            assert theirs_seen == ours_seen
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=1e-8)
 
 
 @on_world(2)
@@ -395,7 +394,7 @@ def test_a_prefetched_block_that_is_not_used_is_freed(mesh) -> None:
 
 @on_mesh((2, 2), ("replicate", "shard"))
 def test_a_mesh_of_two_axes_is_hybrid(mesh) -> None:
-    like_theirs(mesh, "narrow")
+    trains_as_torchs(mesh, "narrow")
     reference, model = both(mesh)
     for m in (reference, model):
         for micro in range(3):

@@ -16,15 +16,13 @@ from torch.distributed.tensor import Shard
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from accordion import _torch
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters
 from tests.devices import device
-from tests.inside import unit_in
+from tests.shard.test_own_meshes import RANKS, assert_own_ranks_communicate, assert_trains_as_unsharded, read
 from tests.support import experts
-from tests.support.checks import assert_as_exact, step_all
-from tests.support.meters import Wire
+from tests.support.checks import assert_equal, step_all
 from tests.support.ranked import on_mesh
 
-RANKS = 4
 PLACES = hasattr(_fsdp_common, "ShardPlacementResult")
 NEW = pytest.mark.skipif(not PLACES, reason="torch 2.11 has no ShardPlacementResult")
 WAYS = ("a module", pytest.param("a parameter", marks=[NEW, pytest.mark.slow]))
@@ -56,48 +54,16 @@ def placed(mesh: Any) -> Any:
     return _fsdp_common.ShardPlacementResult(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
-def unsharded(step: int, model: experts.Model) -> tuple[list[float], dict[str, Tensor]]:
-    """Return losses of all ranks' batches, and gradients of their mean."""
-    losses = [model.loss(experts.tokens(step, rank)) for rank in range(RANKS)]
-    (sum(losses) / RANKS).backward()
-    return [loss.item() for loss in losses], {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def is_expert(name: str) -> bool:
-    return ".experts." in name
-
-
 def trains_alike(mesh: Any, way: str, **options: Any) -> None:
     """Compare in float64, since in float32 the order of sums alone changes gradients by 2e-6 of their largest element."""
     pair = [sharded(api, mesh, way, torch.float64, **options) for api in SIDES]
-    plain = experts.seeded().double()
-    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
-        n: describe(p) for n, p in pair[0].named_parameters()
-    }
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (*pair, plain)]
-    acc.wrap_optimizer(optimizers[1])
-    for step in range(3):
-        wanted_losses, wanted = unsharded(step, plain)
-        if way == "a parameter":  # sums of a parameter's own mesh are divided by its ranks, here as in torch's
-            wanted = {n: 2 * g if is_expert(n) else g for n, g in wanted.items()}
-            for name, p in plain.named_parameters():
-                p.grad = wanted[name].clone()
-        for m in pair:
-            loss = m.loss(experts.tokens(step, dist.get_rank()))
-            assert loss.item() == pytest.approx(wanted_losses[dist.get_rank()], rel=1e-12)
-            loss.backward()
-        assert_same_gradients(*pair)
-        assert_as_exact({n: p.grad.full_tensor() for n, p in pair[1].named_parameters()}, wanted)
-        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in wanted.values()]))
-        found = acc.clip_grad_norm_(pair[1], 0.5)
-        assert torch.allclose(found.double(), norm, rtol=1e-6)  # a norm is float32, and so is what it scales by
-        for m in (pair[0], plain):
-            for p in m.parameters():
-                p.grad.mul_(torch.clamp(0.5 / (found + 1e-6), max=1.0).item())
-        step_all(optimizers)
-    whole = {n: p.detach() for n, p in plain.named_parameters()}
-    assert_as_exact(acc.full_state_dict(pair[1], rank0_only=False, cpu=False), whole)
-    assert bool(acc.full_state_dict(pair[1])) == (dist.get_rank() == 0)
+    assert_same_parameters(*pair)
+    for m in pair:
+        m.loss(experts.tokens(0, dist.get_rank())).backward()
+    assert_same_gradients(*pair)
+    pair[1].zero_grad()
+    # Sums of a parameter's own mesh are divided by its ranks, as in torch's.
+    assert_trains_as_unsharded(pair[1], expert_scale=2.0 if way == "a parameter" else 1.0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -114,22 +80,7 @@ def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
 @on_mesh((2, 2), ("edp", "ep"))
 def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
     """Experts are gathered and reduced over their own ranks only, and messages name these."""
-    model = sharded(ours, mesh, "a module")
-    for step in range(2):
-        with Wire() as wire:
-            model.loss(experts.tokens(step, dist.get_rank())).backward()
-    rank = dist.get_rank()
-    same = [rank % 2, rank % 2 + 2]
-    numel = 2 * experts.EXPERTS // 2 * experts.WIDTH * experts.HIDDEN
-    for kind in ("gather", "reduce"):
-        numels = [sum(call.numels) for call in wire.of(kind) if call.group == "2"]
-        found = [n for n in numels if n >= numel]  # the others are the all-to-alls of tokens
-        assert len(found) >= 2
-        assert max(found) <= numel + 16
-    assert unit_in(model.blocks[0].experts).groups[0].context.shard.gather.ranks == same
-    place = unit_in(model.blocks[0].experts).groups[0].place
-    assert f"blocks.0.experts) of ranks {same}" in place
-    assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
+    assert_own_ranks_communicate(mesh, sharded(ours, mesh, "a module"))
 
 
 def written(mesh: Any, folder: str) -> dict[str, Tensor]:
@@ -137,26 +88,15 @@ def written(mesh: Any, folder: str) -> dict[str, Tensor]:
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for step in range(2):
         model.loss(experts.tokens(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all([optimizer])
     acc.save(folder, model, optimizer)
-    return acc.full_state_dict(model)
-
-
-def read(mesh: Any, folder: str) -> dict[str, Tensor]:
-    model = acc.shard(experts.seeded(), mesh)
-    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    acc.load(folder, model, optimizer)
-    assert all(state["exp_avg"].full_tensor().abs().sum() > 0 for state in optimizer.state.values())
     return acc.full_state_dict(model)
 
 
 def test_a_checkpoint_of_experts_has_full_tensors(world: Any, tmp_path: Path) -> None:
     """A checkpoint of experts loads without expert parallelism, on another number of ranks."""
     wanted = world.run_mesh((2, 2), ("edp", "ep"), written, str(tmp_path / "c"))[0]
-    found = world.run(3, read, str(tmp_path / "c"))[0]
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_equal(world.run(3, read, str(tmp_path / "c"))[0], wanted)
 
 
 @on_mesh((2, 2), ("edp", "ep"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe, grads_of
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters, grads_of
 from tests.devices import device, here
 from tests.inside import unit_in
 from tests.pool import Pool
@@ -37,9 +38,7 @@ def parallel(mesh) -> None:
             parallelize_module(block, mesh["tp"], plan)
             api.fully_shard(block, mesh=mesh[dp])
         pair.append(api.fully_shard(model, mesh=mesh[dp]))
-    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
-        n: describe(p) for n, p in pair[0].named_parameters()
-    }
+    assert_same_parameters(*pair)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
     row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
     for step in range(2):
@@ -120,9 +119,7 @@ def spread(mesh, placements: dict[str, list[Any]]) -> nn.Module:
 
 def stepped_alike(pair, given: Any) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
-    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
-        n: describe(p) for n, p in pair[0].named_parameters()
-    }
+    assert_same_parameters(*pair)
     for step in range(2):
         losses = []
         for m in pair:
@@ -153,9 +150,7 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
     x = torch.randn(3, 8, 8, device=device())
     cut = [Shard(0) if n in names else Replicate() for n in mesh.mesh_dim_names]
     stepped_alike(pair, lambda step: distribute_tensor(x[step], mesh, cut))
-    assert {n: p.placements for n, p in pair[1].named_parameters()} == {
-        n: p.placements for n, p in pair[0].named_parameters()
-    }
+    assert_same_parameters(*pair)
     if "shard" not in dims:
         return
     for match, dims_, build in (
@@ -205,6 +200,9 @@ def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
 # -- tensor subclasses
 
 
+KEPT = ["detach", "_to_copy", "split", "new_zeros", "slice", "clone", "view", "as_strided", "copy_", "empty_like"]
+
+
 class Wrapped(Tensor):
     """A tensor subclass that unwraps to its inner tensor in operators."""
 
@@ -223,19 +221,7 @@ class Wrapped(Tensor):
         out = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
         if op.overloadpacket.__name__.endswith("_") and isinstance(args[0], Wrapped):
             return args[0]
-        kept = (
-            "detach",
-            "_to_copy",
-            "split",
-            "new_zeros",
-            "slice",
-            "clone",
-            "view",
-            "as_strided",
-            "copy_",
-            "empty_like",
-        )
-        if op.overloadpacket.__name__ not in kept:
+        if op.overloadpacket.__name__ not in KEPT:
             return out
         return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, out)
 
@@ -274,6 +260,19 @@ class Levels(Packed):
         return made, (made,)
 
 
+def assert_steps_agree(pair: Any, optimizers: Any, inputs: Callable[[int], Tensor]) -> None:
+    """Train both models for three steps on `inputs(step)`; compare losses, bit for bit, and this rank's gradients."""
+    for step in range(3):
+        losses = [m(inputs(step)).float().square().mean() for m in pair]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None) == (not a.requires_grad)
+            assert a.grad is None or torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
+        step_all(optimizers)
+
+
 @on_world(2)
 def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -290,16 +289,7 @@ def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     assert kinds == [Packed, Levels] * 2
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
     x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
-    for step in range(3):
-        losses = []
-        for m in pair:
-            losses.append(m(x[step].bfloat16()).float().square().mean())
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
-            assert (a.grad is None) == (b.grad is None) == (not a.requires_grad)
-            assert a.grad is None or torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
-        step_all(optimizers)
+    assert_steps_agree(pair, optimizers, lambda step: x[step].bfloat16())
     model = pair[1]
     model[0].unshard()
     assert model[0].weight.dtype is torch.bfloat16
@@ -353,15 +343,8 @@ def test_methods_of_local_tensors_may_be_set_after_fully_shard(mesh, on_meta: bo
             )
         pair.append(model)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in pair]
-    for step in range(3):
-        x = torch.randn(4, width, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).to(device())
-        losses = [m(x).square().mean() for m in pair]
-        for loss in losses:
-            loss.backward()
-        assert torch.equal(*losses)
-        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
-            assert torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
-        step_all(optimizers)
+    x = torch.randn(3, 4, width, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    assert_steps_agree(pair, optimizers, x.__getitem__)
 
 
 class Positions(nn.Module):

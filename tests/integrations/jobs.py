@@ -15,7 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-VOCABULARY, LENGTH = 64, 12
+VOCABULARY, LENGTH, WIDTH = 64, 12, 16
+TRAINING: dict[str, Any] = {  # arguments of Trainers
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "seed": 0,
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
@@ -29,27 +40,14 @@ def torchrun_job(nodes: int = 1) -> Iterator[None]:
     """Context manager: this rank looks like one that torchrun started, on `nodes` nodes with equally many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     node, local = divmod(rank, size // nodes)
-    said = {
-        "RANK": rank,
-        "LOCAL_RANK": local,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size // nodes,
-        "GROUP_RANK": node,
-    }
-    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
-    said |= {"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
-    before = {key: os.environ.get(key) for key in said}
-    os.environ.update({key: str(value) for key, value in said.items()})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs
-            yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+    variables = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // nodes}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
+    variables |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own
+        for key, value in variables.items():
+            patched.setenv(key, str(value))
+        yield
 
 
 @contextmanager
@@ -82,6 +80,11 @@ def fsdp_job() -> Iterator[None]:
         finally:
             for key in os.environ.keys() - before.keys():  # its plugin's, for libraries that it does not know
                 del os.environ[key]
+
+
+def blocks(depth: int = 3, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)])
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:

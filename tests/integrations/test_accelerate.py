@@ -11,19 +11,20 @@ from torch import nn
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import assert_held_once, bytes_held, full, library_job, needs, sizes_of_steps
+from tests.integrations.jobs import (
+    WIDTH,
+    assert_held_once,
+    blocks,
+    bytes_held,
+    full,
+    library_job,
+    needs,
+    sizes_of_steps,
+)
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("accelerate")
-
-WIDTH = 16
-
-
-def net(seed: int = 0, depth: int = 3) -> nn.Sequential:
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)]
-    return nn.Sequential(*blocks)
 
 
 def loader(count: int = 104) -> Any:
@@ -43,7 +44,7 @@ def accelerator(ours: bool, sharding: Any = None, **changes: Any) -> Any:
 
 def learns(one: Any, order: str, steps: int = 12) -> tuple[Any, list[float], list[float]]:
     """Return the model, its losses and gradient norms. `order`: what is prepared together."""
-    model = net()
+    model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     if order == "together":
@@ -80,7 +81,7 @@ def test_a_loop_learns_as_under_ddp(mesh: Any, order: str) -> None:
         assert isinstance(one._optimizers[0].optimizer, LocalStep)
         assert one.unwrap_model(model) is model
         assert engine_of(model) is not None
-        assert bytes_held(model) < 0.6 * bytes_held(net())
+        assert bytes_held(model) < 0.6 * bytes_held(blocks())
         state = one.get_state_dict(model)
     with library_job():
         one = accelerator(False)
@@ -117,7 +118,7 @@ def test_mixed_precision(mesh: Any) -> None:
 
 def several(one: Any, folder: Path | None = None) -> list[float]:
     """A small GAN and a frozen teacher."""
-    a, b, teacher = net(0), net(1), net(2, depth=1).requires_grad_(False)
+    a, b, teacher = blocks(), blocks(seed=1), blocks(1, seed=2).requires_grad_(False)
     first, second = torch.optim.SGD(a.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(b.parameters(), lr=1e-2)
     a, b, first, second, data = one.prepare(a, b, first, second, loader(24))
     if hasattr(one, "shard_arguments"):  # DDP takes no model that is frozen
@@ -157,20 +158,18 @@ def normed(one: Any) -> list[float]:
     return model(torch.ones(1, WIDTH)).flatten().tolist()
 
 
-def keeps_buffers(mesh: Any) -> list[float]:
+@on_job(2)
+def test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp(mesh: Any) -> None:
     with library_job():
         found = normed(accelerator(True, gradient_accumulation_steps=1))
+    of_ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_ranks, found)
+    assert of_ranks[0] == of_ranks[1]
     if torch.__version__ < "2.13":  # DDP of 2.11 writes buffers between two forwards of one backward, which fails then
-        return found
+        return
     with library_job():
         expected = normed(accelerator(False, gradient_accumulation_steps=1))
     assert found == pytest.approx(expected, rel=5e-3)  # batches of two are far apart after rounding errors
-    return found
-
-
-def test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp(ranks):
-    first, second = ranks(2).run(2, keeps_buffers)
-    assert first == second
 
 
 class Counter:
@@ -193,7 +192,7 @@ class Counter:
 
 def prepared(**changes: Any) -> Any:
     one = accelerator(True, gradient_accumulation_steps=1, step_scheduler_with_optimizer=False, **changes)
-    model = net()
+    model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     counter = Counter()
@@ -281,7 +280,7 @@ def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(mesh: Any, 
     """Hooks save and load the first of two models themselves, like those of diffusers' programs."""
     with library_job():
         one = accelerator(True)
-        models = [net(0), net(1)]
+        models = [blocks(), blocks(seed=1)]
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
         models[0], models[1], optimizers[0], optimizers[1] = one.prepare(*models, *optimizers)
         shown = []
@@ -323,7 +322,7 @@ def test_unsupported_options_are_refused(mesh: Any) -> None:
 
     with library_job():
         one = accelerator(True)
-        model = one.prepare(net())
+        model = one.prepare(blocks())
         with (
             pytest.raises(acc.UsageError, match="trigger_sync_in_backward is not supported"),
             one.trigger_sync_in_backward(model),
@@ -337,11 +336,11 @@ def test_unsupported_options_are_refused(mesh: Any) -> None:
         (model(torch.ones(1, WIDTH)) ** 2).sum().backward()
         with pytest.raises(acc.UsageError, match="Adafactor keeps means over the rows and columns"):  # never prepared
             Adafactor(model.parameters()).step()
-        both = one.prepare(torch.optim.SGD([*model.parameters(), *one.prepare(net(1)).parameters()], lr=0.1))
+        both = one.prepare(torch.optim.SGD([*model.parameters(), *one.prepare(blocks(seed=1)).parameters()], lr=0.1))
         assert both is not None
         with pytest.raises(acc.UsageError, match="parameters of several models"):
             one.save_state("nowhere")
-        late = net(3)
+        late = blocks(seed=3)
         optimizer = torch.optim.AdamW(late.parameters())
         optimizer.state[late[0][0].weight] = {"rows": torch.ones(32)}
         with pytest.raises(acc.UsageError, match="was made before its model was sharded, and has a state 'rows'"):
@@ -362,7 +361,7 @@ def test_an_optimizer_that_has_states_already_keeps_them_when_it_is_prepared(mes
         for before in (0, 2) if name != "lbfgs" else (0,):
             results = []
             for ours in (False, True):
-                model, one = net(2), accelerator(True) if ours else None
+                model, one = blocks(seed=2), accelerator(True) if ours else None
                 optimizer = make(model.parameters())
                 for step in range(4):
                     if step == before and one is not None:

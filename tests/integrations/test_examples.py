@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compat.test_migrate import program
 from tests.integrations.jobs import library_job, needs
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PROGRAMS = ["trainer", "accelerate", "trl", "lightning", "fabric"]
-
-
-def program(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_program_is_here():
@@ -47,6 +38,6 @@ def test_they_learn_the_same(mesh: Any, tmp_path: Path, name: str) -> None:
     found = []
     for kind in ("before", "after"):
         with library_job():
-            found.append(program(f"{name}_{kind}").train(str(tmp_path / kind), 6))
+            found.append(program(f"{name}_{kind}", EXAMPLES).train(str(tmp_path / kind), 6))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert sum(found[1][-3:]) < sum(found[1][:3])

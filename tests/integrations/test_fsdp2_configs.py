@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from accordion.compat import fsdp2
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, fsdp_job, full, library_job, llama, needs, sentences
+from tests.integrations.jobs import TRAINING, bytes_held, fsdp_job, full, library_job, llama, needs, sentences
 from tests.integrations.test_trl import tokenizer
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = [needs("accelerate", "transformers"), pytest.mark.cpu("two ranks on it are taken for accelerators")]
 SIDES = (False, True)  # torch's engine, and this one
+SLOW_TRL = [needs("trl", "peft"), pytest.mark.slow]
 
 PLUGINS: dict[str, dict[str, Any]] = {
     "sharded": {},
@@ -96,15 +97,14 @@ def test_accelerate(mesh: Any, kind: str, tmp_path: Path) -> None:
         alike(rest, accelerated(kind, True, tmp_path / folder_of, resume=True))
 
 
-ARGUMENTS: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_steps": 6, "seed": 0}
-ARGUMENTS |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
-ARGUMENTS |= {"max_grad_norm": 0.5, "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "use_cpu": True}
-ARGUMENTS |= {"bf16": False}
+ARGUMENTS = {**TRAINING, "max_steps": 6, "max_grad_norm": 0.5, "bf16": False}
+ARGUMENTS |= {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False}
 ASKED: dict[str, dict[str, Any]] = {
     "sharded": {"fsdp": "full_shard", "fsdp_config": {**FSDP, "state_dict_type": "SHARDED_STATE_DICT"}},
     "full": {"fsdp": "full_shard auto_wrap", "fsdp_config": {**FSDP, "state_dict_type": "FULL_STATE_DICT"}},
 }
+TRL = ("sft", "lora")
 
 
 def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
@@ -115,59 +115,48 @@ def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     return {**found, "state": trainer.accelerator.get_state_dict(trainer.model)}
 
 
-def with_trainer(kind: str, ours: bool, folder: Path, resume: str | None = None) -> dict[str, Any]:
+def trainer_of(kind: str, folder: Path) -> Any:
     import transformers
 
-    with engine(ours):
-        asked = json.loads(json.dumps(ASKED[kind]))  # it is changed
-        args = transformers.TrainingArguments(output_dir=str(folder), **ARGUMENTS, **asked)
-        data, tests = sentences(48), sentences(8, seed=2)
-        trainer = transformers.Trainer(model=llama(), args=args, train_dataset=data, eval_dataset=tests)
-        found = trained(trainer, resume)
-        assert (engine_of(trainer.model) is not None) is ours
-        return found
-
-
-def with_sft(kind: str, ours: bool, folder: Path, resume: str | None = None) -> dict[str, Any]:
+    asked = json.loads(json.dumps(ASKED["sharded" if kind in TRL else kind]))  # it is changed
+    options = {"output_dir": str(folder), **ARGUMENTS, **asked}
+    if kind not in TRL:
+        data = {"train_dataset": sentences(48), "eval_dataset": sentences(8, seed=2)}
+        return transformers.Trainer(model=llama(), args=transformers.TrainingArguments(**options), **data)
     import trl
     from datasets import Dataset
     from peft import LoraConfig
 
+    lines = Dataset.from_dict({"input_ids": [line["input_ids"].tolist() for line in sentences(48)]})
+    data = {"train_dataset": lines, "eval_dataset": lines.select(range(8)), "processing_class": tokenizer()}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if kind == "lora" else None
+    args = trl.SFTConfig(**options, dataset_kwargs={"skip_prepare_dataset": True})
+    return trl.SFTTrainer(model=llama(), args=args, peft_config=lora, **data)
+
+
+def run(kind: str, ours: bool, folder: Path, resume: str | None = None) -> dict[str, Any]:
     with engine(ours):
-        asked = json.loads(json.dumps(ASKED["sharded"]))
-        prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-        args = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS, **asked, **prepared)
-        data = Dataset.from_dict({"input_ids": [line["input_ids"].tolist() for line in sentences(48)]})
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if kind == "lora" else None
-        given = {"train_dataset": data, "eval_dataset": data.select(range(8)), "processing_class": tokenizer()}
-        trainer = trl.SFTTrainer(model=llama(), args=args, peft_config=lora, **given)
+        trainer = trainer_of(kind, folder)
         found = trained(trainer, resume)
         assert (engine_of(trainer.model) is not None) is ours
         return found
 
 
-def runs_with_a_trainer(mesh: Any, kind: str, folder: Path) -> None:
-    run = with_sft if kind in ("sft", "lora") else with_trainer
+TRAINERS = [*sampled(ASKED, lambda kind: kind == "full"), *(pytest.param(kind, marks=SLOW_TRL) for kind in TRL)]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@on_job(2)
+def test_trainers(mesh: Any, tmp_path: Path, kind: str) -> None:
+    """The Trainer of transformers, and the SFTTrainer of TRL with full models and LoRA."""
     # torch 2.11's own gathers nothing for the step after an evaluation, since TRL reads the head and does not call it.
     sides = SIDES[1:] if kind == "sft" and torch.__version__ < "2.13" else SIDES
-    wholes = [run(kind, ours, folder / str(ours)) for ours in sides]
+    wholes = [run(kind, ours, tmp_path / str(ours)) for ours in sides]
     assert len(wholes[-1]["losses"]) == 6
     alike(wholes[0], wholes[-1])
-    rests = [run(kind, ours, folder / str(ours), resume=str(folder / str(ours) / "checkpoint-3")) for ours in sides]
+    rests = [run(kind, ours, tmp_path / str(ours), str(tmp_path / str(ours) / "checkpoint-3")) for ours in sides]
     assert len(rests[-1]["losses"]) == 6, "those before are read from the checkpoint"
     alike(rests[0], rests[-1])
-
-
-@pytest.mark.parametrize("kind", sampled(ASKED, lambda kind: kind == "full"))
-def test_the_trainer(ranks, tmp_path, kind):
-    ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
-
-
-@needs("trl", "peft")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "lora"])
-def test_trls_sft_trainer(ranks, tmp_path, kind):
-    ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
 
 
 def sharded_at_load(ours: bool, source: Path, folder: Path) -> dict[str, Any]:

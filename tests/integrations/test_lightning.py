@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, sizes_of_steps, torchrun_job
+from tests.integrations.jobs import (
+    WIDTH,
+    assert_held_once,
+    blocks,
+    bytes_held,
+    full,
+    needs,
+    sizes_of_steps,
+    torchrun_job,
+)
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("lightning")
 
-WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 3
+GLOBAL_BATCH, STEPS_OF_EPOCH = 12, 3
 KINDS = [("ddp", False, {}), ("full", True, {}), ("sharded", True, {"state_dict_type": "sharded"})]
-
-
-def blocks(depth: int = 3) -> nn.Sequential:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)])
 
 
 def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> Any:
@@ -36,23 +43,33 @@ def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> An
     )
 
 
-def module(pl: Any, **options: Any) -> Any:
-    """A LightningModule that records its losses, and the gradient norm of each step before clipping."""
+def lightning() -> Any:
+    return importlib.import_module("lightning.pytorch")
 
-    class Lit(pl.LightningModule):
+
+def sides(nodes: int = 1) -> Iterator[bool]:
+    """Yield False, for DDP, and True, for our strategy, each in a job that looks like one of torchrun."""
+    for ours in (False, True):
+        with torchrun_job(nodes):
+            yield ours
+
+
+def module(on: str = "") -> Any:
+    """A LightningModule that records its losses, and the gradient norm of each step before clipping.
+
+    `on`: the device on which `configure_model` creates the layers, by default `__init__` does it.
+    """
+
+    class Lit(lightning().LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.losses: list[float] = []
             self.norms: list[float] = []
-            self.net: Any = None
-            if not options.get("on_meta"):
-                torch.manual_seed(0)
-                self.net = blocks()
+            self.net: Any = None if on else blocks()
 
         def configure_model(self) -> None:
             if self.net is None:
-                torch.manual_seed(0)
-                with torch.device(options["on_meta"]):
+                with torch.device(on):
                     self.net = blocks()
 
         def forward(self, x: Tensor) -> Tensor:
@@ -84,9 +101,9 @@ def module(pl: Any, **options: Any) -> Any:
     return Lit()
 
 
-def trainer(pl: Any, ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
-    kind = importlib.import_module("accordion.integrations.lightning").AccordionStrategy if ours else None
-    made = (kind or pl.strategies.DDPStrategy)(**(strategy or {}))
+def trainer(ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
+    pl, integration = lightning(), importlib.import_module("accordion.integrations.lightning")
+    made = (integration.AccordionStrategy if ours else pl.strategies.DDPStrategy)(**(strategy or {}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     usual = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False}
     here = {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": made, "default_root_dir": str(folder)}
@@ -98,10 +115,6 @@ def mean(values: list[float]) -> list[float]:
     given = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(given)
     return (given / dist.get_world_size()).tolist()
-
-
-def lightning() -> Any:
-    return importlib.import_module("lightning.pytorch")
 
 
 # -- it trains
@@ -119,14 +132,13 @@ CASES: dict[str, dict[str, Any]] = {
 @on_job(2)
 def test_it_trains_as_under_ddp(mesh: Any, tmp_path: Path, case) -> None:
     changes = CASES[case]
-    pl, found = lightning(), []
-    for ours in (False, True):
-        with torchrun_job():
-            options = {"sharding": {"precision": acc.Precision()}} if ours else {}
-            one, lit = trainer(pl, ours, tmp_path, options, **changes), module(pl)
-            with sizes_of_steps() as sizes:
-                one.fit(lit, data(), data(2, seed=2))
-            found.append((lit, one.callback_metrics["val"], sizes))
+    found = []
+    for ours in sides():
+        options = {"sharding": {"precision": acc.Precision()}} if ours else {}
+        one, lit = trainer(ours, tmp_path, options, **changes), module()
+        with sizes_of_steps() as sizes:
+            one.fit(lit, data(), data(2, seed=2))
+        found.append((lit, one.callback_metrics["val"], sizes))
     (theirs, val, whole), (mine, own_val, held) = found
     assert_held_once(held, whole)
     assert len(mine.losses) == 12
@@ -143,18 +155,17 @@ def test_it_trains_as_under_ddp(mesh: Any, tmp_path: Path, case) -> None:
 def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_path: Path) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
-    pl = lightning()
     with torchrun_job():
-        plain = module(pl)
-        trainer(pl, False, tmp_path).fit(plain, data())
-        lit = module(pl)
-        one = trainer(pl, True, tmp_path, precision="bf16-mixed")
+        plain = module()
+        trainer(False, tmp_path).fit(plain, data())
+        lit = module()
+        one = trainer(True, tmp_path, precision="bf16-mixed")
         one.fit(lit, data())
         assert engine_of(lit).precision.params == torch.bfloat16
         assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        lit = module(pl)
-        trainer(pl, True, tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
+        lit = module()
+        trainer(True, tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
         assert engine_of(lit).precision.params == torch.float16
         assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
         assert scaler.get_scale() == 8192.0, "it has grown thrice in 6 steps"
@@ -162,16 +173,15 @@ def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_pa
 
 @on_job(2)
 def test_configure_model_on_meta_begins_as_on_one_device(mesh: Any, tmp_path: Path) -> None:
-    pl, found = lightning(), []
-    for ours in (False, True):
-        with torchrun_job():
-            lit = module(pl, on_meta="meta" if ours else "cpu")
-            trainer(pl, ours, tmp_path).fit(lit, data())
-            found.append(lit.losses)
+    found = []
+    for ours in sides():
+        lit = module("meta" if ours else "cpu")
+        trainer(ours, tmp_path).fit(lit, data())
+        found.append(lit.losses)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():  # ranks whose generators differ begin alike all the same
-        lit = module(pl, on_meta="meta")
-        one = trainer(pl, True, tmp_path, max_epochs=1)
+        lit = module("meta")
+        one = trainer(True, tmp_path, max_epochs=1)
         lit.configure_model()
         torch.manual_seed(dist.get_rank())
         one.fit(lit, data())
@@ -183,15 +193,14 @@ def test_configure_model_on_meta_begins_as_on_one_device(mesh: Any, tmp_path: Pa
 
 @on_job(2)
 def test_it_validates_tests_and_predicts_as_under_ddp(mesh: Any, tmp_path: Path) -> None:
-    pl, found = lightning(), []
-    for ours in (False, True):
-        with torchrun_job():
-            one, lit = trainer(pl, ours, tmp_path), module(pl)
-            before = one.validate(lit, data(2), verbose=False)
-            assert (engine_of(lit) is not None) == ours
-            one.fit(lit, data())
-            numbers = [before, one.validate(lit, data(2), verbose=False), one.test(lit, data(2), verbose=False)]
-            found.append(([n[0] for n in numbers], torch.cat(one.predict(lit, data(2)))))
+    found = []
+    for ours in sides():
+        one, lit = trainer(ours, tmp_path), module()
+        before = one.validate(lit, data(2), verbose=False)
+        assert (engine_of(lit) is not None) == ours
+        one.fit(lit, data())
+        numbers = [before, one.validate(lit, data(2), verbose=False), one.test(lit, data(2), verbose=False)]
+        found.append(([n[0] for n in numbers], torch.cat(one.predict(lit, data(2)))))
     (theirs, rows), (mine, own_rows) = found
     for a, b in zip(theirs, mine, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
@@ -201,14 +210,13 @@ def test_it_validates_tests_and_predicts_as_under_ddp(mesh: Any, tmp_path: Path)
 # -- several optimizers
 
 
-def gan(pl: Any, bad: str = "") -> Any:
-    class Gan(pl.LightningModule):
+def gan(bad: str = "") -> Any:
+    class Gan(lightning().LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            torch.manual_seed(0)
             self.parts = nn.ModuleDict({"generator": blocks(2)})
-            self.critic = blocks(2)
+            self.critic = blocks(2, seed=1)
             if bad == "own":
                 self.scale = nn.Parameter(torch.ones(1))
             if bad == "tied":
@@ -246,26 +254,25 @@ def gan(pl: Any, bad: str = "") -> Any:
 
 @on_job(2)
 def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) -> None:
-    pl, manual = lightning(), {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
+    manual = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
     found = []
-    for ours in (False, True):
-        with torchrun_job():
-            lit = gan(pl)
-            one = trainer(pl, ours, tmp_path, None if ours else {"find_unused_parameters": True}, **manual)
-            one.fit(lit, data(), data(2, seed=2))
-            found.append((lit.losses, float(one.callback_metrics["val"])))
+    for ours in sides():
+        lit = gan()
+        one = trainer(ours, tmp_path, None if ours else {"find_unused_parameters": True}, **manual)
+        one.fit(lit, data(), data(2, seed=2))
+        found.append((lit.losses, float(one.callback_metrics["val"])))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
     with torchrun_job():
-        whole, parts, longer = gan(pl), gan(pl), {**manual, "max_epochs": 2}
-        trainer(pl, True, tmp_path, **longer).fit(whole, data())
-        one = trainer(pl, True, tmp_path, **manual)
+        whole, parts, longer = gan(), gan(), {**manual, "max_epochs": 2}
+        trainer(True, tmp_path, **longer).fit(whole, data())
+        one = trainer(True, tmp_path, **manual)
         one.fit(parts, data())
         for kind in ("full", "sharded"):
             one.strategy.state_dict_type = kind
             one.save_checkpoint(tmp_path / f"{kind}.ckpt")
-            again = gan(pl)
-            trainer(pl, True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
+            again = gan()
+            trainer(True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
         for bad, words in (
@@ -273,7 +280,7 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
             ("tied", "belongs to another module too"),
         ):
             with pytest.raises(acc.UsageError, match=words):
-                trainer(pl, True, tmp_path, **manual).fit(gan(pl, bad), data())
+                trainer(True, tmp_path, **manual).fit(gan(bad), data())
 
 
 # -- it saves and resumes
@@ -283,9 +290,9 @@ def saves(mesh: Any, folder: Path) -> None:
     pl = lightning()
     with torchrun_job():
         for name, ours, options in KINDS:
-            lit = module(pl)
+            lit = module()
             kept = pl.callbacks.ModelCheckpoint(dirpath=folder / name, filename="{epoch}", save_top_k=-1)
-            one = trainer(pl, ours, folder, options, enable_checkpointing=True, callbacks=[kept])
+            one = trainer(ours, folder, options, enable_checkpointing=True, callbacks=[kept])
             one.fit(lit, data())
             dist.barrier()
             assert sorted(p.name for p in (folder / name).iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
@@ -301,18 +308,17 @@ def saves(mesh: Any, folder: Path) -> None:
 
 
 def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
-    pl = lightning()
     losses, norms, _ = torch.load(folder / f"{name}.losses")
     with torchrun_job():
-        lit = module(pl)
+        lit = module()
         torch.nn.init.zeros_(lit.net[0][0].weight)  # what is resumed is not what it began with
-        one = trainer(pl, ours, folder)
+        one = trainer(ours, folder)
         one.fit(lit, data(), ckpt_path=folder / name / "epoch=0.ckpt")
         assert one.global_step == 6
         assert mean(lit.losses) == pytest.approx(losses[6:], rel=1e-5)
         assert lit.norms == pytest.approx(norms[3:], rel=1e-5)
-        lit = module(pl)
-        one = trainer(pl, ours, folder)
+        lit = module()
+        one = trainer(ours, folder)
         one.validate(lit, data(1), ckpt_path=folder / name / "epoch=1.ckpt", verbose=False)
         first = one.callback_metrics["val"]
         assert float(first) < losses[0]
@@ -329,10 +335,9 @@ def test_it_resumes_in_the_middle_on_another_number_of_ranks(ranks, tmp_path, co
 
 @on_job(2)
 def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
-    pl = lightning()
     with torchrun_job():
         options = {"state_dict_type": "sharded"}
-        one, lit = trainer(pl, True, tmp_path, options, max_epochs=1), module(pl)
+        one, lit = trainer(True, tmp_path, options, max_epochs=1), module()
         one.fit(lit, data())
         one.save_checkpoint(tmp_path / "whole.ckpt")
         for lost, words in (("meta.pt", "its save was interrupted"), ("sharded_0/manifest.json", "cannot be loaded")):
@@ -342,8 +347,8 @@ def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> Non
                 (tmp_path / "torn.ckpt" / lost).unlink()
             dist.barrier()
             with pytest.raises(acc.CheckpointError, match=words):
-                trainer(pl, True, tmp_path).fit(module(pl), data(), ckpt_path=tmp_path / "torn.ckpt")
-        one = trainer(pl, True, tmp_path)  # a file takes the place of a folder, and the other way round
+                trainer(True, tmp_path).fit(module(), data(), ckpt_path=tmp_path / "torn.ckpt")
+        one = trainer(True, tmp_path)  # a file takes the place of a folder, and the other way round
         one.fit(lit, data(), ckpt_path=tmp_path / "whole.ckpt")
         one.save_checkpoint(tmp_path / "whole.ckpt")
         assert (tmp_path / "whole.ckpt").is_file()
@@ -360,25 +365,25 @@ def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> Non
 def test_checkpoints_early_stopping_and_averages(mesh: Any, tmp_path: Path, kind: str) -> None:
     from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
-    pl, found = lightning(), []
+    found = []
     for name, ours, options in [one for one in KINDS if one[0] in ("ddp", kind)]:
         with torchrun_job():
-            lit = module(pl)
+            lit = module()
             best = ModelCheckpoint(tmp_path / name, "{epoch}", monitor="val", mode="max", save_top_k=1, save_last=True)
             stop = EarlyStopping("val", mode="max", patience=2)  # the loss falls, so it stops
             own = [best, stop, EMAWeightAveraging(decay=0.8)]
-            one = trainer(pl, ours, tmp_path, options, max_epochs=8, callbacks=own, enable_checkpointing=True)
+            one = trainer(ours, tmp_path, options, max_epochs=8, callbacks=own, enable_checkpointing=True)
             one.fit(lit, data(), data(2, seed=2))
             values = [one.current_epoch, float(one.callback_metrics["val"]), float(best.best_model_score)]
             names = sorted(p.name for p in (tmp_path / name).iterdir())
-            again = module(pl)
-            one = trainer(pl, ours, tmp_path, options, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.8)])
+            again = module()
+            one = trainer(ours, tmp_path, options, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.8)])
             one.fit(again, data(), data(2, seed=2), ckpt_path=tmp_path / name / "last.ckpt")
             values += [float(one.callback_metrics["val"]), *again.losses]
             values += [one.validate(again, data(2), ckpt_path=tmp_path / name / "last.ckpt", verbose=False)[0]["val"]]
             found.append((names, values, full(lit)))
             if ours:
-                assert bytes_held(own[2]._average_model) < 0.6 * bytes_held(module(pl))
+                assert bytes_held(own[2]._average_model) < 0.6 * bytes_held(module())
     names, values, weights = found[1]
     assert names == found[0][0] == ["epoch=0.ckpt", "last.ckpt"]
     assert values == pytest.approx(found[0][1], rel=1e-4), (values, found[0][1])
@@ -425,7 +430,7 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
             self.average = state["average"]
 
     def made() -> Any:
-        lit = module(pl)
+        lit = module()
 
         def configure_optimizers() -> Any:
             return torch.optim.AdamW(lit.net[1:].parameters(), lr=1e-2)
@@ -449,11 +454,11 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
     for name, ours, options in [one for one in KINDS if one[0] in ("ddp", kind)]:
         with torchrun_job():
             path, calls = tmp_path / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
-            one = trainer(pl, ours, tmp_path, options, callbacks=calls())
+            one = trainer(ours, tmp_path, options, callbacks=calls())
             one.fit(made(), data())
             one.save_checkpoint(path)
             lit = made()
-            one = trainer(pl, ours, tmp_path, options, max_epochs=3, callbacks=calls())
+            one = trainer(ours, tmp_path, options, max_epochs=3, callbacks=calls())
             one.fit(lit, data(), ckpt_path=path)
             assert [len(group["params"]) for group in one.optimizers[0].param_groups] == [8, 4]
             found.append((full(lit), [full_of(tensor) for tensor in one.callbacks[-1].average]))
@@ -463,13 +468,12 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
 @pytest.mark.slow
 @on_job(4)
 def test_a_hybrid_has_one_replica_per_node(mesh: Any, tmp_path: Path) -> None:
-    pl, found = lightning(), []
-    for ours in (False, True):
-        with torchrun_job(nodes=2):
-            lit = module(pl)
-            options = {"sharding": {"strategy": acc.HYBRID_SHARD}} if ours else {}
-            trainer(pl, ours, tmp_path, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
-            found.append(lit)
+    found = []
+    for ours in sides(2):
+        lit = module()
+        options = {"sharding": {"strategy": acc.HYBRID_SHARD}} if ours else {}
+        trainer(ours, tmp_path, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
+        found.append(lit)
     weight = found[1].net[0][0].weight
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
     assert weight.device_mesh.shape == (2, 2)
@@ -480,7 +484,6 @@ def test_a_hybrid_has_one_replica_per_node(mesh: Any, tmp_path: Path) -> None:
 def test_unsupported_options_are_refused(mesh: Any, tmp_path: Path) -> None:
     from accordion.integrations.lightning import AccordionStrategy, FabricStrategy
 
-    pl = lightning()
     for kind in (AccordionStrategy, FabricStrategy):
         with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not supported: nothing is wrapped"):
             kind(find_unused_parameters=True)
@@ -491,14 +494,14 @@ def test_unsupported_options_are_refused(mesh: Any, tmp_path: Path) -> None:
     with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not supported"):
         AccordionStrategy(model_averaging_period=3)
 
-    class Half(type(module(pl))):  # type: ignore[misc]
+    class Half(type(module())):  # type: ignore[misc]
         def configure_model(self) -> None:
             if not hasattr(self, "more"):
                 acc.shard(self.net)
                 self.more = nn.Linear(2, 2)
 
     with torchrun_job(), pytest.raises(acc.UsageError, match=r"but not its parameter .more\.weight"):
-        trainer(pl, True, tmp_path).fit(Half(), data())
+        trainer(True, tmp_path).fit(Half(), data())
 
 
 @on_job(2)
@@ -507,7 +510,7 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     pl = lightning()
-    kind = type(module(pl))
+    kind = type(module())
 
     class Own(kind):  # type: ignore[misc, valid-type]
         def configure_model(self) -> None:
@@ -515,10 +518,10 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
                 acc.shard(self.net)
 
     with torchrun_job():
-        plain = module(pl)
-        trainer(pl, False, tmp_path, gradient_clip_val=None).fit(plain, data())
+        plain = module()
+        trainer(False, tmp_path, gradient_clip_val=None).fit(plain, data())
         for strategy in (None, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
-            one = trainer(pl, True, tmp_path, gradient_clip_val=None)
+            one = trainer(True, tmp_path, gradient_clip_val=None)
             if strategy is not None:
                 one = pl.Trainer(
                     accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=2, logger=False,
@@ -532,23 +535,30 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
 # -- Fabric
 
 
-def fabric(ours: bool, options: Any = None, **changes: Any) -> Any:
+def fabric(ours: bool, options: Any = None, strategy: Any = None, **changes: Any) -> Any:
     made = importlib.import_module("lightning.fabric")
     mine = importlib.import_module("accordion.integrations.lightning").FabricStrategy
-    strategy = (mine if ours else made.strategies.DDPStrategy)(**(options or {}))
+    strategy = strategy or (mine if ours else made.strategies.DDPStrategy)(**(options or {}))
     one = made.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **changes)
     one.launch()
     return one
 
 
-def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 6) -> list[float]:
+def set_up(ours: bool, options: Any = None, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Return a Fabric with a model and its optimizer, which was created before the model was sharded."""
+    one, model = fabric(ours, options), blocks(seed=seed)
+    return one, *one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def fabric_loop(
+    one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 6, accumulated: int = 2
+) -> list[float]:
     found = []
-    loader = one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True)
-    batches = iter(loader)
+    batches = iter(one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True))
     for _ in range(steps):
-        for micro in range(2):
+        for micro in range(accumulated):
             x, y = next(batches)
-            with one.no_backward_sync(model, enabled=micro == 0):
+            with one.no_backward_sync(model, enabled=micro < accumulated - 1):
                 loss = (model(x) - y).pow(2).mean()
                 one.backward(loss)
             found.append(float(loss))
@@ -565,18 +575,13 @@ def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: i
 def test_fabric_trains_as_under_ddp(mesh: Any) -> None:
     for by in ("norm", "value"):
         found = []
-        for ours in (False, True):
-            with torchrun_job():
-                one = fabric(ours)
-                torch.manual_seed(0)
-                model = blocks()
-                model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-                found.append(fabric_loop(one, model, optimizer, by))
-                assert (engine_of(model) is not None) == ours
+        for ours in sides():
+            one, model, optimizer = set_up(ours)
+            found.append(fabric_loop(one, model, optimizer, by))
+            assert (engine_of(model) is not None) == ours
         assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():
         one = fabric(True, precision="bf16-mixed")
-        torch.manual_seed(0)
         with one.init_module(empty_init=True):
             model = blocks()
         assert next(model.parameters()).is_meta
@@ -587,13 +592,29 @@ def test_fabric_trains_as_under_ddp(mesh: Any) -> None:
         assert low[-3] < low[0]
 
 
+@on_job(2)
+def test_fabrics_own_strategy_takes_a_plain_shard(mesh: Any) -> None:
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def sharded(model: nn.Module, meshes: Any) -> nn.Module:
+        return acc.shard(model, meshes["data_parallel"])
+
+    found = []
+    for strategy in (None, ModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)):
+        with torchrun_job():
+            one = fabric(False, strategy=strategy)
+            model = one.setup_module(blocks())
+            optimizer = one.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            assert all(isinstance(p, DTensor) == (strategy is not None) for p in model.parameters())
+            found.append(fabric_loop(one, model, optimizer, by="", accumulated=1))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1][-1] < found[1][0]
+
+
 def fabric_saves(mesh: Any, folder: Path) -> None:
     for kind in ("full", "sharded"):
         with torchrun_job():
-            one = fabric(True, {"state_dict_type": kind})
-            torch.manual_seed(0)
-            model = blocks()
-            model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            one, model, optimizer = set_up(True, {"state_dict_type": kind})
             fabric_loop(one, model, optimizer)
             average = [p.detach().clone() for p in model.parameters()]
             one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6, "average": average})
@@ -604,9 +625,7 @@ def fabric_saves(mesh: Any, folder: Path) -> None:
 
 def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
     with torchrun_job():
-        one = fabric(True)
-        model = blocks()
-        model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        one, model, optimizer = set_up(True, seed=1)
         state = {"model": model, "optimizer": optimizer, "step": 0}
         rest = one.load(folder / kind, state)
         assert (state["step"], list(rest)) == (6, ["average"])

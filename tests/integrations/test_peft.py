@@ -17,23 +17,23 @@ from tests.support.sample import sampled
 
 pytestmark = needs("peft", "transformers")
 
-LAYERS = ["q_proj", "down_proj"]
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # class of its configuration, and the arguments
+    "LoRA": ("LoraConfig", LORA),
+    "DoRA": ("LoraConfig", {**LORA, "use_dora": True}),
+    "rsLoRA, modules_to_save": ("LoraConfig", {**LORA, "use_rslora": True, "modules_to_save": ["lm_head"]}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "VeRA": ("VeraConfig", {"r": 4, "target_modules": ["q_proj"]}),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+    "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+}
 
 
-def methods() -> dict[str, Any]:
+def config_of(name: str) -> Any:
     import peft
 
-    kind = {"task_type": "CAUSAL_LM"}
-    lora = {"r": 4, "target_modules": LAYERS, **kind}
-    return {
-        "LoRA": peft.LoraConfig(**lora),
-        "DoRA": peft.LoraConfig(**lora, use_dora=True),
-        "rsLoRA, modules_to_save": peft.LoraConfig(**lora, use_rslora=True, modules_to_save=["lm_head"]),
-        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **kind),
-        "VeRA": peft.VeraConfig(r=4, target_modules=["q_proj"], **kind),
-        "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **kind),
-        "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=3, **kind),
-    }
+    kind, options = METHODS[name]
+    return getattr(peft, kind)(**options, task_type="CAUSAL_LM")
 
 
 def tuned(name: str, base: Any = None) -> Any:
@@ -41,7 +41,7 @@ def tuned(name: str, base: Any = None) -> Any:
 
     base = llama(tie_word_embeddings=False) if base is None else base
     torch.manual_seed(5)
-    return get_peft_model(base, methods()[name])
+    return get_peft_model(base, config_of(name))
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -69,10 +69,8 @@ def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    sampled(
-        ["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3", "VeRA", "prompt tuning", "prefix tuning"],
-        {"DoRA", "rsLoRA, modules_to_save", "VeRA", "prefix tuning"}.__contains__,  # LoRA itself is in most tests below
-    ),
+    # LoRA itself is in most tests below.
+    sampled(METHODS, {"DoRA", "rsLoRA, modules_to_save", "VeRA", "prefix tuning"}.__contains__),
 )
 @on_job(2)
 def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: Any, name: str, tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ def test_several_adapters(mesh: Any, tmp_path: Path) -> None:
     with library_job():
         for sharded in (False, True):
             model = tuned("LoRA")
-            model.add_adapter("second", methods()["rsLoRA, modules_to_save"])
+            model.add_adapter("second", config_of("rsLoRA, modules_to_save"))
             model = acc.shard(model, mesh) if sharded else model
             found = []
             for name in ("default", "second"):

@@ -1,8 +1,9 @@
-"""Training loops with `shard` alone learn as the unsharded run over the batches of all ranks."""
+"""`shard` without a trainer's integration: plain loops learn as unsharded, common uses of a library's model work or raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from tests.integrations.jobs import needs, torchrun_job
+from tests.integrations.jobs import library_job, llama, needs
+from tests.integrations.test_trainer import train, trainer
 from tests.support.ranked import on_job
 
-pytestmark = pytest.mark.cpu("batches are drawn and compared there")
+pytestmark = pytest.mark.cpu("plain tensors lie there, batches are drawn and compared there")
+libraries = needs("transformers", "accelerate")
 STEPS, WIDTH = 4, 8
-Prepare = Callable[[nn.Module], nn.Module]
 
 
 def net(seed: int, out: int) -> nn.Sequential:
@@ -43,7 +44,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
-def gan(prepare: Prepare, ranks: list[int]) -> list[float]:
+def gan(prepare: Callable[[nn.Module], nn.Module], ranks: list[int]) -> list[float]:
     """Train a generator and a discriminator; gradients of the generator's loss for the discriminator are not used."""
     generator, critic = prepare(net(0, WIDTH)), prepare(net(1, 1))
     first, second = optimizer_of(generator), optimizer_of(critic)
@@ -70,35 +71,98 @@ def test_a_plain_loop_of_two_models_learns_as_unsharded(mesh: Any) -> None:
     alike(gan(lambda model: acc.shard(model, mesh), [mesh.get_local_rank()]), gan(lambda model: model, [0, 1]))
 
 
-def regress(model: nn.Module, optimizer: Any, ranks: list[int], backward: Callable[[Tensor], None]) -> list[float]:
-    found = []
-    for step in range(STEPS):
-        losses = [F.mse_loss(model(x := drawn(rank, step)), x.flip(1)) for rank in ranks]
-        loss = torch.stack(losses).mean()
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+# -- models of transformers
+
+TOKENS, PIXELS = torch.arange(2, 10)[None], torch.randn(2, 3, 16, 16)
 
 
-@needs("lightning")
+def t5() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    special = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special)).eval()
+
+
+def clip() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1, **tower}
+    picture = {"image_size": 16, "patch_size": 8, **tower}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=words, vision_config=picture, projection_dim=16))
+
+
+def scaled(model: Any) -> Any:
+    out = model(input_ids=TOKENS.expand(2, -1), pixel_values=PIXELS)
+    return (out.image_embeds @ out.text_embeds.T * model.logit_scale.exp()).mean()
+
+
+def generated(model: Any) -> Any:
+    return model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+
+
+# What is done to the model, and the method to make an entry point, if one does it.
+PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor], str]] = {
+    "T5 generates": (t5, generated, "generate"),
+    "a scale in the loss": (clip, scaled, ""),
+}
+
+
+@libraries
+@pytest.mark.parametrize("name", PROGRAMS)
 @on_job(2)
-def test_fabrics_own_strategy_takes_a_plain_shard(mesh: Any) -> None:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import ModelParallelStrategy
+def test_a_parameter_outside_of_a_forward_raises_and_what_errors_md_says_works(mesh: Any, name: str) -> None:
+    make, use, method = PROGRAMS[name]
+    plain = make()
+    model = acc.shard(make(), mesh)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        use(model)
+    expected = use(plain)
+    if method:
+        acc.entry_point(model, method)
+        torch.testing.assert_close(use(model), expected)
+    with acc.full_params(model):
+        torch.testing.assert_close(use(model), expected)
 
-    plain = net(0, WIDTH)
-    expected = regress(plain, optimizer_of(plain), [0, 1], lambda loss: loss.backward())
-    with torchrun_job():
-        strategy = ModelParallelStrategy(
-            lambda model, meshes: acc.shard(model, meshes["data_parallel"]),
-            data_parallel_size=2,
-            tensor_parallel_size=1,
-        )
-        one = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        one.launch()
-        model = one.setup_module(net(0, WIDTH))
-        optimizer = one.setup_optimizers(optimizer_of(model))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        alike(regress(model, optimizer, [dist.get_rank()], one.backward), expected)
+
+@libraries
+@on_job(2)
+def test_a_decoder_generates_as_it_is(mesh: Any) -> None:
+    expected = generated(llama().eval())
+    model = acc.shard(llama().eval(), mesh)
+    assert torch.equal(generated(model), expected)
+
+
+@libraries
+@on_job(2)
+def test_a_sharded_model_in_accelerates_prepare(mesh: Any) -> None:
+    import accelerate
+
+    with library_job():
+        model = acc.shard(nn.Linear(8, 8), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = accelerate.Accelerator(cpu=True)
+        with pytest.raises(
+            acc.UsageError, match=r"this model is sharded, and DistributedDataParallel.*accordion.integr"
+        ):
+            theirs.prepare(model, optimizer)
+    with library_job():
+        from accordion.integrations.accelerate import Accelerator
+
+        one = Accelerator(cpu=True)
+        model, optimizer = one.prepare(model, optimizer)
+        one.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+
+
+@libraries
+@on_job(2)
+def test_a_sharded_model_in_a_trainer(mesh: Any, tmp_path: Path) -> None:
+    with library_job(), pytest.raises(acc.UsageError, match="this model is sharded, and DistributedDataParallel"):
+        train(trainer(False, tmp_path, acc.shard(llama(), mesh)))
+    with library_job():
+        done = train(trainer(True, tmp_path, acc.shard(llama(), mesh), max_steps=1))
+        assert done.state.global_step == 1

@@ -1,15 +1,22 @@
-"""The names that integrations use of the libraries exist, and each module is imported only if it is used."""
+"""Names that integrations use of the libraries exist, libraries are imported late, each documented feature has a test."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 import accordion
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "integrations.md"
+ROW = re.compile(r"^\| (?P<feature>.*) \| (?P<state>[a-z ]+) \| .* \| (?:`(?P<file>\w+)\.py` `(?P<test>\w+)`)? ?\|$")
 
 
 def test_every_seam_is_there():
@@ -30,3 +37,21 @@ def test_no_library_is_imported_before_it_is_asked_for():
     libraries = ["transformers", "accelerate", "peft", "trl", "lightning"]
     said = f"import sys, accordion, accordion.integrations; print([x for x in {libraries} if x in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "[]"
+
+
+def functions_of(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_feature_names_an_existing_test():
+    listed = PAGE.read_text().partition("<!-- below:")[2].splitlines()
+    rows = [line for line in listed if line.startswith("| ") and not line.startswith("| feature |")]
+    assert len(rows) > 60
+    tests = {path.stem: functions_of(path) for path in FOLDER.glob("test_*.py")}
+    for line in rows:
+        row = ROW.match(line)
+        assert row, line
+        assert row["state"] in ("works", "refused", "not applicable"), line
+        assert bool(row["test"]) == (row["state"] != "not applicable"), line
+        if row["test"]:
+            assert row["test"] in tests[row["file"]], line

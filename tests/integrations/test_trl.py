@@ -8,28 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, needs, sentences
+from tests.integrations.jobs import TRAINING, VOCABULARY, bytes_held, library_job, llama, needs, sentences
 from tests.integrations.test_trainer import alike, train
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("trl", "peft")
 
-USUAL = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-}
-STEPS = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "seed": 0,
-}
+USUAL = {**TRAINING, "bf16": False, "max_steps": 4}
 
 
 def tokenizer() -> Any:
@@ -53,6 +39,11 @@ def preferences() -> Any:
     return Dataset.from_dict({name: [text(line[part]) for line in lines] for name, part in parts.items()})
 
 
+def different_words(completions: list[str], **_: Any) -> list[float]:
+    """Return the reward of each completion, the number of different words in it."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
 def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -> Any:
     import trl
     from datasets import Dataset
@@ -61,10 +52,14 @@ def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -
 
     from accordion.integrations.transformers import ShardedTrainer
 
-    theirs = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}[kind]
-    config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig}[kind]
-    own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind == "sft" else {}
-    args = config(output_dir=str(folder), **{**USUAL, **STEPS, **own, **changes})
+    sizes = {"num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-3, "beta": 0.1 if adapters else 0.0}
+    theirs, config, own = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
+        "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig, sizes),
+    }[kind]
+    args = config(output_dir=str(folder), **{**USUAL, **own, **changes})
     model = llama(hidden_size=16)
     if kind == "reward":
         model = LlamaForSequenceClassification(type(model.config)(**{**model.config.to_dict(), "num_labels": 1}))
@@ -75,12 +70,16 @@ def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -
     data = preferences()
     if kind == "sft":
         data = Dataset.from_dict({"input_ids": [line["input_ids"].tolist() for line in sentences(32)]})
+    if kind == "grpo":
+        data = data.select_columns("prompt")
     task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task) if adapters else None
     trainer = type("Sharded", (ShardedTrainer, theirs), {}) if ours else theirs
     given = {"model": model, "args": args, "train_dataset": data, "processing_class": tokenizer(), "peft_config": lora}
     if kind == "dpo" and not adapters:
         given["ref_model"] = llama(hidden_size=16)
+    if kind == "grpo":
+        given["reward_funcs"] = different_words
     return trainer(**given)
 
 
@@ -119,34 +118,10 @@ def test_adapters_are_saved_alone_and_resume_exactly(mesh: Any, tmp_path: Path) 
         assert any("lora_B" in name and p.any() for name, p in loaded.named_parameters())
 
 
-def spread(completions: list[str], **_: Any) -> list[float]:
-    """A reward: the number of different words."""
-    return [float(len(set(completion.split()))) for completion in completions]
-
-
-def grpo(ours: bool, folder: Path, adapters: bool) -> Any:
-    import trl
-    from datasets import Dataset
-    from peft import LoraConfig
-
-    from accordion.integrations.transformers import ShardedTrainer
-
-    trainer = type("Sharded", (ShardedTrainer, trl.GRPOTrainer), {}) if ours else trl.GRPOTrainer
-    sizes = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1 if adapters else 0.0}
-    return trainer(
-        model=llama(hidden_size=16),
-        args=trl.GRPOConfig(output_dir=str(folder), **{**USUAL, **STEPS, **sizes, "learning_rate": 1e-3}),
-        train_dataset=Dataset.from_dict({"prompt": [text(line["input_ids"][:4].tolist()) for line in sentences(32)]}),
-        processing_class=tokenizer(),
-        reward_funcs=spread,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapters else None,
-    )
-
-
 @pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 @on_job(2)
 def test_grpo_generates_and_learns_as_under_ddp(mesh: Any, tmp_path: Path, adapters: bool) -> None:
     with library_job():
-        theirs, ours = (train(grpo(one, tmp_path, adapters)) for one in (False, True))
+        theirs, ours = (train(built("grpo", one, adapters, tmp_path)) for one in (False, True))
         alike(theirs, ours, "reward", "completions/mean_length", "loss", "grad_norm", rel=1e-4)
         assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)

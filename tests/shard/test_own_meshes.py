@@ -54,19 +54,33 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trains_alike(mesh: Any, case: str) -> None:
-    """Three clipped steps, in float64: what is left are orders of sums, and nothing that a divisor or a missing rank makes."""
-    options = CASES[case]
-    model, plain = sharded(mesh, torch.float64, **options), experts.seeded().double()
+    model, reduce_op = sharded(mesh, torch.float64, **CASES[case]), CASES[case].get("reduce_op", "mean")
+    assert_trains_as_unsharded(model, reduce_op, gathers=case != "on the host")
+
+
+def assert_trains_as_unsharded(
+    model: Any, reduce_op: str = "mean", *, gathers: bool = True, expert_scale: float = 1.0
+) -> None:
+    """Train three clipped steps in float64, where only the order of sums differs; compare losses, gradients, norms and weights.
+
+    `gathers`: compare gradients too; DTensor's collectives cannot gather them from the host if ranks have accelerators.
+    `expert_scale`: factor of the gradients of experts.
+    """
+    plain = experts.seeded().double()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, plain)]
     acc.wrap_optimizer(optimizers[0])
     for step in range(3):
-        wanted_losses, wanted = unsharded(step, plain, options.get("reduce_op", "mean"))
+        wanted_losses, wanted = unsharded(step, plain, reduce_op)
+        for name, p in plain.named_parameters():
+            if ".experts." in name:
+                p.grad.mul_(expert_scale)
+                wanted[name].mul_(expert_scale)
         loss = model.loss(experts.tokens(step, dist.get_rank()))
         assert loss.item() == pytest.approx(wanted_losses[dist.get_rank()], rel=1e-12)
         loss.backward()
         acc.synchronize(model)
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in wanted.values()]))
-        if case != "on the host":  # where gradients rest there, DTensor's collectives do not go beside an accelerator
+        if gathers:
             assert_as_exact({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted)
         found = acc.clip_grad_norm_(model, 0.5)
         assert torch.allclose(found.double(), norm, rtol=1e-6)  # a norm is float32, and so is what it scales by
@@ -91,10 +105,8 @@ def test_a_gradient_is_divided_by_all_ranks_whatever_the_size_of_its_mesh(world:
     world.run_mesh(shape, ("edp", "ep"), trains_alike, "experts are units")
 
 
-@on_mesh((2, 2), ("edp", "ep"))
-def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
-    """Experts are gathered and reduced over their own ranks alone, messages say which, and bytes are those of their rows."""
-    model = sharded(mesh, units={experts.Mixture, experts.Experts})
+def assert_own_ranks_communicate(mesh: Any, model: Any) -> int:
+    """Assert that experts are gathered and reduced over their own ranks only, and return the number of elements of a block's."""
     for step in range(2):
         with Wire() as wire:
             model.loss(experts.tokens(step, dist.get_rank())).backward()
@@ -109,6 +121,14 @@ def test_experts_talk_to_their_own_ranks_alone(mesh: Any) -> None:
     assert unit.groups[0].context.shard.gather.ranks == same
     assert unit.groups[0].place.endswith(f"(blocks.0.experts) of ranks {same}")
     assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
+    return numel
+
+
+@on_mesh((2, 2), ("edp", "ep"))
+def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks only, messages name these, and bytes are those of their rows."""
+    model = sharded(mesh, units={experts.Mixture, experts.Experts})
+    numel = assert_own_ranks_communicate(mesh, model)
     report = {each.name: each for each in acc.describe(model).units}["blocks.0.experts"]
     assert report.num_params == 2 * numel  # in whole
     assert report.parameter_bytes == numel // 2 * 4

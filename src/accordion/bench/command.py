@@ -10,7 +10,7 @@ from typing import Any, Literal
 from accordion import options
 from accordion.bench import host, pages
 from accordion.bench.compare import compare
-from accordion.bench.contenders import OURS, PEERS, Setting, chosen
+from accordion.bench.contenders import PEERS, Setting, chosen, is_ours
 from accordion.bench.model import shape_of
 from accordion.bench.trainer import start
 from accordion.devices import devices_here, devices_named, num_cores
@@ -128,29 +128,24 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
     return Setting(model=model, batch=batch or shape.batch, seq=seq or shape.seq, bf16=bf16)
 
 
-def names_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (this engine and the contenders of `against` that are installed, contender that is not -> reason)."""
-    return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
-
-
 def _compare(o: CompareOptions) -> Page:
-    names, left_out = names_of(o.against)
+    names, left_out = chosen(o.against)
     setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
     comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, start)
-    sharding = [name for name in comparison.contenders if name in host.PEERS or pages.is_ours(name)]
+    sharding = [name for name in comparison.contenders if name in host.PEERS or is_ours(name)]
     print("measuring host time")
     times = host.measure(sharding, SIMULATED, o.rounds, ["still"])["still"]
     return pages.of_comparison(comparison, times, left_out | comparison.left_out)
 
 
 def _host(o: HostOptions) -> Page:
-    names, _ = names_of(o.against)
+    names, _ = chosen(o.against)
     host.check(names)
     return pages.of_host(host.measure(names, SIMULATED, o.rounds, ["still", "fake"]), describe("cpu"))
 
 
 def _memory(o: MemoryOptions) -> Page:
-    names, _ = names_of(o.against)
+    names, _ = chosen(o.against)
     if "deepspeed" in names:
         raise UsageError("deepspeed does not run on simulated ranks; leave it out of --against.")
     device, setting = device_of(o.device), setting_of(o.model, o.batch, o.seq, bf16=True)

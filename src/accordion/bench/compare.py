@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from accordion.bench.contenders import ENVIRON, OURS, Setting
+from accordion.bench.contenders import ENVIRON, Setting, is_ours
 from accordion.bench.model import loss_of, shape_of
 from accordion.bench.trainer import Trainer, start
 from accordion.devices import name_of
@@ -86,7 +86,7 @@ def compare(
             try:
                 teams.append(stack.enter_context(WorkerTeam(name, world, make, (name, setting), environ)))
             except BenchError as error:
-                if name.partition(":")[0] == OURS:
+                if is_ours(name):
                     raise
                 left_out[name] = str(error)
                 print(f"left out: {error}")
@@ -100,7 +100,7 @@ def compare(
     peak_s = step_flops(setting) / peak_flops if peak_flops else None
     tokens = world.num_ranks * setting.batch * setting.seq
     results = {name: _result(turns[name], *facts[name], tokens, peak_s) for name in names}
-    ours = [name for name in names if name.partition(":")[0] == OURS]
+    ours = [name for name in names if is_ours(name)]
     pairs = [(a, b) for a in ours for b in names if b not in ours]
     return Comparison(
         machine=describe(world.device_type),

@@ -149,10 +149,17 @@ ENVIRON: Mapping[str, Mapping[str, str]] = {"deepspeed": {"DS_ACCELERATOR": "cpu
 NOT_HERE = {"deepspeed": "deepspeed"}  # contender -> package that it needs
 
 
-def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (installed contenders of `ours` and `against`, each once; contender that is not installed -> reason). Raises
-    `UsageError` for unknown names."""
-    names = list(dict.fromkeys([*ours, *against]))
+def is_ours(name: str) -> bool:
+    """Return True if a contender is this engine, under any strategy."""
+    return name.partition(":")[0] == OURS
+
+
+def chosen(against: str) -> tuple[list[str], dict[str, str]]:
+    """Return (this engine and the contenders in `against` that are installed, contender that is not -> reason).
+
+    `against`: names, separated by commas. Raises `UsageError` for unknown ones.
+    """
+    names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
             raise UsageError(f"contender {name!r} does not exist; {nearest(name, list(NAMES))}")
@@ -170,7 +177,7 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
         return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
     optimizer = optimizer_of(wrapped.parameters(), setting)
-    if name.partition(":")[0] == OURS:
+    if is_ours(name):
         optimizer = wrap_optimizer(optimizer)
     return Loop(wrapped, optimizer, setting.bf16 and name in CASTS, seat.device.type)
 

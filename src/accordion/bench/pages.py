@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accordion.bench.compare import PARTS, Comparison
-from accordion.bench.contenders import OURS
+from accordion.bench.contenders import is_ours
 from accordion.bench.host import HostTime, ratio_of
 from accordion.pages.page import Page, Table, mebi, spread
 
@@ -115,8 +115,3 @@ def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[st
         tables=[Table(title="memory per rank, MiB", columns=columns, rows=rows)],
         data={"machine": machine, "bytes": memory},
     )
-
-
-def is_ours(name: str) -> bool:
-    """Return True if a contender is this engine, under any strategy."""
-    return name.partition(":")[0] == OURS

@@ -29,23 +29,13 @@ class BenchError(AccordionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Settings of one rank process. `group`: "real" ranks, or a simulated group of this rank alone, torch's or `null_group`'s."""
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-    group: Literal["real", "fake", "still"] = "real"
-    port: int = 0
-    backend: str = "gloo"
-    threads: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Settings of the ranks of a `WorkerTeam`. A simulated `group` has one process, the first of its `num_ranks` ranks.
+    """Settings of the ranks of a `WorkerTeam`.
 
-    `timeout_s`: a team that does not answer within it is killed; the default is the timeout of gloo.
+    Args:
+        group: "real" ranks, or a simulated group, torch's or `null_group`'s, with one process, the first of `num_ranks` ranks.
+        backend: of a real group; "" is the default of the device type.
+        timeout_s: a team that does not answer within it is killed; the default is the timeout of gloo.
     """
 
     num_ranks: int
@@ -58,19 +48,21 @@ class World:
     def seats(self, port: int) -> list[Seat]:
         count = self.num_ranks if self.group == "real" else 1
         devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
-        default = backend_of(self.device_type)
-        return [
-            Seat(
-                rank=rank,
-                num_ranks=self.num_ranks,
-                device=devices.at(rank),
-                group=self.group,
-                port=port,
-                backend=self.backend or default,
-                threads=self.threads,
-            )
-            for rank in range(count)
-        ]
+        return [Seat(rank=rank, device=devices.at(rank), world=self, port=port) for rank in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Place of one rank process in its world. `port`: of the store that the parent process serves."""
+
+    rank: int
+    device: torch.device
+    world: World
+    port: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world.num_ranks
 
 
 class WorkerTeam:
@@ -170,7 +162,7 @@ def _serve(
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
     warnings.simplefilter("ignore")
-    torch.set_num_threads(seat.threads)
+    torch.set_num_threads(seat.world.threads)
     program: Any = None
 
     def do(task: Callable[[], Any]) -> None:
@@ -199,12 +191,13 @@ def join(seat: Seat) -> None:
     """Initialize the process group of this process as `seat` describes, and set its device."""
     if seat.device.type != "cpu":
         torch.accelerator.set_device_index(seat.device.index)
-    if seat.group == "real":
-        store: Any = TCPStore("127.0.0.1", seat.port, is_master=False)
-        dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
-        return
-    store = _torch.fake_store()
-    null_group.register()
-    kind = seat.device.type
-    backend = seat.group if kind == "cpu" else f"cpu:{seat.group},{kind}:{seat.group}"  # also for devices unknown to it
+    store: Any
+    kind, group = seat.device.type, seat.world.group
+    if group == "real":
+        store = TCPStore("127.0.0.1", seat.port, is_master=False)
+        backend = seat.world.backend or backend_of(kind)
+    else:
+        store = _torch.fake_store()
+        null_group.register()
+        backend = group if kind == "cpu" else f"cpu:{group},{kind}:{group}"  # also for devices unknown to it
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.num_ranks)

@@ -97,26 +97,25 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
-    tensor, (dim, mesh) = local_part(o.original), cut_dim(o.original)
-    check_tensor(o.names[0], tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
+    """Return the layout of a parameter. Raises `UsageError` if it is a tensor that the mesh cannot shard."""
+    name = o.names[0]
+    param: Any = o.original
+    tensor, (dim, mesh) = local_part(param), cut_dim(param)
+    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
     if part.asked.spmd is not None and not part.asked.spmd.shard:
         dim = None
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
-    layout = layout_beside(o.names[0], o.original, c, mesh, part.asked.spmd)
-    return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.asked.policy) else layout
+    if part.asked.spmd is not None:
+        layout = _on_all_axes(name, param, c, mesh, part.asked.spmd)
+    else:
+        if isinstance(param, DTensor):
+            _check_beside(name, param, mesh)
+        placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
+        layout = layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
+    return replace_field(layout, keeps_dtype=True) if keeps_dtype(name, param, part.asked.policy) else layout
 
 
 # -- placements
-
-
-def layout_beside(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
-    """Return the layout of a parameter that `mesh` shards. Raises `UsageError` if it is a DTensor that `mesh` cannot shard."""
-    if spmd is not None:
-        return _on_all_axes(name, param, c, mesh, spmd)
-    if isinstance(param, DTensor):
-        _check_beside(name, param, mesh)
-    placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
-    return layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
 
 
 def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
