@@ -28,6 +28,12 @@ from tests.support.compare import (
 )
 from tests.support.ranked import on_strategy, on_world, on_worlds
 
+
+def rounding(mesh) -> float:
+    """Two ranks agree bit for bit with the unsharded model, for a sum of two has one order."""
+    return 0.0 if mesh.size() == 2 else 1e-6
+
+
 # -- entry points
 
 
@@ -84,7 +90,7 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
                 torch.manual_seed(seed_of(7))
                 with mode():
                     found.append(enter(m, how))
-            assert_alike(found[1], found[0], exact=mesh.size() == 2)
+            assert_alike(found[1], found[0], rounding(mesh))
     for how in hows:
         for m in (plain, model):
             m.zero_grad()
@@ -99,7 +105,7 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
             torch.manual_seed(seed_of(9))
             with mode():
                 found.append(enter(m, "all"))
-        assert_alike(found[1], found[0], exact=mesh.size() == 2)
+        assert_alike(found[1], found[0], rounding(mesh))
     steps_again(mesh, model, plain)
 
 
@@ -199,7 +205,7 @@ def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when
         assert [what for what, _ in seen[id(model)]] == [what for what, _ in seen[id(plain)]]
         assert len(mine) > 20
         for what, value in theirs.items():
-            assert_alike(mine[what], value, exact=mesh.size() == 2)
+            assert_alike(mine[what], value, rounding(mesh))
         check_grads(mesh, model, plain, exact=mesh.size() == 2)
         for m in (plain, model):
             m.zero_grad()

@@ -18,6 +18,7 @@ import accordion as acc
 from tests.devices import device
 from tests.support.compare import (
     Case,
+    NamedParams,
     Pair,
     check_grads,
     compare_poisoned,
@@ -27,7 +28,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_strategies, on_worlds
+from tests.support.ranked import on_worlds, under_strategies
 
 BF16 = torch.bfloat16
 
@@ -75,8 +76,8 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@on_strategies("full_shard", "no_shard")
-def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> None:
     """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
     plain = seeded(Adapted)
     model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential}, strategy=strategy)
@@ -151,9 +152,9 @@ def thawing(model: nn.Module, step: int) -> Tensor:
     return squared(3, 7)(model, step)
 
 
-def by_groups(model: nn.Module) -> torch.optim.Optimizer:
+def by_groups(params: NamedParams) -> torch.optim.Optimizer:
     """Own learning rates for norms, biases and the rest."""
-    named = list(model.named_parameters())
+    named = list(params)
     groups = [
         {"params": [p for n, p in named if "norm" in n], "lr": 0.5},
         {"params": [p for n, p in named if "norm" not in n and n.endswith("bias")], "lr": 0.03, "momentum": 0.5},

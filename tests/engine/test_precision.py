@@ -18,9 +18,9 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, one_loss, run_all
+from tests.support.checks import assert_close, assert_equal, one_loss
 from tests.support.models import Block
-from tests.support.ranked import on_strategies, on_strategy, on_world
+from tests.support.ranked import on_strategy, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
@@ -223,8 +223,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
         assert all(bool(p.isfinite().all()) for p in after.values())
 
 
-@on_strategies("full_shard", "hybrid_shard")
-def test_clipping_sees_unscaled_gradients(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "hybrid_shard")
+def test_clipping_sees_unscaled_gradients(mesh, strategy: acc.Strategy) -> None:
     """The usual order with a scaler: unscale, clip, step."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -307,7 +307,8 @@ def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
 
 
-def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "no_shard", "hybrid_shard_optim")
+def test_masters_are_what_leaves_the_engine(mesh, strategy: acc.Strategy) -> None:
     """What leaves the engine is the master: full parameters, state dicts, checkpoints."""
     plain = models.plain()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=BF16))
@@ -316,7 +317,3 @@ def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
         assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert_equal(acc.full_state_dict(model, rank0_only=False), plain.state_dict())
     assert all(isinstance(p, DTensor) and local_of(p).dtype == FP32 for p in model.parameters())
-
-
-def test_masters_are_what_leaves_the_engine(world):
-    run_all(world, full_precision_outside, but=("shard_grad_op", "shard_optim", "hybrid_shard"))

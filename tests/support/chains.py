@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.devices import device
-from tests.support.compare import (
-    Case,
-    Pair,
-    check_grads,
-    rest,
-    seed_of,
-)
+from tests.support.compare import Case, Pair, check_grads, rest, seed_of
 
 WIDTH = 7
 FEW = (2, 3)  # where more ranks can add nothing but time
