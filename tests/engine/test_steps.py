@@ -22,37 +22,39 @@ from tests.support.checks import (
     mean_grads,
     one_loss,
 )
+from tests.support.compare import Case, compare
 from tests.support.ranked import under_strategies
 from tests.support.reference import grads_of
 
 # -- modes
 
 
+def evaluated_then_trained(model: nn.Module, step: int) -> tuple[list[Tensor], Tensor]:
+    """Before any training and after each step."""
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outputs.append(model.eval()(batch(model)[0]))
+    assert not model.blocks[0].training
+    assert model.train() is model
+    loss = one_loss(model, step)
+    loss.backward()
+    return outputs, loss.detach()
+
+
 @under_strategies("full_shard", "shard_optim")
 def test_training_goes_on_after_eval_no_grad_and_inference_mode(mesh, strategy: acc.Strategy) -> None:
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    tokens, _ = batch(plain)
-    wanted = plain(tokens)
-    with torch.inference_mode():
-        assert torch.equal(model(tokens), wanted), "inference before any training"
-    optimizers = reference.adamw(plain.parameters()), acc.wrap_optimizer(reference.adamw(model.parameters()))
-    for step in range(3):
-        assert model.train() is model
-        losses = [one_loss(m, step) for m in (plain, model)]
-        for loss in losses:
-            loss.backward()
-        for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
-            p.grad = grad
-        assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval()
-        assert not model.blocks[0].training
-        with torch.no_grad():
-            assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
-        with torch.inference_mode():
-            assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
+    case = Case(
+        build=models.plain,
+        run=evaluated_then_trained,
+        options={"strategy": strategy},
+        optimizer=lambda named: reference.adamw([p for _, p in named]),
+        is_wrapped=True,
+        steps=4,
+        exact=False,
+        output_tolerance=0.0,
+    )
+    model = compare(mesh, case)
     one_loss(model).backward()
     assert_at_rest(model)
 

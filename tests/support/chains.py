@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.devices import device
-from tests.support.compare import Case, Pair, check_grads, rest, seed_of
+from tests.support.compare import Case, Pair, check_step, rest
 
 WIDTH = 7
 FEW = (2, 3)  # where more ranks can add nothing but time
@@ -61,11 +61,7 @@ def chain(kind: Callable[[], nn.Module] = Pair, call: Callable[..., Any] | None 
 def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any] = plain_run) -> None:
     """A step clears what failed ones left, the next one is as any other; the weights are those of before."""
     for step in range(2):
-        for m in (plain, model):
-            m.zero_grad()
-            torch.manual_seed(seed_of(step))
-            run(m, step)
-        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        check_step(mesh, model, plain, run, step)
         torch.optim.SGD(model.parameters(), lr=0.0).step()
     rest(model)
 

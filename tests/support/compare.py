@@ -160,6 +160,7 @@ class Sharded:
         if case.is_wrapped:
             self.optimizer = acc.wrap_optimizer(self.optimizer)
         self.scaler = torch.amp.GradScaler(device().type, init_scale=case.scale or 1.0, enabled=case.scale is not None)
+        self.scaler.scale(torch.ones(1, device=device()))  # initializes the scale, by which `run` multiplies the loss
 
     def run(self, step: int) -> Any:
         torch.manual_seed(seed_of(step))
@@ -334,6 +335,30 @@ def check_grads(mesh: Any, model: nn.Module, plain: nn.Module, *, exact: bool, t
         wanted[name] = None if mean is None else mean.to(p.dtype if found[name] is None else found[name].dtype)
         p.grad = None if mean is None else wanted[name].to(p.dtype)
     assert_close(found, wanted, 0.0 if exact else tolerance, largest)
+
+
+def check_step(
+    mesh: Any,
+    model: nn.Module,
+    plain: nn.Module,
+    run: Callable[[nn.Module, int], Any],
+    step: int = 0,
+    *,
+    exact: bool | None = None,
+    tolerance: float = 1e-6,
+) -> None:
+    """Run forward and backward of both models from cleared gradients; compare outputs and gradients.
+
+    `exact`: compare bit for bit; None: on two ranks.
+    """
+    exact = mesh.size() == 2 if exact is None else exact
+    outputs = []
+    for m in (plain, model):
+        m.zero_grad()
+        torch.manual_seed(seed_of(step))
+        outputs.append(run(m, step))
+    assert_alike(outputs[1], outputs[0], 0.0 if exact else tolerance)
+    check_grads(mesh, model, plain, exact=exact, tolerance=tolerance)
 
 
 def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
