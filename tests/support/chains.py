@@ -52,14 +52,14 @@ class Chain(nn.Module):
 
 
 def chain(kind: Callable[[], nn.Module] = Pair, call: Callable[..., Any] | None = None, **more: Any) -> Case:
-    """A case of a `Chain`; every kind of unit here is named by its class."""
+    """Return a case of a `Chain`; `more`: fields of the case."""
     more.setdefault("run", plain_run)
     units = more.pop("units", lambda name, module: name.startswith("units.") and name.count(".") == 1)
     return Case(build=lambda: Chain(kind, call=call), units=units, **more)
 
 
 def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any] = plain_run) -> None:
-    """A step clears what failed ones left, the next one is as any other; the weights are those of before."""
+    """Check two steps that change no weight: the first clears what failed ones left, the second is as any other."""
     for step in range(2):
         check_step(mesh, model, plain, run, step)
         torch.optim.SGD(model.parameters(), lr=0.0).step()

@@ -250,20 +250,17 @@ class Twins:
         outputs = self.unsharded.run(step)
         return self.sharded.run(step), outputs
 
-    def check(self, step: int, at_rest: bool = True) -> None:
-        """Train one step of both and compare. Both continue from the same parameters, so that rounding does not add up.
-
-        `at_rest`: no forward was left without its backward.
-        """
+    def check_backward(self, step: int) -> None:
+        """Run forward and backward of both; compare outputs and gradients."""
         found, wanted = self.run(step)
         assert_alike(found, wanted, 0.0 if self.exact else self.case.output_tolerance)
-        del found, wanted
         self.check_grads()
+
+    def check_step(self) -> None:
+        """Step both and compare what the optimizers wrote."""
         self.unsharded.step()
         self.sharded.step()
         self.check_state()
-        if at_rest:
-            rest(self.sharded.model)
 
     def check_grads(self) -> None:
         """Compare gradients; the unsharded run takes those of the sharded one, so that the step itself is compared."""
@@ -280,13 +277,12 @@ class Twins:
         self.unsharded.take(found)
 
     def check_state(self) -> None:
-        """Compare parameters and buffers, and give the unsharded run those of the sharded one."""
+        """Compare parameters and buffers; the unsharded run continues from the sharded ones, so that no rounding adds up."""
         model, plain = self.sharded.model, self.unsharded
         found = params_of(model)
         assert {n: p.dtype for n, p in found.items()} == {n: p.dtype for n, p in plain.masters.items()}
-        assert_close(
-            found, plain.masters, 0.0 if self.exact else 1e-6, least=1.0
-        )  # a step may bring a weight close to zero
+        # A step may bring a weight close to zero: `least`.
+        assert_close(found, plain.masters, 0.0 if self.exact else 1e-6, least=1.0)
         with torch.no_grad():
             for name, master in plain.masters.items():
                 master.copy_(found[name])
@@ -298,7 +294,9 @@ def compare(mesh: Any, case: Case) -> nn.Module:
     """Train the model of `case` sharded and unsharded and compare each step; return the sharded one."""
     twins = Twins(mesh, case)
     for step in range(case.steps):
-        twins.check(step)
+        twins.check_backward(step)
+        twins.check_step()
+        rest(twins.sharded.model)
     return twins.sharded.model
 
 
@@ -326,7 +324,7 @@ def assert_same(found: Trace, wanted: Trace) -> None:
 
 
 def check_grads(mesh: Any, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
-    """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
+    """Compare the gradients of the sharded model with the means of the unsharded ones over ranks, which `plain` is given."""
     found = grads_of(model)
     sums, largest = sums_over_ranks(mesh, {name: p.grad for name, p in plain.named_parameters()})
     wanted: dict[str, Tensor | None] = {}
@@ -362,7 +360,7 @@ def check_step(
 
 
 def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
-    """Outputs of two runs: the same types, and tensors that are equal or as close as `tolerance`."""
+    """Compare outputs of two runs: their types, and tensors, which may differ by `tolerance` of the largest value."""
     assert type(found) is type(wanted), (type(found), type(wanted))
     if isinstance(wanted, Tensor):
         assert found.dtype == wanted.dtype
@@ -383,10 +381,10 @@ def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """No lease, shards in the registry, and no storage of full parameters that is open."""
+    """Assert that no lease is left, modules show their shards, and full parameters use no memory."""
     assert_at_rest(model)
     opened = open_full_buffers(model)
-    assert not opened, f"full parameters stand at rest: {opened}"
+    assert not opened, f"full parameters in memory between steps: {opened}"
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             assert all(
@@ -395,7 +393,7 @@ def rest(model: nn.Module) -> None:
 
 
 def open_full_buffers(model: nn.Module) -> list[str]:
-    """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
+    """Return units whose full parameters use memory and should not. With debug="streams" it is filled with NaN and stays."""
     if engine_in(model).context.keeps_full:
         return []
     full_buffers = [

@@ -27,7 +27,7 @@ from accordion.config import STRATEGIES
 from accordion.engine import layout, reduce
 from tests import pool
 from tests.devices import device
-from tests.support.checks import FLAT, HYBRID
+from tests.support.checks import FLAT, HYBRID, assert_at_rest
 from tests.support.compare import Case, NamedParams, Twins, Unsharded, no_sync
 from tests.support.reference import adamw
 
@@ -370,7 +370,7 @@ def limits(program: Program) -> Iterator[None]:
 
 
 def case_of(program: Program) -> Case:
-    """The case whose steps are those of the program, but for what it does before it trains."""
+    """Return the case whose steps are those of the program, without what it does before it trains."""
     uses_bf16 = any(p.dtype == torch.bfloat16 for p in build(program).parameters())
     tolerance = THROUGH_BF16 if uses_bf16 else TOLERANCE
     return Case(
@@ -403,10 +403,14 @@ def compare(mesh: Any, program: Program) -> None:
             toggle(plain.model, program, step, fixed)
             toggle(model, program, step, fixed)
             before_training(program, step, model, plain)
-            twins.check(step, at_rest="abandon" not in program.between[: step + 1])
+            twins.check_backward(step)
+            if "abandon" not in program.between[: step + 1]:
+                assert_at_rest(model)
+            twins.check_step()
 
 
 def before_training(program: Program, step: int, model: Root, plain: Unsharded) -> None:
+    """Do what the program does in a step before it trains."""
     what = program.between[step] if step < len(program.between) else ""
     at = At(step, 0, dist.get_rank())
     if what == "full_params":
