@@ -114,5 +114,5 @@ def test_gradients_are_those_without_sharding_and_every_lease_ends(mesh, how: st
         return loss.detach()
 
     for step in range(3):
-        check_step(mesh, model, alone, run, step, exact=False, tolerance=1e-5)
+        check_step(mesh, model, alone, run, step, exact=False, tolerance=5e-6)
     assert [unit.name for unit in units_of(model) if unit.leases] == []
