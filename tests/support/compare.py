@@ -220,12 +220,13 @@ class Unsharded:
         """Sum gradients over ranks into those of the masters; return them and, by name, the largest value that was summed."""
         local = {name: p.grad if self.masters[name] is p else self._sums.get(name) for name, p in self.params.items()}
         self._sums = {}
-        sums, largest = sums_over_ranks(self.mesh, local)
+        scale = self.case.scale or 1.0
+        sums, largest = sums_over_ranks(self.mesh, {n: None if g is None else g / scale for n, g in local.items()})
         divisor = 1 if self.case.options.get("reduce_op") == "sum" else self.mesh.size()
         for name, total in sums.items():
             master = self.masters[name]
             if total is not None:
-                grad = (total / (divisor * (self.case.scale or 1.0))).to(master.dtype)
+                grad = (total / divisor).to(master.dtype)
                 adds = master is not self.params[name] and master.grad is not None
                 master.grad = master.grad + grad if adds else grad
         return {name: master.grad for name, master in self.masters.items()}, largest
