@@ -19,7 +19,7 @@ from accordion.checkpoint.untrusted_files import read_folder
 from accordion.errors import CheckpointError, UsageError
 from accordion.weights.pretrained import check_pretrained
 from tests.checkpoint.test_faults import damage, lied
-from tests.support.bounded import run_bounded
+from tests.support.processes import run_bounded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # torch warns about some of these files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,64 +71,53 @@ def only_inputs(model: nn.Module, step: int) -> Any:
     return x.grad
 
 
-class Leaves(Pair):
-    """A second loss leaves the unit in a way that is not its output."""
+BAG: list[Tensor] = []
 
+
+def popped(module: nn.Module) -> Any:
+    return module.__dict__.pop("aux")
+
+
+LEAVE: dict[str, tuple[Callable[[nn.Module, Tensor, Any], object], Callable[[nn.Module, Any], Tensor]]] = {
+    # how a second loss leaves a unit in a way that is not its output, and how the caller takes it
+    "attribute": (lambda unit, aux, bag: setattr(unit, "aux", aux), lambda unit, bag: popped(unit)),
+    "list attribute": (lambda unit, aux, bag: setattr(unit, "aux", [aux, "text"]), lambda unit, bag: popped(unit)[0]),
+    "dict attribute": (
+        lambda unit, aux, bag: setattr(unit, "aux", {"loss": aux}),
+        lambda unit, bag: popped(unit)["loss"],
+    ),
+    "object attribute": (lambda unit, aux, bag: setattr(unit, "aux", Plain(aux)), lambda unit, bag: popped(unit).x),
+    "attribute of a child": (lambda unit, aux, bag: setattr(unit.a, "aux", aux), lambda unit, bag: popped(unit.a)),
+    "list argument": (lambda unit, aux, bag: bag.append(aux), lambda unit, bag: bag[-1]),
+    "dict argument": (lambda unit, aux, bag: bag.update({len(bag): aux}), lambda unit, bag: bag[len(bag) - 1]),
+    "global": (lambda unit, aux, bag: BAG.append(aux), lambda unit, bag: BAG.pop()),
+}
+
+
+class Leaves(Pair):
     how = ""
 
     def forward(self, x: Tensor, bag: Any = None) -> Tensor:
         y = super().forward(x)
-        aux = self.b(self.a(x)).square().mean()
-        if self.how == "attribute":
-            self.aux = aux
-        elif self.how == "list attribute":
-            self.aux = [aux, "text"]
-        elif self.how == "dict attribute":
-            self.aux = {"loss": aux}
-        elif self.how == "object attribute":
-            self.aux = Plain(aux)
-        elif self.how == "attribute of a child":
-            self.a.aux = aux
-        elif self.how == "list argument":
-            bag.append(aux)
-        elif self.how == "dict argument":
-            bag[len(bag)] = aux
-        elif self.how == "global":
-            BAG.append(aux)
+        LEAVE[self.how][0](self, self.b(self.a(x)).square().mean(), bag)
         return y
-
-
-BAG: list[Tensor] = []
 
 
 def leaving(how: str) -> Case:
     def call(model: Chain, x: Tensor) -> Tensor:
-        bag: Any = [] if how == "list argument" else {} if how == "dict argument" else None
-        BAG.clear()
-        found = []
+        bag = {"list argument": [], "dict argument": {}}.get(how)
+        losses = []
         for unit in model.units:
-            x = unit(x, bag) if bag is not None else unit(x)
-            if how == "attribute of a child":
-                found.append(unit.a.__dict__.pop("aux"))
-            elif how.endswith("attribute"):
-                aux = unit.__dict__.pop("aux")
-                found += {
-                    "attribute": lambda a: [a],
-                    "list attribute": lambda a: [a[0]],
-                    "dict attribute": lambda a: [a["loss"]],
-                    "object attribute": lambda a: [a.x],
-                }[how](aux)
-        if bag is not None:
-            found = list(bag.values()) if isinstance(bag, dict) else bag
-        model.__dict__["found"] = found or list(BAG)
-        BAG.clear()
+            x = unit(x) if bag is None else unit(x, bag)
+            losses.append(LEAVE[how][1](unit, bag))
+        model.__dict__["losses"] = losses
         return x
 
     def run(model: Chain, step: int) -> Any:
         out = model(numbers())
-        found = model.__dict__.pop("found")
-        assert len(found) == 2
-        loss = sum(found) + out.square().mean() if step else sum(found)  # in the first step no loss but these
+        losses = model.__dict__.pop("losses")
+        assert len(losses) == 2
+        loss = sum(losses) + out.square().mean() if step else sum(losses)  # in the first step no loss but these
         loss.backward()
         return loss.detach()
 
@@ -140,23 +130,14 @@ def leaving(how: str) -> Case:
     )
 
 
-WAYS = [
-    "attribute", "list attribute", "dict attribute", "object attribute", "attribute of a child",
-    "list argument", "dict argument", "global",
-]  # fmt: skip
 BACKWARD_CASES = {
     "explicit gradients": chain(run=explicit, exact=False, tolerance=2e-6),
     "several forwards before a backward": chain(run=several, exact=False, tolerance=2e-6),
     "a retained graph twice": chain(run=twice_retained, exact=False, tolerance=2e-6),
     "autograd.grad of inputs": chain(run=of_inputs),
     "backward into what is named": chain(run=only_inputs),
-    **{f"a loss that leaves through a {how}": leaving(how) for how in WAYS},
+    **{f"a loss that leaves through a {how}": leaving(how) for how in LEAVE},
 }
-
-
-@on_its_ranks(BACKWARD_CASES)
-def test_any_way_into_the_backward(mesh, name: str) -> None:
-    compare_poisoned(mesh, BACKWARD_CASES[name])
 
 
 @on_worlds
@@ -201,7 +182,8 @@ def teacher(model: Chain, x: Tensor) -> Tensor:
     return model.units[1](y) * target + other
 
 
-MODE_CASES = {
+CASES = {
+    **BACKWARD_CASES,
     "a derivative inside of a forward": Case(
         build=Forces, run=force_run, units=set(), exact=False, tolerance=4e-6
     ),  # autograd may add in another order
@@ -209,9 +191,9 @@ MODE_CASES = {
 }
 
 
-@on_its_ranks(MODE_CASES)
-def test_modes_of_autograd_inside_of_a_forward(mesh, name: str) -> None:
-    compare_poisoned(mesh, MODE_CASES[name])
+@on_its_ranks(CASES)
+def test_any_way_into_the_backward_and_modes_of_autograd_inside_of_a_forward(mesh, name: str) -> None:
+    compare_poisoned(mesh, CASES[name])
 
 
 @on_worlds

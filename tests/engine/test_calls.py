@@ -72,11 +72,6 @@ OFTEN_CASES = {
 }
 
 
-@on_its_ranks(OFTEN_CASES)
-def test_units_and_parameters_may_be_used_any_number_of_times(mesh, name: str) -> None:
-    compare_poisoned(mesh, OFTEN_CASES[name])
-
-
 # -- what goes in and comes out
 
 
@@ -224,11 +219,6 @@ OUTPUT_CASES = {
 }
 
 
-@on_its_ranks(OUTPUT_CASES)
-def test_anything_may_go_into_a_unit_and_come_out(mesh, name: str) -> None:
-    compare_poisoned(mesh, OUTPUT_CASES[name])
-
-
 # -- in-place operators, and outputs that are inputs or parameters
 
 
@@ -373,10 +363,12 @@ MEMORY_CASES = {
     "a unit that returns a view of its parameter alone": chain(OnlyOwn, call=positions),
 }
 
+CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}
 
-@on_its_ranks(MEMORY_CASES)
-def test_outputs_may_be_inputs_parameters_and_written_into(mesh, name: str) -> None:
-    compare_poisoned(mesh, MEMORY_CASES[name])
+
+@on_its_ranks(CASES)
+def test_a_unit_trains_whatever_goes_in_and_comes_out_and_however_often(mesh, name: str) -> None:
+    compare_poisoned(mesh, CASES[name])
 
 
 class SharesChild(Pair):

@@ -60,23 +60,26 @@ def test_bfloat16_over_float32_masters(world, name):
     assert_equal_within(world.run(RANKS, compare, name, compute=BF16), FAMILIES[name].bf16_tolerance)
 
 
-@pytest.mark.parametrize("num_ranks", sampled([3, 4], lambda num_ranks: num_ranks == 3))
-@pytest.mark.parametrize("name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {MIXTRAL}.__contains__))
-def test_more_ranks(world, name, num_ranks):
-    assert_equal_within(world.run(num_ranks, compare, name))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT], {MIXTRAL}.__contains__))
-def test_checkpointing_of_transformers(world, name, use_reentrant):
-    assert_equal_within(world.run(RANKS, compare, name, use_reentrant=use_reentrant))
+SOME = [LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT]
+VARIANTS = {  # what differs from the usual run: number of ranks, arguments, families, those of `make test`
+    "on 3 ranks": (3, {}, [LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], MIXTRAL),
+    "on 4 ranks": (4, {}, [LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], None),
+    "their checkpoints": (RANKS, {"use_reentrant": False}, SOME, MIXTRAL),
+    "their reentrant checkpoints": (RANKS, {"use_reentrant": True}, SOME, MIXTRAL),
+    "units recomputed": (RANKS, {"checkpoint_activations": "full"}, [*SOME, CLIP, MAMBA], T5),
+}
 
 
 @pytest.mark.parametrize(
-    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA], {T5}.__contains__)
+    ("variant", "name"),
+    sampled(
+        [(variant, name) for variant, (_, _, names, _) in VARIANTS.items() for name in names],
+        lambda variant, name: VARIANTS[variant][3] == name,
+    ),
 )
-def test_checkpointing_of_units(world, name):
-    assert_equal_within(world.run(RANKS, compare, name, checkpoint_activations="full"))
+def test_on_more_ranks_and_with_recomputation(world, variant, name):
+    num_ranks, arguments, _, _ = VARIANTS[variant]
+    assert_equal_within(world.run(num_ranks, compare, name, **arguments))
 
 
 @pytest.mark.parametrize(

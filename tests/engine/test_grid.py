@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from tests.inside import units_of
-from tests.support import checks, models, reference
+from tests.support import checks, models
 from tests.support.checks import FLAT, HYBRID, mesh_of
-from tests.support.reference import Scenario, Trace
+from tests.support.compare import Scenario, assert_same, compare, train
+from tests.support.ranked import on_mesh, on_world
+from tests.support.reference import assert_close, grads_of
 from tests.support.sample import sampled, turns
 
 FORCED = {
@@ -51,21 +50,8 @@ GRID += [
 ]
 
 
-def assert_no_leases(model: nn.Module) -> None:
-    held = {unit.name: unit.leases for unit in units_of(model)}
-    assert held
-    assert not any(held.values()), f"leases after a step: {held}"
-
-
-def train(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) -> Trace:
-    """Steps of the sharded model on this rank."""
-    return checks.train(mesh, scenario, strategy, after_step=lambda model: partial(assert_no_leases, model), **options)
-
-
 def match(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) -> None:
-    found = train(mesh, scenario, strategy, **options)
-    wanted = reference.unsharded(scenario, mesh.size())[dist.get_rank()]
-    reference.assert_same(found, wanted)
+    compare(mesh, scenario.case(strategy=strategy, **options))
 
 
 SHOWN = (
@@ -100,7 +86,7 @@ def test_training_is_that_of_the_unsharded_model(world, strategy, precision, cas
     debug = (
         () if precision == "fp32" else ("streams",)
     )  # buffers come late and are filled with NaN when they are let go
-    world.run_mesh(*mesh_of(policy, num_ranks), match, scenario, policy, wrapped=wrapped, debug=debug)
+    world.run_mesh(*mesh_of(policy, num_ranks), match, scenario, policy, is_wrapped=wrapped, debug=debug)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -112,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "units_by_class": {"units": {models.Block}},
     "units_nested": {"units": {models.Block, nn.Linear}},
     "units_by_size": {"units": acc.min_params(1000)},
-    "torch_optimizer": {"wrapped": False},
+    "torch_optimizer": {"is_wrapped": False},
 }
 OPTION_ROWS = [(strategy, option) for strategy in STRATEGIES for option in OPTIONS]
 OPTIONS_SHOWN = {
@@ -127,15 +113,15 @@ OPTIONS_SHOWN = {
 )
 def test_no_option_changes_the_training(world, strategy, option):
     policy = STRATEGIES[strategy]
-    options = {"wrapped": True, **OPTIONS[option]}  # AdamW over DTensors knows nothing of the others
+    options = {"is_wrapped": True, **OPTIONS[option]}  # AdamW over DTensors knows nothing of the others
     world.run_mesh(*mesh_of(policy, 2), match, Scenario(micros=2), policy, **options)
 
 
 @checks.under("full_shard", "hybrid_shard_optim")
 def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy):
     policy = STRATEGIES[strategy]
-    scenario = Scenario(reduce_op="sum", micros=2, no_sync=True)
-    world.run_mesh(*mesh_of(policy, 2), match, scenario, policy, reduce_op="sum", wrapped=True)
+    scenario = Scenario(micros=2, no_sync=True)
+    world.run_mesh(*mesh_of(policy, 2), match, scenario, policy, reduce_op="sum", is_wrapped=True)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +133,7 @@ def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy)
 )
 def test_any_number_of_ranks(world, num_ranks, build):
     for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM):
-        world.run(num_ranks, match, Scenario(build=build), strategy, wrapped=strategy is not acc.FULL_SHARD)
+        world.run(num_ranks, match, Scenario(build=build), strategy, is_wrapped=strategy is not acc.FULL_SHARD)
 
 
 @pytest.mark.parametrize(
@@ -164,45 +150,35 @@ def test_any_number_of_ranks(world, num_ranks, build):
 )
 def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
     for build in ("plain", "uneven"):
-        wrapped = build == "plain"
-        world.run_mesh(shape, HYBRID, match, Scenario(build=build), STRATEGIES[strategy], wrapped=wrapped)
+        is_wrapped = build == "plain"
+        world.run_mesh(shape, HYBRID, match, Scenario(build=build), STRATEGIES[strategy], is_wrapped=is_wrapped)
 
 
-def replicated_gradients(mesh) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gradients of torch's DistributedDataParallel and of FULL_SHARD."""
+@on_world(2)
+def test_gradients_are_those_of_ddp_bit_for_bit(mesh) -> None:
     tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
     plain = nn.parallel.DistributedDataParallel(models.wide(), process_group=mesh.get_group())
-    models.loss_of(plain(tokens), targets).backward()
     model = acc.shard(models.wide(), mesh=mesh)
-    models.loss_of(model(tokens), targets).backward()
-    return {name: p.grad for name, p in plain.module.named_parameters()}, reference.grads_of(model)
-
-
-def test_gradients_are_those_of_ddp_bit_for_bit(world):
-    for plain, ours in world.run(2, replicated_gradients):
-        assert plain.keys() == ours.keys()
-        assert not [name for name, grad in plain.items() if not torch.equal(grad, ours[name])]
-
-
-def losses(mesh, strategy: acc.Strategy, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
-    """Of this rank, sharded and unsharded."""
-    scenario = Scenario(build="wide", steps=2)
-    wanted = reference.unsharded(scenario, mesh.size())[dist.get_rank()]
-    return train(mesh, scenario, strategy, **options).losses, wanted.losses
+    for m in (plain, model):
+        models.loss_of(m(tokens), targets).backward()
+    assert_close(grads_of(model), {name: p.grad for name, p in plain.module.named_parameters()}, 0.0)
 
 
 @pytest.mark.parametrize(
     "strategy", sampled([*STRATEGIES, *FORCED], {"full_shard", "shard_optim", "full_shard_reduce_scatter"}.__contains__)
 )
-def test_losses_are_equal_bit_for_bit_where_the_order_of_sums_is(world, strategy):
+def test_training_is_equal_bit_for_bit_where_the_order_of_sums_is(world, strategy):
     """A sum of two has one order, so all that two ranks do must agree."""
     policy = {**STRATEGIES, **FORCED}[strategy]
     for shape in ((1, 2), (2, 1)) if policy.hybrid else ((2,),):
         names = HYBRID if policy.hybrid else FLAT
-        for found, wanted in world.run_mesh(shape, names, losses, policy, wrapped=strategy != "full_shard"):
-            assert found == wanted, shape
+        options = {"is_wrapped": strategy != "full_shard", "exact": True}
+        world.run_mesh(shape, names, match, Scenario(build="wide", steps=2), policy, **options)
 
 
-def test_both_hybrids_have_equal_losses_bit_for_bit(world):
-    both = [world.run_mesh((2, 2), HYBRID, losses, STRATEGIES[name]) for name in ("hybrid_shard", "hybrid_shard_optim")]
-    assert both[0] == both[1]
+@on_mesh((2, 2), HYBRID)
+def test_both_hybrids_train_equally_bit_for_bit(mesh) -> None:
+    scenario = Scenario(build="wide", steps=2)
+    assert_same(
+        *(train(mesh, scenario.case(strategy=strategy)) for strategy in (acc.HYBRID_SHARD, acc.HYBRID_SHARD_OPTIM))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ import accordion as acc
 from tests.devices import device
 from tests.support.compare import (
     Case,
+    NamedParams,
     Pair,
-    check_grads,
+    check_step,
     compare_poisoned,
     on_its_ranks,
     open_full_buffers,
@@ -27,7 +29,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_strategies, on_worlds
+from tests.support.ranked import on_worlds, under_strategies
 
 BF16 = torch.bfloat16
 
@@ -75,27 +77,24 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@on_strategies("full_shard", "no_shard")
-def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> None:
     """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
     plain = seeded(Adapted)
     model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential}, strategy=strategy)
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()], "a frozen one keeps its own"
+
+    def run(m: nn.Module, step: int) -> Counter[torch.dtype]:
+        loss = m(torch.randn(3, 6, device=device())).square().sum()
+        with Products() as products:
+            loss.backward()
+        assert products.count[BF16] == 4, "gradients of the inputs of the bases, and of no weight"
+        return products.count
+
     for step in range(2):
-        counts = []
-        for m in (plain, model):
-            torch.manual_seed(seed_of(step))
-            loss = m(torch.randn(3, 6, device=device())).square().sum()
-            with Products() as products:
-                loss.backward()
-            counts.append(products.count)
-        assert counts[0][BF16] == 4, "gradients of the inputs of the bases, and of no weight"
-        assert counts[1] == counts[0]
-        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        check_step(mesh, model, plain, run, step)
         assert all(p.grad is None for n, p in model.named_parameters() if "base" in n)
         rest(model)
-        for m in (plain, model):
-            m.zero_grad()
 
 
 class Normed(nn.Module):
@@ -151,9 +150,9 @@ def thawing(model: nn.Module, step: int) -> Tensor:
     return squared(3, 7)(model, step)
 
 
-def by_groups(model: nn.Module) -> torch.optim.Optimizer:
+def by_groups(params: NamedParams) -> torch.optim.Optimizer:
     """Own learning rates for norms, biases and the rest."""
-    named = list(model.named_parameters())
+    named = list(params)
     groups = [
         {"params": [p for n, p in named if "norm" in n], "lr": 0.5},
         {"params": [p for n, p in named if "norm" not in n and n.endswith("bias")], "lr": 0.03, "momentum": 0.5},
@@ -187,11 +186,6 @@ DTYPE_CASES = {
         build=Tower, run=squared(3, 7), units={Pair}, optimizer=by_groups, steps=3
     ),
 }
-
-
-@on_its_ranks(DTYPE_CASES)
-def test_dtypes_and_requires_grad_may_differ_in_a_unit(mesh, name: str) -> None:
-    compare_poisoned(mesh, DTYPE_CASES[name])
 
 
 # -- shapes, strides and storages
@@ -228,20 +222,7 @@ def uses(make: Callable[[], tuple[Tensor, ...]], **buffers: Tensor) -> Case:
 
 def strided(make: Callable[[], tuple[Tensor, ...]]) -> Case:
     """Full parameters are contiguous, so that sums have the order in which they stand there."""
-    case = uses(make)
-    return Case(
-        build=case.build,
-        run=case.run,
-        units=case.units,
-        reference=uses(lambda: tuple(t.contiguous() for t in make())).build,
-    )
-
-
-def images(*channels: int) -> Callable[[nn.Module, int], Tensor]:
-    def run(model: nn.Module, step: int) -> Tensor:
-        return squared(2, *channels)(model, step)
-
-    return run
+    return replace(uses(make), reference=uses(lambda: tuple(t.contiguous() for t in make())).build)
 
 
 def convolutions(dims: int, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
@@ -282,13 +263,15 @@ SHAPE_CASES = {
     "integer and boolean parameters": uses(
         lambda: (torch.randn(3), torch.arange(5), torch.tensor([[1, 2]], dtype=torch.int8), torch.ones(3).bool())
     ),
-    "Conv1d and BatchNorm1d": Case(build=functools.partial(convolutions, 1), run=images(3, 6), units={nn.Sequential}),
+    "Conv1d and BatchNorm1d": Case(
+        build=functools.partial(convolutions, 1), run=squared(2, 3, 6), units={nn.Sequential}
+    ),
     "Conv2d and BatchNorm2d": Case(
-        build=functools.partial(convolutions, 2), run=images(3, 4, 4), units={nn.Sequential}
+        build=functools.partial(convolutions, 2), run=squared(2, 3, 4, 4), units={nn.Sequential}
     ),
     "Conv2d in channels_last": Case(
         build=functools.partial(convolutions, 2, torch.channels_last),
-        run=images(3, 4, 4),
+        run=squared(2, 3, 4, 4),
         units={nn.Sequential},
         reference=functools.partial(convolutions, 2),
     ),
@@ -441,11 +424,6 @@ MODULE_CASES = {
 }
 
 
-@on_its_ranks(MODULE_CASES)
-def test_modules_of_torch(mesh, name: str) -> None:
-    compare_poisoned(mesh, MODULE_CASES[name])
-
-
 @on_worlds
 def test_the_fused_evaluation_of_an_encoder(mesh) -> None:
     """Evaluation has a fused kernel of its own, which reads the weights of its children."""
@@ -508,11 +486,13 @@ PARAMETRIZED_CASES = {
     ),
 }
 
+CASES = {**DTYPE_CASES, **MODULE_CASES, **PARAMETRIZED_CASES}
+
 
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")  # still in use
-@on_its_ranks(PARAMETRIZED_CASES)
-def test_reparametrised_weights(mesh, name: str) -> None:
-    compare_poisoned(mesh, PARAMETRIZED_CASES[name])
+@on_its_ranks(CASES)
+def test_any_module_trains_whatever_its_dtypes_and_parametrizations(mesh, name: str) -> None:
+    compare_poisoned(mesh, CASES[name])
 
 
 # -- weights read from elsewhere
@@ -541,17 +521,14 @@ class Reads(nn.Module):
 def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(mesh, how: str) -> None:
     plain = seeded(functools.partial(Reads, how))
     model = acc.shard(seeded(functools.partial(Reads, how)), mesh=mesh, units={Pair})
-    torch.manual_seed(seed_of(0))
-    x = torch.randn(3, 7, device=device())
+
+    def run(m: nn.Module, step: int) -> Tensor:
+        out = m(torch.randn(3, 7, device=device()))
+        assert type(out) is Tensor
+        out.square().sum().backward()
+        return out.detach()
+
     try:
-        out = model(x)
+        check_step(mesh, model, plain, run, exact=False, tolerance=2e-6)
     except acc.UsageError as error:
         assert "block" in str(error)  # noqa: PT017
-        model.how = "nothing"
-        return
-    wanted = plain(x)
-    assert type(out) is Tensor
-    assert torch.allclose(out, wanted, atol=1e-6)
-    wanted.square().sum().backward()
-    out.square().sum().backward()
-    check_grads(mesh, model, plain, exact=False, tolerance=2e-6)

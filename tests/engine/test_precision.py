@@ -18,9 +18,9 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, one_loss, run_all
+from tests.support.checks import assert_close, assert_equal, one_loss
 from tests.support.models import Block
-from tests.support.ranked import on_strategies, on_strategy, on_world
+from tests.support.ranked import on_strategy, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
@@ -223,8 +223,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
         assert all(bool(p.isfinite().all()) for p in after.values())
 
 
-@on_strategies("full_shard", "hybrid_shard")
-def test_clipping_sees_unscaled_gradients(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "hybrid_shard")
+def test_clipping_sees_unscaled_gradients(mesh, strategy: acc.Strategy) -> None:
     """The usual order with a scaler: unscale, clip, step."""
     model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -241,48 +241,38 @@ def test_clipping_sees_unscaled_gradients(mesh, strategy: str) -> None:
 # -- autocast
 
 
-def saved_copies(mesh, precision: acc.Precision | None) -> tuple[int, list[str]]:
-    """Saved tensors with the size of a full weight that are none of the unit's own memory; warnings."""
+@pytest.mark.parametrize("precision", [acc.Precision(params=BF16), None], ids=["precision", "no precision"])
+@on_world(2)
+def test_autocast_copies_no_weight_if_precision_is_set_and_warns_once_if_not(mesh, precision: Any) -> None:
+    """Count saved tensors with the size of a full weight that are no memory of the unit's own."""
     model = acc.shard(models.seeded(width=64, hidden=192), mesh=mesh, precision=precision)
     sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
-    own = set()
-    found = 0
+    own: set[int] = set()
+    copies: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal found
-        alias = any(tensor.untyped_storage().data_ptr() == pointer for pointer in own)
-        found += tensor.numel() in sizes and tensor.is_floating_point() and not alias
+        is_own = tensor.untyped_storage().data_ptr() in own
+        if tensor.numel() in sizes and tensor.is_floating_point() and not is_own:
+            copies.append(tensor)
         return tensor
 
     def note(module: nn.Module, args: Any) -> None:
-        for part in module.modules():
-            for key in part._parameters:
-                weight = getattr(part, key)
-                if weight is not None and not isinstance(weight, DTensor):
-                    own.add(weight.untyped_storage().data_ptr())
+        weights = [getattr(part, key) for part in module.modules() for key in part._parameters]
+        own.update(w.untyped_storage().data_ptr() for w in weights if w is not None and not isinstance(w, DTensor))
 
     for module in model.modules():
         module.register_forward_pre_hook(note)
-    with warnings.catch_warnings(record=True) as said, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
+    with warnings.catch_warnings(record=True) as messages, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         warnings.simplefilter("always")
-        tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
         for _ in range(2):
             with torch.autocast(device().type, dtype=BF16):
                 loss = models.loss_of(model(tokens), targets)
             loss.backward()
-    return found, [str(w.message) for w in said]
-
-
-def test_autocast_saves_no_copy_of_a_weight_where_precision_is_set_and_warns_once_where_not(world):
-    for found, said in world.run(2, saved_copies, acc.Precision(params=BF16)):
-        assert found == 0
-        assert not [text for text in said if "autocast" in text]
-    for found, said in world.run(2, saved_copies, None):
-        assert found > 0
-        about = [text for text in said if "autocast" in text]
-        assert len(about) <= 1
-        if about:
-            assert re.search(r"\d", about[0]), "names the bytes"
+    about = [str(w.message) for w in messages if "autocast" in str(w.message)]
+    assert bool(copies) == (precision is None)
+    assert len(about) <= (precision is None)
+    assert all(re.search(r"\d", text) for text in about), "names the bytes"
 
 
 @on_world(2)
@@ -307,7 +297,8 @@ def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
 
 
-def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "no_shard", "hybrid_shard_optim")
+def test_masters_are_what_leaves_the_engine(mesh, strategy: acc.Strategy) -> None:
     """What leaves the engine is the master: full parameters, state dicts, checkpoints."""
     plain = models.plain()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=BF16))
@@ -316,7 +307,3 @@ def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
         assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert_equal(acc.full_state_dict(model, rank0_only=False), plain.state_dict())
     assert all(isinstance(p, DTensor) and local_of(p).dtype == FP32 for p in model.parameters())
-
-
-def test_masters_are_what_leaves_the_engine(world):
-    run_all(world, full_precision_outside, but=("shard_grad_op", "shard_optim", "hybrid_shard"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from tempfile import gettempdir
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import nn
 import accordion as acc
 from accordion.engine.layout import aligned, cut, full_offsets
 from tests.inside import units_of
-from tests.support import checks, models, reference
+from tests.support import checks, models
+from tests.support.compare import Scenario, assert_same, train
 from tests.support.meters import Wire
 from tests.support.ranked import on_world
-from tests.support.reference import Scenario
 from tests.support.sample import sampled
 
 RANKS, NEAR = 4, 2
@@ -35,9 +34,9 @@ TRAINED: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "agreed on": (Scenario(), {"debug": "order"}),
     "on disk": (
         Scenario(build="wide"),
-        {"offload": acc.Offload(params=f"disk:{gettempdir()}", optimizer="host"), "wrapped": True},
+        {"offload": acc.Offload(params=f"disk:{gettempdir()}", optimizer="host"), "is_wrapped": True},
     ),
-    "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "wrapped": True}),
+    "on the host": (Scenario(), {"offload": acc.Offload(params="host"), "is_wrapped": True}),
 }
 USUAL = ("uneven", "late and filled")
 
@@ -48,14 +47,11 @@ def test_training_is_bit_for_bit_that_without_it(mesh: Any, case: str) -> None:
     """With and without: the same losses, gradients and parameters, bit for bit."""
     scenario, options = TRAINED[case]
 
-    def trained(secondary: int | None) -> reference.Trace:
-        settled = partial(partial, acc.synchronize)  # what is read at the end is what the last step makes
-        return checks.train(mesh, scenario, acc.FULL_SHARD, after_step=settled, secondary=secondary, **options)
-
-    with_it, without = trained(NEAR), trained(None)
-    assert with_it.losses == without.losses
-    checks.assert_equal(with_it.params, without.params)
-    reference.assert_close(with_it.grads, without.grads, 0.0)
+    with_it, without = (
+        train(mesh, scenario.case(strategy=acc.FULL_SHARD, secondary=secondary, **options))
+        for secondary in (NEAR, None)
+    )
+    assert_same(with_it, without)
 
 
 def sent(mesh: Any, secondary: int | None, micros: int, no_sync: bool) -> dict[str, dict[str, int]]:

@@ -22,43 +22,45 @@ from tests.support.checks import (
     mean_grads,
     one_loss,
 )
-from tests.support.ranked import on_strategies
+from tests.support.compare import Case, compare
+from tests.support.ranked import under_strategies
 from tests.support.reference import grads_of
 
 # -- modes
 
 
-@on_strategies("full_shard", "shard_optim")
-def test_training_goes_on_after_eval_no_grad_and_inference_mode(mesh, strategy: str) -> None:
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    tokens, _ = batch(plain)
-    wanted = plain(tokens)
-    with torch.inference_mode():
-        assert torch.equal(model(tokens), wanted), "inference before any training"
-    optimizers = reference.adamw(plain.parameters()), acc.wrap_optimizer(reference.adamw(model.parameters()))
-    for step in range(3):
-        assert model.train() is model
-        losses = [one_loss(m, step) for m in (plain, model)]
-        for loss in losses:
-            loss.backward()
-        for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
-            p.grad = grad
-        assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        model.eval()
-        assert not model.blocks[0].training
-        with torch.no_grad():
-            assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
-        with torch.inference_mode():
-            assert torch.allclose(model(tokens), plain(tokens), atol=1e-5)
+def evaluated_then_trained(model: nn.Module, step: int) -> tuple[list[Tensor], Tensor]:
+    """Before any training and after each step."""
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outputs.append(model.eval()(batch(model)[0]))
+    assert not model.blocks[0].training
+    assert model.train() is model
+    loss = one_loss(model, step)
+    loss.backward()
+    return outputs, loss.detach()
+
+
+@under_strategies("full_shard", "shard_optim")
+def test_training_goes_on_after_eval_no_grad_and_inference_mode(mesh, strategy: acc.Strategy) -> None:
+    case = Case(
+        build=models.plain,
+        run=evaluated_then_trained,
+        options={"strategy": strategy},
+        optimizer=lambda named: reference.adamw([p for _, p in named]),
+        is_wrapped=True,
+        steps=4,
+        exact=False,
+        output_tolerance=0.0,
+    )
+    model = compare(mesh, case)
     one_loss(model).backward()
     assert_at_rest(model)
 
 
-@on_strategies("full_shard", "hybrid_shard_optim")
-def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "hybrid_shard_optim")
+def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: acc.Strategy) -> None:
     """What they keep gathered for a backward ends with the first step after them."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
@@ -70,15 +72,15 @@ def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: s
         optimizer.step()
         optimizer.zero_grad()
     one_loss(model).backward()
-    if strategy != "no_shard":  # whose leases hold nothing: the shard is the full parameter
+    if strategy is not acc.NO_SHARD:  # whose leases hold nothing: the shard is the full parameter
         assert_at_rest(model)
 
 
 # -- gradients by name, and hooks
 
 
-@on_strategies("full_shard", "no_shard")
-def test_autograd_grad_of_parameters(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_autograd_grad_of_parameters(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     names = [name for name, _ in plain.named_parameters()]
     for m in (plain, model):
@@ -109,8 +111,8 @@ def raise_in_backward(grad: Tensor) -> None:
     raise PlantedError
 
 
-@on_strategies("full_shard", "shard_grad_op")
-def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "shard_grad_op")
+def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     one_loss(plain).backward()
     for _ in range(2):
@@ -162,8 +164,8 @@ class Shared(nn.Module):
         return sum(block(x) for block in self.blocks)
 
 
-@on_strategies("full_shard", "no_shard")
-def test_gradients_that_autograd_shares_stay_what_they_are(mesh, strategy: str) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_gradients_that_autograd_shares_stay_what_they_are(mesh, strategy: acc.Strategy) -> None:
     plain, model = here(Shared()), acc.shard(Shared(), mesh=mesh, strategy=strategy)
     scale = 1.0 + dist.get_rank()
     for m in (plain, model):

@@ -16,7 +16,7 @@ from tests.support.checks import logged
 from tests.support.compare import (
     Case,
     Pair,
-    check_grads,
+    check_step,
     compare,
     rest,
     seed_of,
@@ -75,16 +75,30 @@ def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("tie", IN_MODULES)
+def tied(tie: str) -> nn.Module:
+    """Return the unsharded model: without sharding, two parameters over one storage are two, with a gradient each."""
+    if tie != "two parameters over one storage":
+        return Stack(tie)
+    model = Stack()
+    model.head.weight = model.embed.weight
+    return model
+
+
+@pytest.mark.parametrize("tie", MERGED)
 @on_worlds
 def test_tied_weights_train_as_one_and_the_log_names_them(mesh, tie: str) -> None:
-    case = Case(build=functools.partial(Stack, tie), run=stack_loss, units={Pair}, exact=False, tolerance=2e-6)
+    build, reference = functools.partial(Stack, tie), functools.partial(tied, tie)
+    case = Case(
+        build=build,
+        run=stack_loss,
+        reference=reference,
+        units={Pair},
+        exact=tie == "two parameters over one storage",
+        tolerance=2e-6,
+    )
     with logged() as messages:
         model = compare(mesh, case)
-    plain = seeded(case.build)
-    if tie == "two parameters over one storage":  # two objects without sharding, whose gradients are never one
-        plain.head.weight = plain.embed.weight
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference().named_parameters()]
     lines = [m for m in messages if m.startswith("tied")]
     if mesh.get_local_rank() == 0:
         assert len(lines) == len(MERGED[tie])
@@ -92,23 +106,6 @@ def test_tied_weights_train_as_one_and_the_log_names_them(mesh, tie: str) -> Non
             assert any(all(name in line for name in names) for line in lines), (names, lines)
     else:
         assert not lines, "the first rank alone says it"
-
-
-@on_worlds
-def test_two_parameters_over_one_storage_are_tied(mesh) -> None:
-    plain = seeded(functools.partial(Stack, ""))
-    torch.manual_seed(0)
-    model = Stack("two parameters over one storage")  # not moved before: that parts what lies in one storage
-    plain.head.weight = plain.embed.weight
-    with logged() as messages:
-        model = acc.shard(model, mesh=mesh, units={Pair})
-    assert model.head.weight is model.embed.weight
-    if mesh.get_local_rank() == 0:
-        assert any("embed.weight" in m and "head.weight" in m for m in messages if m.startswith("tied"))
-    for m in (plain, model):
-        torch.manual_seed(seed_of(0))
-        stack_loss(m)
-    check_grads(mesh, model, plain, exact=mesh.size() == 2)
 
 
 @pytest.mark.parametrize("tie", sampled(IN_MODULES, "across sibling units".__eq__))
@@ -133,10 +130,7 @@ def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(mesh, tie: s
         found, wanted = params_of(model), dict(plain.named_parameters())
         assert found.keys() == wanted.keys()
         assert not [n for n in wanted if not torch.equal(found[n].cpu(), wanted[n].cpu())], how
-        for m in (plain, model):
-            torch.manual_seed(seed_of(0))
-            stack_loss(m)
-        check_grads(mesh, model, plain, exact=False)
+        check_step(mesh, model, plain, stack_loss, exact=False)
         rest(model)
 
 

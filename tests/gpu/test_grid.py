@@ -21,7 +21,7 @@ def test_ranks_that_share_a_device(crowded_world, strategy, precision, debug):
     for num_ranks, scenario in grid.CASES.values():
         shape, names = grid.mesh_of(STRATEGIES[strategy], num_ranks)
         scenario = dataclasses.replace(scenario, **grid.PRECISIONS[precision])
-        options = {"wrapped": precision == "bf16", "debug": debug}
+        options = {"is_wrapped": precision == "bf16", "debug": debug}
         crowded_world.run_mesh(shape, names, grid.match, scenario, STRATEGIES[strategy], **options)
 
 
@@ -33,7 +33,7 @@ def test_a_rank_a_device(device_world, strategy, precision, debug):
     shape, names = (pairs, grid.HYBRID) if policy.hybrid else ((count,), grid.FLAT)
     for _, scenario in grid.CASES.values():
         scenario = dataclasses.replace(scenario, **grid.PRECISIONS[precision])
-        options = {"wrapped": precision == "bf16", "debug": debug}
+        options = {"is_wrapped": precision == "bf16", "debug": debug}
         device_world.run_mesh(shape, names, grid.match, scenario, policy, **options)
 
 

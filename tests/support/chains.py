@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.devices import device
-from tests.support.compare import (
-    Case,
-    Pair,
-    check_grads,
-    rest,
-    seed_of,
-)
+from tests.support.compare import Case, Pair, check_step, rest
 
 WIDTH = 7
 FEW = (2, 3)  # where more ranks can add nothing but time
@@ -58,20 +52,16 @@ class Chain(nn.Module):
 
 
 def chain(kind: Callable[[], nn.Module] = Pair, call: Callable[..., Any] | None = None, **more: Any) -> Case:
-    """A case of a `Chain`; every kind of unit here is named by its class."""
+    """Return a case of a `Chain`; `more`: fields of the case."""
     more.setdefault("run", plain_run)
     units = more.pop("units", lambda name, module: name.startswith("units.") and name.count(".") == 1)
     return Case(build=lambda: Chain(kind, call=call), units=units, **more)
 
 
 def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any] = plain_run) -> None:
-    """A step clears what failed ones left, the next one is as any other; the weights are those of before."""
+    """Check two steps that change no weight: the first clears what failed ones left, the second is as any other."""
     for step in range(2):
-        for m in (plain, model):
-            m.zero_grad()
-            torch.manual_seed(seed_of(step))
-            run(m, step)
-        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        check_step(mesh, model, plain, run, step)
         torch.optim.SGD(model.parameters(), lr=0.0).step()
     rest(model)
 

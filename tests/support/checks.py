@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
 from tests.inside import engine_in, units_of
-from tests.support import models, reference
+from tests.support import models
 from tests.support.gathered import gathered
 from tests.support.reference import assert_close as assert_close
 from tests.support.sample import sampled
@@ -80,44 +80,40 @@ def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
     return models.batch(step, 0, dist.get_rank(), vocab=model.embed.num_embeddings)
 
 
-def train(
-    mesh,
-    scenario: reference.Scenario,
-    strategy: acc.Strategy,
-    *,
-    after_step: Callable[[nn.Module], Callable[[], None]],
-    wrapped: bool = False,
-    **options: Any,
-) -> reference.Trace:
-    """The steps of a scenario by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
-    precision = acc.Precision(params=scenario.compute)
-    model = scenario.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
-    model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
-    return reference.sharded(
-        model,
-        scenario,
-        dist.get_rank(),
-        no_sync=acc.no_sync,
-        wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,
-        after_step=after_step(model),
-    )
-
-
 def one_loss(model: nn.Module, step: int = 0) -> Tensor:
     tokens, targets = batch(model, step)
     return models.loss_of(model(tokens), targets)
 
 
-def grads_of_ranks(mesh, model: nn.Module) -> dict[str, list[Tensor]]:
-    """The gradients of an unsharded model that ranks have, by the parameter's name; a collective."""
-    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
-    return {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
+def everyone(mesh: Any, value: Any) -> list[Any]:
+    """Return `value` of every rank of the mesh in rank order."""
+    values = [value]
+    for axis in reversed(range(mesh.ndim)):
+        values = [one for part in gathered(values, mesh.get_group(axis)) for one in part]
+    return values
 
 
-def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
-    """What the ranks' own gradients of an unsharded model average to; a collective."""
-    return {name: sum(some) / mesh.size() if some else None for name, some in grads_of_ranks(mesh, model).items()}
+def sums_over_ranks(mesh: Any, grads: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+    """Sum gradients over ranks in rank order, in at least four bytes; a collective.
+
+    Also return, by name, the largest value of a rank. Gradients may cancel: the error of a sum in another order is
+    relative to what was summed.
+    """
+    ranks = everyone(mesh, dict(grads))
+    sums: dict[str, Tensor | None] = {}
+    largest: dict[str, float] = {}
+    for name in grads:
+        some = [part[name] for part in ranks if part[name] is not None]
+        sums[name] = sum(g.float() if g.itemsize < 4 else g for g in some) if some else None
+        largest[name] = max((g.double().abs().max().item() for g in some if g.numel()), default=0.0)
+    return sums, largest
+
+
+def mean_grads(mesh: Any, model: nn.Module) -> dict[str, Tensor | None]:
+    """Average the gradients of an unsharded model over ranks; a collective."""
+    params = dict(model.named_parameters())
+    sums, _ = sums_over_ranks(mesh, {name: p.grad for name, p in params.items()})
+    return {name: None if s is None else (s / mesh.size()).to(params[name].dtype) for name, s in sums.items()}
 
 
 def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:

@@ -1,8 +1,12 @@
-"""One model twice, sharded and not, on the same numbers: outputs, gradients, weights and buffers after each step."""
+"""One model trained twice, sharded and not, on the same batches: outputs, gradients, parameters and buffers of each step.
+
+`Case` is the one description of such a training. `Scenario` and `programs.Program` are plain data that make one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,40 +14,45 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from tests.devices import here
+from tests.devices import device, here
 from tests.inside import engine_in, units_of
-from tests.support.checks import assert_at_rest, grads_of_ranks, step_all
+from tests.support import models
+from tests.support.checks import assert_at_rest, sums_over_ranks
 from tests.support.ranked import on_num_ranks
-from tests.support.reference import assert_close, grads_of, params_of
+from tests.support.reference import adamw, assert_close, grads_of, params_of
 from tests.support.sample import sampled
 
-on_ranks = pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))
-Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+NamedParams = Iterable[tuple[str, nn.Parameter]]
 
 
-def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_mesh` for each case by name on two, three and four ranks; usually on two if it is exact, and on three if not."""
-    rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
-    usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
-    return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        [p for p in model.parameters() if p.is_floating_point()], lr=1 / 128
-    )  # no rounding of what it multiplies
+def sgd(named: NamedParams) -> torch.optim.Optimizer:
+    """SGD whose learning rate is a power of two, so that multiplying by it does not round."""
+    return torch.optim.SGD([p for _, p in named if p.is_floating_point()], lr=1 / 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and what a step does with it.
+    """A model and the steps in which it is trained, unsharded and sharded.
 
-    `run(model, step)`: forward and backward on this rank's numbers, which `torch.manual_seed` makes: it is set before.
-    It returns what a caller sees, tensors in containers. `reference`: builds the unsharded model, where it is another.
-    `options`: of `shard`. `exact`: on two ranks bit for bit, where each weight gets one gradient a step, so that the order
-    of the sums is the same. `tolerance`: of the largest gradient of a rank.
+    Args:
+        build: make the model, the same on every rank
+        run: forward and backward of one step of a model on this rank's batch, whose random numbers are seeded before.
+            Return what a caller sees: tensors in containers
+        reference: make the unsharded model, if it is not that of `build`
+        units: argument of `shard`
+        options: other arguments of `shard`
+        optimizer: make the optimizer of named parameters
+        is_wrapped: the sharded run uses `wrap_optimizer`
+        set_to_none: argument of `zero_grad`
+        scale: initial scale of a gradient scaler; `run` multiplies its loss by it. None: no scaler
+        steps: number of steps
+        exact: on two ranks both runs agree bit for bit, because each weight gets one gradient in a step
+        tolerance: largest error of a gradient or buffer, relative to the largest gradient of a rank
+        narrow_tolerance: the same for parameters of two bytes; None: `tolerance`
+        output_tolerance: largest error of an output, relative to its largest value
     """
 
     build: Callable[[], nn.Module]
@@ -51,90 +60,334 @@ class Case:
     reference: Callable[[], nn.Module] | None = None
     units: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Optimizer = sgd
+    optimizer: Callable[[NamedParams], torch.optim.Optimizer] = sgd
+    is_wrapped: bool = False
+    set_to_none: bool = True
+    scale: float | None = None
     steps: int = 2
     exact: bool = True
     tolerance: float = 1e-6
+    narrow_tolerance: float | None = None
+    output_tolerance: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Steps of a model of `models`, as data that can be sent to ranks.
+
+    Args:
+        build: name of a function of `models`
+        micros: micro-batches of a step
+        skip_last: blocks that the last micro-batch leaves out
+        no_sync: the sharded run communicates in the last micro-batch only
+        compute: dtype of the weights in forward and backward, over float32 masters
+        scale: initial scale of a gradient scaler
+        sometimes: rank 0 alone uses `Block.sometimes`
+    """
+
+    build: str = "plain"
+    steps: int = 3  # the first learns in which order units run, the second uses it, and the third finds it as it was
+    micros: int = 1
+    skip_last: tuple[int, ...] = ()
+    no_sync: bool = False
+    compute: torch.dtype | None = None
+    scale: float | None = None
+    sometimes: bool = False
+
+    def case(self, *, is_wrapped: bool = False, exact: bool = False, units: Any = None, **options: Any) -> Case:
+        """Return the case of these steps. `options`: arguments of `shard`."""
+        return Case(
+            build=lambda: getattr(models, self.build)().cpu(),  # `shard` moves it, block by block
+            run=self._run,
+            units=units,
+            options={"precision": acc.Precision(params=self.compute), **options},
+            optimizer=lambda named: adamw([p for _, p in named]),
+            is_wrapped=is_wrapped,
+            scale=self.scale,
+            steps=self.steps,
+            exact=exact,
+            tolerance=5e-7,  # of the largest gradient of a rank; that of the mean may be half of it
+        )
+
+    def _run(self, model: nn.Module, step: int) -> list[Tensor]:
+        losses, rank = [], dist.get_rank()
+        options: dict[str, Any] = {"use_sometimes": rank == 0} if self.sometimes else {}
+        for micro in range(self.micros):
+            is_last = micro == self.micros - 1
+            tokens, targets = models.batch(step, micro, rank, vocab=model.embed.num_embeddings)
+            with no_sync(model) if self.no_sync and not is_last else nullcontext():
+                loss = models.loss_of(model(tokens, **options, skip=self.skip_last if is_last else ()), targets)
+                (loss / self.micros * (self.scale or 1.0)).backward()
+            losses.append(loss.detach())
+        return losses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Results of a training on one rank: outputs of each step, full gradients of the first, full parameters at the end."""
+
+    outputs: list[Any]
+    grads: dict[str, Tensor | None]
+    params: dict[str, Tensor]
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    return here(_seeded(build, seed))
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return here(build())
+        return build()
 
 
 def seed_of(step: int) -> int:
     return 1000 * step + dist.get_rank()
 
 
-def compare(mesh, case: Case) -> nn.Module:
-    """Train the model of `case` sharded and not, and find no difference; returns the sharded one."""
-    plain = seeded(case.reference or case.build)
-    model = acc.shard(seeded(case.build), mesh=mesh, units=case.units, **case.options)
-    optimizers = case.optimizer(plain), case.optimizer(model)
-    exact = case.exact and mesh.size() <= 2
+def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return `acc.no_sync` of a sharded model, or a context that does nothing for an unsharded one."""
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    return acc.no_sync(model) if is_sharded else nullcontext()
+
+
+class Sharded:
+    """The sharded run of a case on this rank. Owns the model, its optimizer and the gradient scaler."""
+
+    def __init__(self, mesh: Any, case: Case) -> None:
+        self.case = case
+        self.model = acc.shard(_seeded(case.build), mesh=mesh, units=case.units, **case.options)
+        self.optimizer = case.optimizer(self.model.named_parameters())
+        if case.is_wrapped:
+            self.optimizer = acc.wrap_optimizer(self.optimizer)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=case.scale or 1.0, enabled=case.scale is not None)
+        self.scaler.scale(torch.ones(1, device=device()))  # initializes the scale, by which `run` multiplies the loss
+
+    def run(self, step: int) -> Any:
+        torch.manual_seed(seed_of(step))
+        outputs = self.case.run(self.model, step)
+        self.scaler.unscale_(self.optimizer)
+        return outputs
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
+
+
+class Unsharded:
+    """The unsharded run of a case: this rank's batches on a whole model, gradients summed over ranks in rank order.
+
+    Owns the model and `masters`: the parameters that the optimizer steps. A parameter is its own master, unless the
+    sharded run stores it in a wider dtype than that in which it is used.
+    """
+
+    def __init__(self, mesh: Any, case: Case) -> None:
+        self.mesh, self.case = mesh, case
+        self.model = seeded(case.reference or case.build)
+        self.params = dict(self.model.named_parameters())
+        self.precision = case.options.get("precision") or acc.Precision()
+        self.masters = {name: self._master(p) for name, p in self.params.items()}
+        self.optimizer = case.optimizer(self.masters.items())
+        self._sums: dict[str, Tensor] = {}
+        for name, p in self.params.items():
+            if self.masters[name] is not p and p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p, name=name: self._add(name, p))
+
+    def _master(self, p: nn.Parameter) -> nn.Parameter:
+        wanted = self.precision.master
+        is_narrow = p.requires_grad and wanted is not None and p.itemsize < wanted.itemsize
+        dtype = wanted if is_narrow else p.dtype
+        if dtype == p.dtype and self.precision.params is None:
+            return p
+        return nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=p.requires_grad)
+
+    def _add(self, name: str, p: Tensor) -> None:
+        """Add gradients up in four bytes: autograd would in the dtype of the parameter."""
+        grad = p.grad.float() if p.grad.itemsize < 4 else p.grad
+        self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+        p.grad = None
+
+    def run(self, step: int) -> Any:
+        for name, p in self.params.items():  # in each step: a router may cast its own weight in its forward
+            master = self.masters[name]
+            if master is not p:
+                p.data = master.detach().to(self.precision.params or p.dtype, copy=True)
+        torch.manual_seed(seed_of(step))
+        return self.case.run(self.model, step)
+
+    def reduce(self) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+        """Sum gradients over ranks into those of the masters; return them and, by name, the largest value that was summed."""
+        local = {name: p.grad if self.masters[name] is p else self._sums.get(name) for name, p in self.params.items()}
+        self._sums = {}
+        scale = self.case.scale or 1.0
+        sums, largest = sums_over_ranks(self.mesh, {n: None if g is None else g / scale for n, g in local.items()})
+        divisor = 1 if self.case.options.get("reduce_op") == "sum" else self.mesh.size()
+        for name, total in sums.items():
+            master = self.masters[name]
+            if total is not None:
+                grad = (total / divisor).to(master.dtype)
+                adds = master is not self.params[name] and master.grad is not None
+                master.grad = master.grad + grad if adds else grad
+        return {name: master.grad for name, master in self.masters.items()}, largest
+
+    def take(self, grads: Mapping[str, Tensor | None]) -> None:
+        for name, grad in grads.items():
+            self.masters[name].grad = grad
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
+
+
+class Twins:
+    """Both runs of a case on this rank, step by step."""
+
+    def __init__(self, mesh: Any, case: Case) -> None:
+        self.case, self.exact = case, case.exact and mesh.size() <= 2
+        self.unsharded, self.sharded = Unsharded(mesh, case), Sharded(mesh, case)
+
+    def run(self, step: int) -> tuple[Any, Any]:
+        """Run forward and backward of both; return outputs of the sharded and of the unsharded one."""
+        outputs = self.unsharded.run(step)
+        return self.sharded.run(step), outputs
+
+    def check_backward(self, step: int) -> None:
+        """Run forward and backward of both; compare outputs and gradients."""
+        found, wanted = self.run(step)
+        assert_alike(found, wanted, 0.0 if self.exact else self.case.output_tolerance)
+        self.check_grads()
+
+    def check_step(self) -> None:
+        """Step both and compare what the optimizers wrote."""
+        self.unsharded.step()
+        self.sharded.step()
+        self.check_state()
+
+    def check_grads(self) -> None:
+        """Compare gradients; the unsharded run takes those of the sharded one, so that the step itself is compared."""
+        found, (wanted, largest) = grads_of(self.sharded.model), self.unsharded.reduce()
+        assert found.keys() == wanted.keys()
+        dtypes = [{name: g.dtype for name, g in grads.items() if g is not None} for grads in (found, wanted)]
+        assert dtypes[0] == dtypes[1]
+        narrow = {name for name, p in self.unsharded.params.items() if p.itemsize < 4}
+        limit = self.case.tolerance
+        narrow_limit = limit if self.case.narrow_tolerance is None else self.case.narrow_tolerance
+        for names, tolerance in ((found.keys() - narrow, limit), (narrow, narrow_limit)):
+            some = [{name: grads[name] for name in sorted(names)} for grads in (found, wanted)]
+            assert_close(*some, 0.0 if self.exact else tolerance, largest)
+        self.unsharded.take(found)
+
+    def check_state(self) -> None:
+        """Compare parameters and buffers; the unsharded run continues from the sharded ones, so that no rounding adds up."""
+        model, plain = self.sharded.model, self.unsharded
+        found = params_of(model)
+        assert {n: p.dtype for n, p in found.items()} == {n: p.dtype for n, p in plain.masters.items()}
+        # A step may bring a weight close to zero: `least`.
+        assert_close(found, plain.masters, 0.0 if self.exact else 1e-6, least=1.0)
+        with torch.no_grad():
+            for name, master in plain.masters.items():
+                master.copy_(found[name])
+        limit = 0.0 if self.exact else self.case.tolerance
+        assert_close(dict(model.named_buffers()), dict(plain.model.named_buffers()), limit)
+
+
+def compare(mesh: Any, case: Case) -> nn.Module:
+    """Train the model of `case` sharded and unsharded and compare each step; return the sharded one."""
+    twins = Twins(mesh, case)
     for step in range(case.steps):
-        seen = []
-        for m in (plain, model):
-            torch.manual_seed(seed_of(step))
-            seen.append(case.run(m, step))
-        assert_alike(seen[1], seen[0], exact=exact)
-        del seen
-        check_grads(mesh, model, plain, exact=exact, tolerance=case.tolerance)
-        step_all(optimizers)
-        wanted, found = dict(plain.named_parameters()), params_of(model)
-        limit = 0.0 if exact else case.tolerance
-        assert_close(found, wanted, limit, least=1.0)  # a step may bring a weight close to zero
-        with torch.no_grad():  # rounding must not add up
-            for name, p in wanted.items():
-                p.copy_(found[name])
-        assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), limit)
-        rest(model)
-    return model
+        twins.check_backward(step)
+        twins.check_step()
+        rest(twins.sharded.model)
+    return twins.sharded.model
 
 
-def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
-    """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
-    used, found = grads_of_ranks(mesh, plain), grads_of(model)
+def compare_poisoned(mesh: Any, case: Case) -> nn.Module:
+    """`compare`; on three ranks freed memory is filled with NaN instead, so that a use after free shows."""
+    return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
+
+
+def train(mesh: Any, case: Case) -> Trace:
+    """Train the model of `case` sharded, and wait for the last step alone: others may end during the next forward."""
+    run, outputs = Sharded(mesh, case), list[Any]()
+    grads: dict[str, Tensor | None] = {}
+    for step in range(case.steps):
+        outputs.append(run.run(step))
+        grads = grads if step else grads_of(run.model)
+        run.step()
+    acc.synchronize(run.model)
+    return Trace(outputs=outputs, grads=grads, params=params_of(run.model))
+
+
+def assert_same(found: Trace, wanted: Trace) -> None:
+    """Compare two traces bit for bit."""
+    assert_alike(found.outputs, wanted.outputs)
+    assert_close(found.grads, wanted.grads, 0.0)
+    assert_close(found.params, wanted.params, 0.0)
+
+
+def check_grads(mesh: Any, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
+    """Compare the gradients of the sharded model with the means of the unsharded ones over ranks, which `plain` is given."""
+    found = grads_of(model)
+    sums, largest = sums_over_ranks(mesh, {name: p.grad for name, p in plain.named_parameters()})
     wanted: dict[str, Tensor | None] = {}
     for name, p in plain.named_parameters():
-        mean = sum(g.float() for g in used[name]) / mesh.size() if used[name] else None
+        mean = None if sums[name] is None else sums[name] / mesh.size()
         wanted[name] = None if mean is None else mean.to(p.dtype if found[name] is None else found[name].dtype)
         p.grad = None if mean is None else wanted[name].to(p.dtype)
-    # What ranks have may cancel, and who sums them in another order is off by a bit of what was summed and not of the sum.
-    summed = {
-        name: max((g.double().abs().max().item() for g in some if g.numel()), default=0.0)
-        for name, some in used.items()
-    }
-    assert_close(found, wanted, 0.0 if exact else tolerance, summed)
+    assert_close(found, wanted, 0.0 if exact else tolerance, largest)
 
 
-def assert_alike(found: Any, wanted: Any, *, exact: bool) -> None:
-    """What two runs return: the same types and tensors, wherever they lie."""
+def check_step(
+    mesh: Any,
+    model: nn.Module,
+    plain: nn.Module,
+    run: Callable[[nn.Module, int], Any],
+    step: int = 0,
+    *,
+    exact: bool | None = None,
+    tolerance: float = 1e-6,
+) -> None:
+    """Run forward and backward of both models from cleared gradients; compare outputs and gradients.
+
+    `exact`: compare bit for bit; None: on two ranks.
+    """
+    exact = mesh.size() == 2 if exact is None else exact
+    outputs = []
+    for m in (plain, model):
+        m.zero_grad()
+        torch.manual_seed(seed_of(step))
+        outputs.append(run(m, step))
+    assert_alike(outputs[1], outputs[0], 0.0 if exact else tolerance)
+    check_grads(mesh, model, plain, exact=exact, tolerance=tolerance)
+
+
+def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+    """Compare outputs of two runs: their types, and tensors, which may differ by `tolerance` of the largest value."""
     assert type(found) is type(wanted), (type(found), type(wanted))
     if isinstance(wanted, Tensor):
         assert found.dtype == wanted.dtype
         assert found.requires_grad == wanted.requires_grad
-        assert_close({"output": found}, {"output": wanted}, 0.0 if exact else 1e-6)
+        assert_close({"output": found}, {"output": wanted}, tolerance)
     elif isinstance(wanted, Mapping):
         assert list(found) == list(wanted)
         for key, value in wanted.items():
-            assert_alike(found[key], value, exact=exact)
+            assert_alike(found[key], value, tolerance)
     elif isinstance(wanted, (list, tuple)):
         assert len(found) == len(wanted)
         for one, other in zip(found, wanted, strict=True):
-            assert_alike(one, other, exact=exact)
+            assert_alike(one, other, tolerance)
     elif hasattr(wanted, "__dict__"):
-        assert_alike(vars(found), vars(wanted), exact=exact)
+        assert_alike(vars(found), vars(wanted), tolerance)
     else:
         assert found == wanted
 
 
 def rest(model: nn.Module) -> None:
-    """No lease, shards in the registry, and no storage of full parameters that is open."""
+    """Assert that no lease is left, modules show their shards, and full parameters use no memory."""
     assert_at_rest(model)
     opened = open_full_buffers(model)
-    assert not opened, f"full parameters stand at rest: {opened}"
+    assert not opened, f"full parameters in memory between steps: {opened}"
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             assert all(
@@ -143,7 +396,7 @@ def rest(model: nn.Module) -> None:
 
 
 def open_full_buffers(model: nn.Module) -> list[str]:
-    """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
+    """Return units whose full parameters use memory and should not. With debug="streams" it is filled with NaN and stays."""
     if engine_in(model).context.keeps_full:
         return []
     full_buffers = [
@@ -160,14 +413,16 @@ def open_full_buffers(model: nn.Module) -> list[str]:
     ]
 
 
-def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
+def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`on_num_ranks` for each case by name on two, three and four ranks; usually on two if it is exact, and on three if not."""
+    rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
+    usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
+    return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
+
+
+def run_on_all(world: Any, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
     for num_ranks in ranks:
         world.run(num_ranks, fn, *args)
-
-
-def compare_poisoned(mesh, case: Case) -> nn.Module:
-    """`compare`; on three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
-    return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
 
 
 class Pair(nn.Module):

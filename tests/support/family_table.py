@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,11 +23,11 @@ from accordion.engine.tree import map_tensors
 from accordion.units import choose_units
 from tests.inside import units_of
 from tests.pool import Pool
-from tests.support import reference
 from tests.support.checks import assert_at_rest
+from tests.support.compare import Case, Twins, seed_of
 from tests.support.families import FAMILIES, Family
 from tests.support.family_inputs import loss_of
-from tests.support.reference import Scenario
+from tests.support.reference import grads_of, params_of
 
 LR = 1e-2
 # Biases of keys: they shift all scores of a query alike, which the softmax does not see. Their gradient is zero but for
@@ -55,40 +55,44 @@ class Found:
     params: Worst
 
 
-@dataclass(frozen=True, kw_only=True)
-class FamilyScenario(Scenario):
-    """Two steps of a family. `use_reentrant`: of the model's own checkpointing, in both runs.
+def case_of(name: str, compute: torch.dtype | None = None, use_reentrant: bool | None = None, **options: Any) -> Case:
+    """Return the case of two steps of a family.
 
-    `compute`: floating inputs of each unit are cast to it too, and where the family asks for it buffers.
+    `compute`: dtype of the weights, to which floating inputs of each unit are cast too, and buffers if the family asks for
+    it. `use_reentrant`: of the model's own checkpointing, in both runs. `options`: of `shard`.
     """
+    family = FAMILIES[name]
+    buffers = compute if family.bf16 == "with buffers" else None
 
-    name: str
-    use_reentrant: bool | None = None
-    steps: int = 2
-
-    def model(self) -> nn.Module:
-        model = FAMILIES[self.name].build()
-        if self.use_reentrant is not None:
+    def build() -> nn.Module:
+        model = family.build()
+        if use_reentrant is not None:
             with warnings.catch_warnings():  # the name that takes its place is not in all of transformers 5
                 warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         return model
 
-    def unsharded_model(self) -> nn.Module:
-        model = self.model()
-        if self.compute is not None and FAMILIES[self.name].bf16 == "with buffers":
-            for buffer in model.buffers():
-                buffer.data = cast(buffer.data, self.compute)
-        if self.compute is not None:
-            cast_inputs(model, self.compute)
+    def reference() -> nn.Module:
+        model = build()
+        for buffer in model.buffers():
+            buffer.data = cast(buffer.data, buffers)
+        if compute is not None:
+            cast_inputs(model, compute)
         return model
 
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """With momentum, so that parameters tell of the gradients of both steps. AdamW divides rounding by rounding."""
-        return torch.optim.SGD(params, lr=LR, momentum=0.9)
+    def run(model: nn.Module, step: int) -> Tensor:
+        loss = loss_of(model, family.batch(step, dist.get_rank()), seed_of(step))
+        loss.backward()
+        return loss.detach()
 
-    def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-        return loss_of(model, FAMILIES[self.name].batch(step, rank), seed_of(step, rank))
+    return Case(
+        build=build,
+        run=run,
+        reference=reference,
+        options={"precision": acc.Precision(params=compute, buffers=buffers), **options},
+        # With momentum, so that parameters tell of the gradients of both steps. AdamW divides rounding by rounding.
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=LR, momentum=0.9),
+    )
 
 
 def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
@@ -112,41 +116,34 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def seed_of(step: int, rank: int) -> int:
-    return 1000 + 10 * step + rank
+def compare(mesh: DeviceMesh, name: str, entered: bool = False, **arguments: Any) -> Found:
+    """Measure the difference of both runs of a family on this rank.
 
-
-def compare(
-    mesh: DeviceMesh,
-    name: str,
-    compute: torch.dtype | None = None,
-    use_reentrant: bool | None = None,
-    entered: bool = False,
-    **options: Any,
-) -> Found:
-    """Both runs of a family on this rank. `compute`, `use_reentrant`: as `FamilyScenario` has them.
-
-    `entered`: the forward of each unit is an entry point, for models that call it directly. `options`: of `shard`.
+    `entered`: the forward of each unit is an entry point, for models that call it directly. `arguments`: of `case_of`.
     """
-    scenario, rank = FamilyScenario(name=name, compute=compute, use_reentrant=use_reentrant), mesh.get_local_rank()
-    model = scenario.model()
+    twins = Twins(mesh, case_of(name, **arguments))
+    plain, model = twins.unsharded, twins.sharded.model
     tied = [names for names in names_of(model) if len(names) > 1]
-    num_params = sum(p.numel() for p in model.parameters())
-    wanted = reference.unsharded(scenario, mesh.size())[rank]
-    buffers = compute if FAMILIES[name].bf16 == "with buffers" else None
-    model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=compute, buffers=buffers), **options)
-    assert [names for names in names_of(model) if len(names) > 1] == tied
+    assert tied == [names for names in names_of(plain.model) if len(names) > 1]
     for unit in units_of(model)[1:] if entered else ():
         acc.entry_point(unit.module(), "forward")
-    units = Counter(type(unit.module()).__name__ for unit in units_of(model)[1:])
-    found = reference.sharded(model, scenario, rank, after_step=partial(assert_at_rest, model))
+    losses: list[dict[str, Tensor | None]] = [{}, {}]
+    grads = Worst()
+    for step in range(2):
+        for all_of_run, loss in zip(losses, twins.run(step), strict=True):
+            all_of_run[f"loss of step {step}"] = loss
+        wanted, _ = plain.reduce()
+        grads = grads if step else worst(grads_of(model), wanted, *KEY_BIASES)
+        plain.step()
+        twins.sharded.step()
+        assert_at_rest(model)
     return Found(
-        num_params=num_params,
-        units=dict(units),
+        num_params=sum(p.numel() for p in plain.params.values()),
+        units=dict(Counter(type(unit.module()).__name__ for unit in units_of(model)[1:])),
         tied=tied,
-        grads=worst(found.grads, wanted.grads, *KEY_BIASES),
-        losses=worst(reference.losses_of(found), reference.losses_of(wanted)),
-        params=worst(found.params, wanted.params, "*bias"),
+        grads=grads,
+        losses=worst(*losses),
+        params=worst(params_of(model), plain.masters, "*bias"),
     )
 
 

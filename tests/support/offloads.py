@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch import nn
 import accordion as acc
 from accordion.offload.step import chunks
 from tests.support import models
-from tests.support.checks import assert_equal, train
-from tests.support.reference import Scenario, Trace, assert_close
+from tests.support.compare import Scenario, assert_same, train
 
 HOST = acc.Offload(params="host", optimizer="host")
 OPTIMIZER = acc.Offload(optimizer="host")
@@ -59,22 +56,6 @@ SCENARIOS = [
 ]
 
 
-def trained(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) -> Trace:
-    return train(mesh, scenario, strategy, wrapped=True, after_step=partial(after_last, scenario.steps), **options)
-
-
-def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
-    """Return a callback for after each step that waits for the last one alone; others run during the next forward."""
-    left = list(range(num_steps))
-
-    def after_step() -> None:
-        left.pop()
-        if not left:
-            acc.synchronize(model)
-
-    return after_step
-
-
 def same_as_without(
     mesh,
     strategy: acc.Strategy,
@@ -83,15 +64,12 @@ def same_as_without(
     chunk_numel: int = chunks.CHUNK_NUMEL,
 ) -> None:
     for i, scenario in enumerate(scenarios):
-        scenario = dataclasses.replace(scenario, steps=3)
-        wanted = trained(mesh, scenario, strategy)
+        wanted = train(mesh, scenario.case(is_wrapped=True, strategy=strategy))
         debug = ("streams",) if i % 2 else ()
         for offload in offloads:
+            case = scenario.case(is_wrapped=True, strategy=strategy, offload=offload, debug=debug)
             with chunks_of_at_most(chunk_numel):
-                found = trained(mesh, scenario, strategy, offload=offload, debug=debug)
-            assert found.losses == wanted.losses, (scenario.build, offload)
-            assert_close(found.grads, wanted.grads, 0.0)
-            assert_equal(found.params, wanted.params)
+                assert_same(train(mesh, case), wanted)
 
 
 def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -26,19 +26,18 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout, reduce
 from tests import pool
-from tests.devices import device, here
+from tests.devices import device
 from tests.support.checks import FLAT, HYBRID, assert_at_rest
-from tests.support.gathered import gathered
-from tests.support.reference import assert_close, grads_of, params_of
+from tests.support.compare import Case, NamedParams, Twins, Unsharded, no_sync
+from tests.support.reference import adamw
 
 BATCH, LENGTH, VOCAB = 2, 3, 5
 DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-# Of the largest values that are summed over ranks and backwards, not of the sum: gradients may cancel. In bfloat16
-# autograd rounds the sum of two uses of a parameter; the engine adds calls of a unit in float32.
-TOLERANCES = {torch.float32: 2e-6, torch.float64: 2e-6, torch.bfloat16: 2e-2}
+# Relative to the largest values that are summed over ranks, not to the sum: gradients may cancel. In bfloat16 autograd
+# rounds the sum of two uses of a parameter; the engine adds calls of a unit in float32.
+TOLERANCE, IN_BF16 = 2e-6, 2e-2
 # Where gradients of activations pass through bf16, another order of their sums is rounded to another bf16 number here and there.
 THROUGH_BF16 = 1e-4
-LOSS_TOLERANCE = 2e-6
 TIMEOUT_S = 60.0
 
 
@@ -328,18 +327,14 @@ def loss_of(model: Root, x: Tensor, tokens: Tensor, target: Tensor, at: At) -> T
     return sum((0.1 * m.kept for m in model.bases() if m.kept is not None), loss)
 
 
-def walk(
-    model: Root, program: Program, step: int, rank: int, quiet: Callable[[int], Any], done: Callable[[], None]
-) -> list[Tensor]:
-    """Forwards and backwards of one step: the losses and the gradients of inputs.
-
-    `quiet(micro)`: the context of one micro-batch. `done`: called after each backward.
-    """
+def walk(model: Root, step: int, program: Program) -> list[Tensor]:
+    """Forwards and backwards of one step: the losses and the gradients of inputs."""
     losses, inputs = [], []
     between = program.between[step] if step < len(program.between) else ""
     for micro in range(program.micros):
-        at = At(step, micro, rank)
-        with quiet(micro):
+        at = At(step, micro, dist.get_rank())
+        waits = program.no_sync and micro < program.micros - 1
+        with no_sync(model) if waits else contextlib.nullcontext():
             x, tokens, target = data(program, at)
             losses.append(loss_of(model, x, tokens, target, at))
             inputs.append(x)
@@ -349,101 +344,19 @@ def walk(
                 model.train()
             if program.order == "each":
                 losses[-1].backward()
-                done()
     if program.order == "sum":
         sum(losses).backward()
-        done()
     elif program.order != "each":
         for loss in losses if program.order == "first" else losses[::-1]:
             loss.backward()
-            done()
     return [*(loss.detach() for loss in losses), *(x.grad for x in inputs if x.grad is not None)]
 
 
-def everyone(mesh, value: Any) -> list[Any]:
-    """`value` of every rank of the mesh in rank order."""
-    found = [value]
-    for i in reversed(range(mesh.ndim)):
-        found = [one for part in gathered(found, mesh.get_group(i)) for one in part]
-    return found
-
-
-class Plain:
-    """The unsharded run: this rank's batches on the whole model, gradients of all ranks summed in rank order.
-
-    Owns the model and its masters: what the optimizer steps, in float32 at least where it is trained.
-    """
-
-    def __init__(self, program: Program, mesh) -> None:
-        self.program, self.mesh = program, mesh
-        self.model = here(build(program))
-        self.params = dict(self.model.named_parameters())
-        self.masters = {n: nn.Parameter(p.detach().to(_master(p), copy=True)) for n, p in self.params.items()}
-        self.optimizer = optimizer_of(program, self.masters.values())
-        self._local: list[dict[str, Tensor]] = []
-        self._sums: dict[str, Tensor] = {}
-        for name, p in self.params.items():
-            self._watch(name, p)
-
-    def step(self, step: int, fixed: set[str]) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, float]]:
-        """Losses, gradients, and of each gradient the size of what was summed to it."""
-        toggle(self.model, self.program, step, fixed)
-        self._local = []
-        losses = walk(self.model, self.program, step, dist.get_rank(), contextlib.nullcontext, self._collect)
-        backwards = self._local
-        if self.program.no_sync:  # ranks add up by themselves, and are summed at the end
-            backwards = [functools.reduce(_added, self._local)]
-        ranks = everyone(self.mesh, backwards)
-        sizes: dict[str, float] = {}
-        for backward in zip(*ranks, strict=True):
-            total = functools.reduce(_added, backward)
-            for name, grad in total.items():
-                master = self.masters[name]
-                parts = [local[name].abs().max().item() for local in backward if name in local]
-                sizes[name] = sizes.get(name, 0.0) + sum(parts) / len(ranks)
-                mean = (grad * (1 / len(ranks))).to(master.dtype)
-                master.grad = mean if master.grad is None else master.grad + mean
-        return losses, {name: p.grad for name, p in self.masters.items()}, sizes
-
-    def _watch(self, name: str, p: nn.Parameter) -> None:
-        """Add up what autograd accumulates in the dtype of the sum over ranks: a reentrant checkpoint accumulates often."""
-        before = p.requires_grad
-        p.requires_grad_(True)  # else it takes no hook
-
-        def add(p: Tensor) -> None:
-            grad = p.grad.float() if p.dtype == torch.bfloat16 else p.grad
-            self._sums[name] = self._sums[name] + grad if name in self._sums else grad
-            p.grad = None
-
-        p.register_post_accumulate_grad_hook(add)
-        p.requires_grad_(before)
-
-    def _collect(self) -> None:
-        """The end of one backward."""
-        self._local.append(self._sums)
-        self._sums = {}
-
-    def take(self, values: Mapping[str, Tensor]) -> None:
-        """Go on from these parameters, so that no rounding adds up over steps."""
-        with torch.no_grad():
-            for name, value in values.items():
-                self.masters[name].copy_(value)
-                self.params[name].copy_(value)
-
-
-def _master(p: nn.Parameter) -> torch.dtype:
-    return torch.float32 if p.dtype == torch.bfloat16 and p.requires_grad else p.dtype
-
-
-def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}
-
-
-def optimizer_of(program: Program, params: Any) -> torch.optim.Optimizer:
-    """Adam's `eps` is large: gradients that cancel exactly are noise, which it would blow up."""
+def optimizer_of(program: Program, named: NamedParams) -> torch.optim.Optimizer:
+    params = [p for _, p in named]
     if program.optimizer == "sgd":
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-    return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1)
+    return adamw(params)
 
 
 @contextlib.contextmanager
@@ -456,77 +369,48 @@ def limits(program: Program) -> Iterator[None]:
         yield
 
 
-def compare(mesh, program: Program) -> bool:
-    """Run a program on this rank, sharded and not; whether all that should be close is equal."""
-    with limits(program):
-        plain, model = Plain(program, mesh), build(program)
-        fixed = {n for n, p in plain.params.items() if p.dtype == torch.bfloat16 and not p.requires_grad}
-        acc.shard(
-            model,
-            mesh,
-            units=lambda name, module: getattr(module, "is_unit", False),
-            strategy=program.policy(),
-            prefetch=acc.Prefetch(budget_bytes=program.budget_bytes),
-            checkpoint_activations=program.checkpoint,
-            debug=program.debug,
-        )
-        optimizer = optimizer_of(program, model.parameters())
-        if program.wrapped:
-            optimizer = acc.wrap_optimizer(optimizer)
-        equal = [step_of(program, i, plain, model, optimizer, fixed) for i in range(program.steps)]
-        return all(equal)
-
-
-def step_of(
-    program: Program, step: int, plain: Plain, model: Root, optimizer: torch.optim.Optimizer, fixed: set[str]
-) -> bool:
-    """One step of both; whether they are equal."""
-    rank = dist.get_rank()
-    toggle(model, program, step, fixed)
-    wanted_losses, wanted, sizes = plain.step(step, fixed)
-    beside(program, step, model, plain)
-
-    def quiet(micro: int) -> Any:
-        waits = program.no_sync and micro < program.micros - 1
-        return acc.no_sync(model) if waits else contextlib.nullcontext()
-
-    losses = walk(model, program, step, rank, quiet, lambda: None)
-    if "abandon" not in program.between[: step + 1]:
-        assert_at_rest(model)
-    found = grads_of(model)
-    least = THROUGH_BF16 if any(p.dtype == torch.bfloat16 for p in plain.params.values()) else 0.0
-    assert_close(numbered(losses), numbered(wanted_losses), max(LOSS_TOLERANCE, least))
-    assert found.keys() == wanted.keys()
-    for dtype, tolerance in TOLERANCES.items():
-        names = [name for name, p in plain.params.items() if p.dtype == dtype]
-        mine, theirs = ({name: grads[name] for name in names} for grads in (found, wanted))
-        assert [None if g is None else g.dtype for g in mine.values()] == [
-            None if g is None else g.dtype for g in theirs.values()
-        ]
-        assert_close(mine, theirs, max(least, tolerance), sizes)
-    equal = all(torch.equal(a, b) for a, b in zip(losses, wanted_losses, strict=True)) and all(
-        b is None or torch.equal(a, b) for a, b in zip(found.values(), wanted.values(), strict=True)
+def case_of(program: Program) -> Case:
+    """Return the case whose steps are those of the program, without what it does before it trains."""
+    uses_bf16 = any(p.dtype == torch.bfloat16 for p in build(program).parameters())
+    tolerance = THROUGH_BF16 if uses_bf16 else TOLERANCE
+    return Case(
+        build=functools.partial(build, program),
+        run=functools.partial(walk, program=program),
+        units=lambda name, module: getattr(module, "is_unit", False),
+        options={
+            "strategy": program.policy(),
+            "prefetch": acc.Prefetch(budget_bytes=program.budget_bytes),
+            "checkpoint_activations": program.checkpoint,
+            "debug": program.debug,
+        },
+        optimizer=functools.partial(optimizer_of, program),
+        is_wrapped=program.wrapped,
+        set_to_none=program.set_to_none,
+        exact=False,
+        tolerance=tolerance,
+        narrow_tolerance=IN_BF16,
+        output_tolerance=tolerance,
     )
-    for name, p in plain.params.items():
-        if p.dtype == torch.bfloat16:  # close enough, and not to be told from an error after the step
-            plain.masters[name].grad = found[name]
-    for one in (optimizer, plain.optimizer):
-        one.step()
-        one.zero_grad(set_to_none=program.set_to_none)
-    params = params_of(model)
-    for name, value in params.items():
-        assert value.dtype == plain.masters[name].dtype, f"{name} is {value.dtype}"
-        assert torch.allclose(value, plain.masters[name], rtol=1e-5, atol=1e-6), f"step {step}: {name} after the step"
-    plain.take(params)
-    return equal
 
 
-def numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
-    return {f"number {i}": tensor for i, tensor in enumerate(tensors)}
+def compare(mesh: Any, program: Program) -> None:
+    """Run a program on this rank, sharded and unsharded."""
+    with limits(program):
+        twins = Twins(mesh, case_of(program))
+        plain, model = twins.unsharded, twins.sharded.model
+        fixed = {n for n, p in plain.params.items() if p.dtype == torch.bfloat16 and not p.requires_grad}
+        for step in range(program.steps):
+            toggle(plain.model, program, step, fixed)
+            toggle(model, program, step, fixed)
+            before_training(program, step, model, plain)
+            twins.check_backward(step)
+            if "abandon" not in program.between[: step + 1]:
+                assert_at_rest(model)
+            twins.check_step()
 
 
-def beside(program: Program, step: int, model: Root, plain: Plain) -> None:
-    """What a step's program does before it trains."""
+def before_training(program: Program, step: int, model: Root, plain: Unsharded) -> None:
+    """Do what the program does in a step before it trains."""
     what = program.between[step] if step < len(program.between) else ""
     at = At(step, 0, dist.get_rank())
     if what == "full_params":
@@ -542,13 +426,13 @@ def beside(program: Program, step: int, model: Root, plain: Plain) -> None:
         model(*data(program, at)[:2], at)
 
 
-def run(program: Program, world: pool.Pool | None = None) -> bool:
-    """Run a program on its ranks, of `world` or new ones; whether all numbers are equal. Raises where any is not close."""
+def run(program: Program, world: pool.Pool | None = None) -> None:
+    """Run a program on its ranks, of `world` or new ones."""
     __tracebackhide__ = True
     ranks = world or pool.Pool()
     names = HYBRID if program.policy().hybrid else FLAT
     try:
-        return all(ranks.run_mesh(program.shape, names, compare, program, timeout_s=TIMEOUT_S))
+        ranks.run_mesh(program.shape, names, compare, program, timeout_s=TIMEOUT_S)
     finally:
         if world is None:
             ranks.close()

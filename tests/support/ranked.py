@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accordion.config import STRATEGIES
-from tests.support.checks import mesh_of, under
+from tests.support.checks import mesh_of
 from tests.support.sample import sampled
 
 Mesh = tuple[tuple[int, ...], tuple[str, ...]]  # numbers of ranks and names of its axes
@@ -72,11 +72,6 @@ def on_strategy(program: Callable[..., None]) -> Callable[..., None]:
     return on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program)
 
 
-def on_strategies(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_strategy` for those named, and for all under `make test-all`."""
-    return lambda program: under(*names)(on_strategy(program))
-
-
 def on_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """`on_mesh` for a job of so many ranks, which libraries take for all that there are."""
     return on_mesh((num_ranks,), pool="ranks")
@@ -87,18 +82,9 @@ def under_strategies(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a function (mesh, strategy) under the `usual` strategies, and under all `but` some with `make test-all`."""
 
-    def decorate(program: Callable[..., None]) -> Callable[..., None]:
-        def test(world: Any, strategy: str) -> None:
-            __tracebackhide__ = True
-            given = {"strategy": STRATEGIES[strategy]}
-            shape, names = mesh_of(STRATEGIES[strategy], num_ranks)
-            world.run_mesh(shape, names, _call, program.__module__, program.__qualname__, given)
+    def mesh(arguments: dict[str, Any]) -> Mesh:
+        arguments["strategy"] = STRATEGIES[arguments["strategy"]]
+        return mesh_of(arguments["strategy"], num_ranks)
 
-        functools.update_wrapper(test, program)
-        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("world", "strategy")]
-        )
-        names = [name for name in STRATEGIES if name not in but]
-        return pytest.mark.parametrize("strategy", sampled(names, usual.__contains__))(test)
-
-    return decorate
+    names = sampled([name for name in STRATEGIES if name not in but], usual.__contains__)
+    return lambda program: pytest.mark.parametrize("strategy", names)(on_mesh(mesh)(program))
