@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accordion.checkpoint import latest, load, save
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
 from tests.support.processes import run_python
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch, cli
 from accordion.checkpoint import latest, load, save, writing
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
 from tests.devices import device
 from tests.pool import _begin

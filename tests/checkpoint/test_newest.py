@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accordion.checkpoint import latest, load, save
+from accordion.checkpoint.command import inspect
 from accordion.checkpoint.convert import export
-from accordion.checkpoint.inspect import inspect
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError

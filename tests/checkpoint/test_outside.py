@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accordion.checkpoint.convert import convert, export
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.checkpoint.untrusted_files import read_folder
 from accordion.errors import CheckpointError, UsageError
 from accordion.weights.pretrained import check_pretrained

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from accordion.checkpoint import claims, latest, load, save
-from accordion.checkpoint.inspect import inspect, verify
+from accordion.checkpoint.command import inspect
+from accordion.checkpoint.reading import verify
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import AccordionError, CheckpointError
 from tests.support.checkpoints import filled, holds, names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import Folder, Reader
+from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
@@ -255,11 +256,15 @@ class Files:
                 fill_part(read.into, reader, chunk.at, dtype, chunk.box.shape, read.box.within(chunk.box))
 
 
-def faults_in(folder: Folder) -> list[str]:
-    """Read every byte of the checkpoint in `folder`; return its faults, each with file and tensor."""
-    try:
-        with closing(opened(folder)) as files:
-            files.check_sizes()
-            return files.damage()
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of the checkpoint at `path`; return its faults, each naming file and tensor, empty if there are none."""
+
+    def faults_in(folder: Folder) -> list[str]:
+        try:
+            with closing(opened(folder)) as files:
+                files.check_sizes()
+                return files.damage()
+        except (CheckpointError, OSError) as error:
+            return [str(error)]
+
+    return steady(lambda: checkpoint_at(path), faults_in, bool)
