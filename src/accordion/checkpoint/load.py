@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -36,7 +35,7 @@ from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, p
 from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.engine.hooks import engine_of
-from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.errors import AccordionError, CheckpointError, UsageError, some_of
 from accordion.optim import LocalStep
 from accordion.state import Only, settle
 
@@ -242,8 +241,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
             reads += [Read(name, entry, chunk, chunk.box, None) for chunk in entry.chunks]
     faults = files.faults(reads)
     if faults:
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise CheckpointError(f"{files.folder} is damaged: " + "; ".join(faults[:SHOWN] + more) + ".")
+        raise CheckpointError(f"{files.folder} is damaged: {some_of(faults, SHOWN, '; ')}.")
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -256,8 +254,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
             raise CheckpointError(f"{plan.state} refers to {name}, which the checkpoint does not hold.")
         return files.whole(name)
 
-    words = json.loads(bytes(tensor(plan.state).tolist()))
-    saved: dict[str, Any] = decode(words, tensor)
+    saved: dict[str, Any] = decode(files.words(plan.state), tensor)
     lost = [key for key in state if key not in saved]
     if lost:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -17,10 +18,11 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
+from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, some_of
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
@@ -176,8 +178,7 @@ class Files:
                 wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
                 chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
                 lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
-                more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-                wrong[-1] += f"; it lacks {', '.join(lost[:SHOWN])}{more}" if lost else ""
+                wrong[-1] += f"; it lacks {some_of(lost, SHOWN)}" if lost else ""
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
@@ -212,6 +213,10 @@ class Files:
         all_of_it = Box((0,) * len(entry.shape), entry.shape)
         self.fill_all(Read(name, entry, c, c.box, into[c.box.within(all_of_it)]) for c in entry.chunks)
         return into
+
+    def words(self, name: str) -> Json:
+        """Return the JSON whose bytes are the tensor `name`; the bytes are not checked."""
+        return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
         """Return the faults in the bytes that `reads` need, each with file and tensor; fill the memory that `at_once` returns."""
