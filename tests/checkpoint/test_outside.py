@@ -1,5 +1,6 @@
 """Sources of unknown origin: every listed tensor is there once, or the source is refused."""
 
+import io
 import json
 import os
 import random
@@ -240,71 +241,51 @@ def answers(*sources):
     return texts
 
 
-def fifo_shard(folder):
-    hf(folder, {}, {"a": "x.safetensors"})
-    os.mkfifo(folder / "x.safetensors")
-
-
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
-    fifo_shard(tmp_path / "hf")
+    os.mkfifo(hf(tmp_path / "hf", {}, {"a": "x.safetensors"}) / "x.safetensors")
     ((text,), _) = run_bounded(answers, tmp_path / "hf")
     assert "is no regular file" in text
 
 
-def torch_of(pickled, **how):
-    def make(path):
-        with zipfile.ZipFile(path, "w", **how) as file:
-            file.writestr("a/data.pkl", pickled)
-            file.writestr("a/data/0", b"\0" * 4)
-            file.writestr("a/byteorder", b"little")
-            file.writestr("a/version", b"3")
-
-    return make
-
-
-def safetensors_of(words, data=b""):
-    def make(path):
-        path.mkdir()
-        safetensors(path / "model.safetensors", words, data)
-
-    return make
+def archive(pickled, **how):
+    """Return the bytes of a file of `torch.save` with the pickle `pickled`."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **how) as file:
+        file.writestr("a/data.pkl", pickled)
+        file.writestr("a/data/0", b"\0" * 4)
+        file.writestr("a/byteorder", b"little")
+        file.writestr("a/version", b"3")
+    return buffer.getvalue()
 
 
-def index_of(text):
-    def make(path):
-        path.mkdir()
-        (path / INDEX).write_text(text)
-
-    return make
+def torch_file(tensor):
+    buffer = io.BytesIO()
+    torch.save({"weight": tensor}, buffer)
+    return buffer.getvalue()
 
 
-def saved(make):
-    return lambda path: torch.save({"weight": make()}, path)
-
-
-def long_header(path):
-    path.mkdir()
-    (path / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
-
-
-BOMBS = {
-    "deep": lambda path: safetensors_of("[" * 10**6)(path),
-    "long header": long_header,
-    "deep index": lambda path: index_of('{"weight_map":' * 10**5)(path),
-    "wide": saved(lambda: torch.zeros(1).expand(2**40)),
-    "sparse": saved(lambda: torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
-    "meta": saved(lambda: torch.empty(2**40, device="meta")),
-    "memo": torch_of(b"\x80\x04Nr\0\0\0\x40."),
-    "frame": torch_of(b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b"N."),
-    "packed": torch_of(bytes(2**28), compression=zipfile.ZIP_DEFLATED),
-}
+def bombs():
+    """Return the contents of files, by their paths, each in a source of its own."""
+    return {
+        "deep/model.safetensors": (10**6).to_bytes(8, "little") + b"[" * 10**6,
+        "long header/model.safetensors": (2**62).to_bytes(8, "little") + b"{}",
+        f"deep index/{INDEX}": b'{"weight_map":' * 10**5,
+        "wide": torch_file(torch.zeros(1).expand(2**40)),
+        "sparse": torch_file(torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
+        "meta": torch_file(torch.empty(2**40, device="meta")),
+        "memo": archive(b"\x80\x04Nr\0\0\0\x40."),
+        "frame": archive(b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b"N."),
+        "packed": archive(bytes(2**28), compression=zipfile.ZIP_DEFLATED),
+    }
 
 
 def test_sources_that_expand_hugely_are_refused_with_limited_memory(tmp_path):
-    for name, make in BOMBS.items():
-        make(tmp_path / name)
+    files = bombs()
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     texts, _ = run_bounded(answers, *sorted(tmp_path.iterdir()))
-    assert len(texts) == len(BOMBS)
+    assert len(texts) == len(files)
     assert "converted" not in texts
 
 

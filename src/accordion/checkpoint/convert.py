@@ -56,7 +56,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     """
     foreign = _open_source(local_path(source))
     contents = Contents(tensors=foreign.tensors, aliases={}, params={})
-    team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+    team = Team.alone()
     job = SaveJob(
         target=folder_at(target),
         name=secrets.token_hex(4),

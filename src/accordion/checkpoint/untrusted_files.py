@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,11 +62,6 @@ def named(what: str) -> Iterator[None]:
         if forbidden := FORBIDDEN.search(str(error)):
             why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
         raise CheckpointError(f"{what}: {why}.") from None
-
-
-def size_of(file: BinaryIO) -> int:
-    """Return the number of bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
