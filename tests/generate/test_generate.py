@@ -57,6 +57,11 @@ def of_transformers(folder: Path, text: str, new: int, model: Any = None, **how:
     return words.decode(ids, skip_special_tokens=True), len(ids)
 
 
+def texts(answers: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return the text of each answer and its number of tokens, as `of_transformers` does."""
+    return [(answer["text"], answer["tokens"]) for answer in answers]
+
+
 def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> list[dict[str, Any]]:
     assert cli.main(["generate", str(source), *shlex.split(words), "--device", "cpu", "--json"]) == 0
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -72,7 +77,7 @@ def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, 
     found = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
     assert [line["prompt"] for line in found] == PROMPTS
     wanted = [of_transformers(folder, text, 24) for text in PROMPTS]
-    assert [(line["text"], line["tokens"]) for line in found] == wanted
+    assert texts(found) == wanted
     assert len({text for text, _ in wanted}) == len(PROMPTS), "they say different things"
 
 
@@ -81,9 +86,7 @@ def test_ranks_without_prompts_and_with_long_ones_end_together(tmp_path, capfd):
     folder = language_folders.gpt2(tmp_path / "gpt2")
     (tmp_path / "two.jsonl").write_text('{"prompt": "b"}\n\n{"prompt": "the quick brown fox jumps over"}\n')
     found = generated(capfd, folder, "--prompts two.jsonl --nproc 3 --hold units --max-new-tokens 26")
-    assert [(line["text"], line["tokens"]) for line in found] == [
-        of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")
-    ]
+    assert texts(found) == [of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")]
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp_path, capfd):
@@ -93,13 +96,13 @@ def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp
     assert generated(capfd, folder, f"{words} --nproc 2 --seed 3 --hold units") == one
     torch.manual_seed(3)
     drawn = of_transformers(folder, PROMPTS[0], 12, do_sample=True, temperature=0.9, top_p=0.95, top_k=0)
-    assert (one[0]["text"], one[0]["tokens"]) == drawn
+    assert texts(one)[0] == drawn
 
 
 def test_prompts_are_computed_together(folder, tmp_path, capfd):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     found = generated(capfd, folder, "--prompts prompts.txt --nproc 2 --max-new-tokens 10 --batch 3")
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 10) for text in PROMPTS]
+    assert texts(found) == [of_transformers(folder, text, 10) for text in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +152,7 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
     found = generated(capfd, adapter, f"--prompt 'def add' --nproc 2 --hold {hold} --max-new-tokens 12")
     wanted = of_transformers(folder, "def add", 12, adapted)
-    assert [(line["text"], line["tokens"]) for line in found] == [wanted]
+    assert texts(found) == [wanted]
     assert wanted != of_transformers(folder, "def add", 12)
 
 
@@ -158,7 +161,7 @@ def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + '{"prompt": "add"}\n')
     found = generated(capfd, folder, "--prompts chats.jsonl --chat --max-new-tokens 8")
     shown = ["<system>be brief\n<user>add\n<assistant>", "<user>add\n<assistant>"]
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 8) for text in shown]
+    assert texts(found) == [of_transformers(folder, text, 8) for text in shown]
 
 
 def test_one_prompt_is_streamed_and_several_are_printed_with_their_prompts(folder, tmp_path, capfd):
@@ -196,7 +199,7 @@ def test_a_dtype_is_computed_in(folder, capfd):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found = generated(capfd, folder, "--prompt def --dtype bf16 --nproc 2 --max-new-tokens 12")
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, "def", 12, model)]
+    assert texts(found) == [of_transformers(folder, "def", 12, model)]
 
 
 def test_full_parameters_write_with_the_operators_of_transformers(world, folder):
