@@ -104,9 +104,9 @@ def fails_on_one(mesh, path):
 
 
 def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(world, tmp_path):
-    found = world.run(3, fails_on_one, tmp_path)
-    assert len(set(found)) == 1
-    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in found[0]
+    messages = world.run(3, fails_on_one, tmp_path)
+    assert len(set(messages)) == 1
+    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in messages[0]
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
 
 

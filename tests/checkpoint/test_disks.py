@@ -62,8 +62,8 @@ def test_full_disk_raises_and_keeps_older_checkpoints(disk, background):
     assert (other.a == good).all()
     assert (other.b == good).all()
     assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
-    held = {name for name in os.listdir(disk) if name != "lost+found"}
-    assert held == {
+    there = {name for name in os.listdir(disk) if name != "lost+found"}
+    assert there == {
         f"step-{step}" for step in range(1, good + 1)
     }  # nothing half-written is left, which would fill it for good
     with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor

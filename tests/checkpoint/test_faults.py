@@ -217,12 +217,12 @@ def little_memory(num_bytes):
 
 def commands_look(folder, out):
     """Check that every command that reads a checkpoint ends with an exit code."""
-    told = io.StringIO()
+    output = io.StringIO()
     for words in (["inspect", folder], ["export", folder, out], ["verify", folder]):
-        with redirect_stdout(told), redirect_stderr(told):
+        with redirect_stdout(output), redirect_stderr(output):
             assert cli.main(["checkpoint", *map(str, words), "--json"]) in (0, 1, 2)
     shutil.rmtree(out, ignore_errors=True)
-    return told.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])

@@ -155,10 +155,10 @@ def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     (tmp_path / "step-600").write_text("a file")
     with pytest.warns(
         UserWarning, match=r"step-1 is the newest complete .*step-3/manifest.json cannot.*step-2 .* no man"
-    ) as told:
+    ) as warned:
         assert latest(tmp_path) == str(tmp_path / "step-1")
-    assert len(told) == 1
-    assert "step-400" not in str(told[0].message)
+    assert len(warned) == 1
+    assert "step-400" not in str(warned[0].message)
     cut(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
         latest(tmp_path)

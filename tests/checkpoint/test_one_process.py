@@ -69,13 +69,13 @@ def test_existing_state_is_filled_in_place(tmp_path):
     model = Tied()
     optimizer = trained(model)
     save(tmp_path / "c", model, optimizer)
-    kept = optimizer.state[model.scale]["exp_avg"]
-    wanted = kept.clone()
+    moment = optimizer.state[model.scale]["exp_avg"]
+    wanted = moment.clone()
     trained_on = optimizer.state_dict()
-    kept.fill_(7)
+    moment.fill_(7)
     load(tmp_path / "c", model, optimizer)
-    assert optimizer.state[model.scale]["exp_avg"] is kept
-    assert torch.equal(kept, wanted)
+    assert optimizer.state[model.scale]["exp_avg"] is moment
+    assert torch.equal(moment, wanted)
     assert repr(optimizer.state_dict()) == repr(trained_on)
 
 

@@ -64,9 +64,9 @@ LIES = {  # the header, the number of bytes of data, and words of the error
 
 @pytest.mark.parametrize("lie", LIES)
 def test_forged_header_is_refused(tmp_path, lie):
-    words, num_bytes, said = LIES[lie]
+    words, num_bytes, error = LIES[lie]
     safetensors(tmp_path / "m.safetensors", words, bytes(num_bytes))
-    assert_refused(tmp_path / "m.safetensors", tmp_path, said, "m.safetensors")
+    assert_refused(tmp_path / "m.safetensors", tmp_path, error, "m.safetensors")
 
 
 def hf(path, files, weight_map):
@@ -123,11 +123,11 @@ PREFIX = "module._orig_mod."
     ],
 )
 def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
-    held = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
+    saved = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
     if kind == "torch":
-        torch.save({"model": held}, source := tmp_path / "x.pt")
+        torch.save({"model": saved}, source := tmp_path / "x.pt")
     else:
-        save_file(held, source := tmp_path / "x.safetensors")
+        save_file(saved, source := tmp_path / "x.safetensors")
     assert set(convert(source, tmp_path / "out").tensors) == {"model/a.weight", "model/module.b"}
 
 
@@ -136,9 +136,9 @@ def test_names_of_the_models_own_modules_stay(tmp_path):
     assert set(convert(tmp_path / "own.pt", tmp_path / "own").tensors) == {"model/module.a", "model/b"}
 
 
-@pytest.mark.parametrize("held", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
-def test_source_without_tensors_is_refused(tmp_path, held):
-    torch.save(held, tmp_path / "m.pt")
+@pytest.mark.parametrize("saved", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
+def test_source_without_tensors_is_refused(tmp_path, saved):
+    torch.save(saved, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "holds no tensors")
 
 
@@ -174,11 +174,11 @@ def test_tensors_of_torch_save_are_what_torch_loads(tmp_path, checked):
         torch.serialization.set_crc32_options(True)
     convert(tmp_path / "m.pt", tmp_path / "c")
     export(tmp_path / "c", tmp_path / "m.safetensors", "safetensors")
-    made, trusted = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
-    assert sorted(made) == sorted(trusted)
+    exported, trusted = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
+    assert sorted(exported) == sorted(trusted)
     for name, tensor in trusted.items():
-        assert made[name].dtype == tensor.dtype, name
-        assert made[name].tolist() == tensor.tolist(), name
+        assert exported[name].dtype == tensor.dtype, name
+        assert exported[name].tolist() == tensor.tolist(), name
 
 
 def test_flipped_byte_of_a_torch_file_raises(tmp_path):
@@ -209,9 +209,9 @@ def check_linear(folder):
 def test_load_pretrained_refuses_forged_headers_pipes_and_casts_of_floats_to_integers(tmp_path):
     model = nn.Module()
     model.register_buffer("a", torch.zeros(4, dtype=torch.int32))
-    words, num_bytes, said = LIES["gap"]
+    words, num_bytes, error = LIES["gap"]
     safetensors(tmp_path / "model.safetensors", words, bytes(num_bytes))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=error):
         check_pretrained(model, tmp_path)
     for dtype in (torch.float32, torch.int64, torch.bool):
         save_file({"a": torch.ones(4, dtype=dtype)}, tmp_path / "model.safetensors")

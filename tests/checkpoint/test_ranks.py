@@ -109,17 +109,17 @@ def train(model, full, seed, steps):
 
 def tensors_of(model, optimizer):
     """Return all local tensors of this rank by name."""
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, param in model.named_parameters():
-        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
-    return found
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    return tensors
 
 
 def assert_holds(model, optimizer, full, full_optimizer):
     """Check that every local tensor is this rank's part of the unsharded one."""
-    held, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
-    assert held.keys() == wanted.keys()
-    for name, tensor in held.items():
+    loaded, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in loaded.items():
         local, whole = tensor, wanted[name].detach()
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
@@ -278,8 +278,8 @@ def test_load_between_sharded_and_unsharded_models(mesh, tmp_path):
     other_optimizer = torch.optim.AdamW(other.parameters())
     save(tmp_path / "sharded", model, optimizer)
     load(tmp_path / "sharded", other, other_optimizer)
-    held, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
-    assert all(torch.equal(held[name].cpu(), wanted[name].cpu()) for name in wanted)
+    loaded, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
+    assert all(torch.equal(loaded[name].cpu(), wanted[name].cpu()) for name in wanted)
 
 
 def rank_of_many(mesh, path):
@@ -295,8 +295,8 @@ def rank_of_many(mesh, path):
 
 def test_one_rank_of_many_writes_its_file(run_fake, tmp_path):
     run_fake(1024, 5, rank_of_many, tmp_path / "c")
-    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as held:
-        assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
+    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as file:
+        assert file.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 
 
 def fused(mesh, path):
@@ -316,9 +316,9 @@ def fused(mesh, path):
     save(path, model, optimizer)
     again, other = made(2)
     load(path, again, other)
-    held, wanted = tensors_of(again, other), tensors_of(model, optimizer)
-    assert held.keys() == wanted.keys()
-    for name, tensor in held.items():
+    loaded, wanted = tensors_of(again, other), tensors_of(model, optimizer)
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in loaded.items():
         ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
         assert ours.device == theirs.device, name
         assert torch.equal(ours, theirs), name

@@ -53,12 +53,12 @@ def test_rows_of_another_rank_are_refused_on_all_ranks(mesh, weights_only):
     with pytest.raises(acc.UsageError, match=REFUSED):
         other.load_state_dict(read(data, weights_only)["model"])
     name, part = next((name, child) for name, child in other.named_children() if list(child.parameters()))
-    found = read(data, weights_only)["model"]
+    states = read(data, weights_only)["model"]
     with pytest.raises(acc.UsageError, match=REFUSED):
-        part.load_state_dict({key[len(name) + 1 :]: t for key, t in found.items() if key.startswith(name + ".")})
-    given = read(data, weights_only)["list"][0]
+        part.load_state_dict({key[len(name) + 1 :]: t for key, t in states.items() if key.startswith(name + ".")})
+    other_rows = read(data, weights_only)["list"][0]
     with pytest.raises(acc.UsageError, match=REFUSED), torch.no_grad():
-        next(other.parameters()).copy_(given)
+        next(other.parameters()).copy_(other_rows)
     assert_equal(full(other), before)
 
     with pytest.raises(acc.UsageError, match=REFUSED):
@@ -95,10 +95,10 @@ def test_rows_of_an_unsharded_model_are_those_of_every_rank(mesh):
 @on_mesh((2, 2), ("replicate", "shard"))
 def test_rows_of_another_replica_are_accepted(mesh):
     model, _ = built(mesh, strategy=acc.HYBRID_SHARD)
-    found = [None] * mesh.size()
-    dist.all_gather_object(found, written(model.state_dict()))
+    states = [None] * mesh.size()
+    dist.all_gather_object(states, written(model.state_dict()))
     other, _ = built(mesh, seed=3, strategy=acc.HYBRID_SHARD)
-    other.load_state_dict(read(found[mesh.get_local_rank("shard")]))
+    other.load_state_dict(read(states[mesh.get_local_rank("shard")]))
     assert_equal(full(other), full(model))
 
 
@@ -130,16 +130,16 @@ def test_rows_of_this_process_load_without_communication(mesh):
     equal = copy.copy(mesh)
     vars(equal).pop(MADE, None)
     model = acc.shard(models.plain(), mesh=mesh)
-    kept = {
+    own_rows = {
         name: DTensor.from_local(
             tensor.to_local().clone(), equal, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         )
         for name, tensor in model.state_dict().items()
     }
-    assert all(tensor.device_mesh is equal for tensor in kept.values())
+    assert all(tensor.device_mesh is equal for tensor in own_rows.values())
     if mesh.get_rank() == 1:
-        model.load_state_dict(kept)
+        model.load_state_dict(own_rows)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(kept[name])
+                param.copy_(own_rows[name])
     dist.barrier(mesh.get_group())

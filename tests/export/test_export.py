@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS, attention_mask=MASK).logits
-    return found[REAL]
+        logits: torch.Tensor = model.eval()(input_ids=IDS, attention_mask=MASK).logits
+    return logits[REAL]
 
 
 def of_folder(folder: Path, **how: Any) -> torch.Tensor:
@@ -55,8 +55,8 @@ def of_folder(folder: Path, **how: Any) -> torch.Tensor:
 def of_onnx(file: Path) -> torch.Tensor:
     runtime = pytest.importorskip("onnxruntime")
     session = runtime.InferenceSession(str(file))
-    made = session.run(None, {"input_ids": IDS.numpy(), "attention_mask": MASK.numpy()})
-    return torch.from_numpy(made[0])[REAL]
+    outputs = session.run(None, {"input_ids": IDS.numpy(), "attention_mask": MASK.numpy()})
+    return torch.from_numpy(outputs[0])[REAL]
 
 
 def of_safetensors(file: Path, like: Path) -> torch.Tensor:
@@ -206,9 +206,9 @@ def both_names(folder: Path, other: float) -> None:
     """Write tied embeddings under both names, as other trainers do. `other`: added to the second."""
     from safetensors.torch import load_file, save_file
 
-    held = load_file(folder / "model.safetensors")
-    held["lm_head.weight"] = held["model.embed_tokens.weight"] + other
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + other
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
@@ -260,9 +260,9 @@ def test_quantised_weights_are_refused(by, tmp_path, capsys):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     else:
-        held = load_file(folder / "model.safetensors")
-        held["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
     commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
     commands += [train, ["generate", "llama", "--prompt", "a"]]
@@ -343,9 +343,9 @@ def test_memory_holds_one_tensor(grown: Callable[[bool], dict[tuple[str, str], i
     """The peak of memory grows by the largest tensor and a small constant."""
     if format == "onnx":
         pytest.importorskip("onnxscript")
-    found = grown((format, kind) in SHOWN)[format, kind]
-    assert found > LARGEST / 2, "nothing was measured"
-    assert found <= LARGEST + SLACK, f"{found / MIB:.0f} MiB for a largest tensor of {LARGEST / MIB:.0f}"
+    num_bytes = grown((format, kind) in SHOWN)[format, kind]
+    assert num_bytes > LARGEST / 2, "nothing was measured"
+    assert num_bytes <= LARGEST + SLACK, f"{num_bytes / MIB:.0f} MiB for a largest tensor of {LARGEST / MIB:.0f}"
 
 
 # -- what goes wrong
