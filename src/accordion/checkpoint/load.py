@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.collective import Team, joined
 from accordion.checkpoint.contents import (
@@ -22,8 +21,6 @@ from accordion.checkpoint.contents import (
     Stateful,
     contents,
     local_data,
-    model_tensors,
-    only_one,
     own_box,
     state_name,
 )
@@ -33,11 +30,11 @@ from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, 
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
+from accordion.checkpoint.save import finish_work
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.engine.hooks import engine_of
-from accordion.errors import AccordionError, CheckpointError, UsageError, some_of
+from accordion.errors import AccordionError, CheckpointError, some_of
 from accordion.optim import LocalStep
-from accordion.state import Only, settle
+from accordion.state import Only
 
 SHOWN = 8  # faults that a message lists
 
@@ -66,16 +63,7 @@ def load(
     the optimizer gets its state once before its tensors are read. After that the objects in `state` are loaded, one by
     one; if one refuses, those before it keep what they got.
     """
-    engine = engine_of(model)
-    if engine is not None:
-        if engine.suspended:
-            raise UsageError(
-                "load does not work inside full_params, because the parameters are not sharded there; leave it first."
-            )
-        settle(engine, "loads a checkpoint")
-    saver_of(model).wait()
-    team = Team.of(model_tensors(model)[0].values())
-    optimizer = team.agree(partial(only_one, optimizer))
+    team, optimizer = finish_work(model, optimizer, "load")
     request = _Request(model=model, optimizer=optimizer, state=state or {}, strict=strict, only=only, team=team)
 
     for _ in range(TURNS):

@@ -71,19 +71,9 @@ def save(
         only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);
             a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. `load` needs it too.
     """
-    engine = engine_of(model)
-    if engine is not None:
-        if engine.suspended:
-            raise UsageError(
-                "save does not work inside full_params, because the parameters are not sharded there; leave it first."
-            )
-        settle(engine, "saves a checkpoint")
+    team, optimizer = finish_work(model, optimizer, "save")
+    if (engine := engine_of(model)) is not None:
         compare_replicas(engine)
-    saver = saver_of(model)
-    saver.wait()
-    team = Team.of(model_tensors(model)[0].values())
-    optimizer = team.agree(partial(only_one, optimizer))
-
     team.agree(lambda: check_keep(keep))
     target = team.agree(lambda: folder_at(path))
     saved_once, rank_tensors = same_on_all(
@@ -98,7 +88,26 @@ def save(
     if not background:
         job.run(team.agree)
         return Saving()
-    return saver.start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
+    return saver_of(model).start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
+
+
+def finish_work(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, call: str
+) -> tuple[Team, torch.optim.Optimizer | None]:
+    """Finish the work in progress of `model` before `call`, "save" or "load"; return its ranks, and the optimizer that steps.
+
+    Collective. A save in the background is work too, and its error is raised here.
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.suspended:
+            raise UsageError(
+                f"{call} does not work inside full_params, because the parameters are not sharded there; leave it first."
+            )
+        settle(engine, f"{call}s a checkpoint")
+    saver_of(model).wait()
+    team = Team.of(model_tensors(model)[0].values())
+    return team, team.agree(partial(only_one, optimizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
