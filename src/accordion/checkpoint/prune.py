@@ -171,8 +171,7 @@ def prune_before(saved: Folder, keep: int) -> None:
             if NUMBER.sub("", name) == stem:
                 claims.remove_quietly(path)
         for one, mark in older[: max(0, len(good) - keep)]:
-            with suppress(FileNotFoundError):  # another job was faster
-                one.remove(mark)
+            _remove(str(one), partial(one.remove, mark))
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{saved} is written, but not all older ones are removed: {error}") from error
 
@@ -188,3 +187,12 @@ def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
             if not is_excluded and _fault(one) is None:
                 good.append((folder, mark))
     return good
+
+
+def _remove(name: str, remove: Callable[[], None]) -> None:
+    try:
+        remove()
+    except FileNotFoundError:
+        return  # another job was faster
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be removed completely: {error}") from error
