@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
@@ -65,9 +65,10 @@ def ranks_that_may_end(folder, num_ranks, timeout_s, work, *args):
     try:
         yield ranks, [ours for ours, _ in pipes]
     finally:
-        for rank in ranks:
+        for rank, (_, theirs) in zip(ranks, pipes, strict=True):
             rank.kill()
             rank.join()
+            theirs.close()
 
 
 # -- one rank ends in the middle of a save, or is not there
@@ -205,8 +206,9 @@ def killed(folder, seed):
         ranks[dies[0]].join(60)
     done = 0
     for pipe in pipes:
-        while pipe.poll():
-            done = max(done, pipe.recv())
+        with suppress(EOFError):
+            while True:
+                done = max(done, pipe.recv())
     return name, done
 
 
