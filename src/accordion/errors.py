@@ -1,6 +1,6 @@
 """The errors that callers may catch, in one class hierarchy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 
@@ -53,6 +53,11 @@ def advise(error: BaseException) -> bool:
     if is_new:
         error.add_note(WAYS_OUT)
     return is_new
+
+
+def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
+    """Return the first `most` of the `words`, separated by `between`, and the number of the others."""
+    return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:

@@ -9,75 +9,59 @@ from torch import nn
 
 import accordion as acc
 from accordion.checkpoint import RandomState, latest
-from accordion.config import strategy_named
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError
 from tests.devices import device
-from tests.support.models import Tiny
+from tests.support.checkpoints import equal_step, sharded
+from tests.support.ranked import on_world
 
 
-def built(mesh, strategy="full_shard", seed=0):
-    torch.manual_seed(seed)
-    model = acc.shard(Tiny(tied=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
-    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-def step(model, optimizer):
-    tokens = torch.arange(40, device=device()).view(4, 10) % 37
-    loss = model(tokens).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def trains_on(mesh, path):
-    """Save in the background while training goes on: the checkpoint has the values of the step at which the save began."""
-    model, optimizer = built(mesh)
-    step(model, optimizer)
+@on_world(3)
+def test_background_save_has_the_values_of_its_step(mesh, tmp_path):
+    """The files are written after the model has taken more steps."""
+    model, optimizer = sharded(mesh)
+    equal_step(model, optimizer)
     gate, fsync = threading.Event(), os.fsync
     os.fsync = lambda handle: gate.wait(60) and fsync(handle)
     try:
-        saving = acc.save(path / "step-1", model, optimizer, state={"random": RandomState()}, background=True)
+        saving = acc.save(tmp_path / "step-1", model, optimizer, state={"random": RandomState()}, background=True)
         drawn = torch.rand(3, device=device())
-        losses = [step(model, optimizer) for _ in range(3)]
+        losses = [equal_step(model, optimizer) for _ in range(3)]
         assert not saving.is_done
-        assert latest(path) is None
+        assert latest(tmp_path) is None
         gate.set()
-        acc.save(path / "step-4", model, optimizer, background=True)  # waits for the first
+        acc.save(tmp_path / "step-4", model, optimizer, background=True)  # waits for the first
         assert saving.is_done
-        step(model, optimizer)
-        acc.save(path / "step-5", model, optimizer, background=True, keep=2).wait()
+        again, other = sharded(mesh, "shard_grad_op", seed=1)
+        acc.load(tmp_path / "step-1", again, other, state={"random": RandomState()})
+        assert torch.equal(torch.rand(3, device=device()), drawn)
+        assert [equal_step(again, other) for _ in range(3)] == pytest.approx(losses)
+        fifth = equal_step(model, optimizer)
+        acc.save(tmp_path / "step-5", model, optimizer, background=True, keep=2).wait()
     finally:
         os.fsync = fsync
-    assert sorted(os.listdir(path)) == ["step-4", "step-5"] or mesh.get_rank()
-    again, other = built(mesh, "shard_grad_op", seed=1)
-    acc.load(path / "step-4", again, other)
-    first = step(again, other)
-    acc.load(path / "step-5", again, other)
-    return losses, drawn.tolist(), first, step(again, other)
+    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-5"] or mesh.get_rank()
+    acc.load(tmp_path / "step-4", again, other)
+    assert equal_step(again, other) == pytest.approx(fifth)
+    acc.load(tmp_path / "step-5", again, other)
+    assert equal_step(again, other) == pytest.approx(equal_step(model, optimizer))
 
 
 def resumed(mesh, path):
-    model, optimizer = built(mesh, seed=2)
+    model, optimizer = sharded(mesh, seed=2)
     acc.load(path, model, optimizer, state={"random": RandomState()})
     drawn = torch.rand(3, device=device())
-    return [step(model, optimizer) for _ in range(3)], drawn.tolist()
+    return [equal_step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
 def save_early(mesh, path):
     torch.manual_seed(mesh.get_rank())
-    model, optimizer = built(mesh)
+    model, optimizer = sharded(mesh)
     torch.manual_seed(mesh.get_rank() + 10)
-    step(model, optimizer)
+    equal_step(model, optimizer)
     acc.save(path, model, optimizer, state={"random": RandomState()})
     drawn = torch.rand(3, device=device())
-    return [step(model, optimizer) for _ in range(3)], drawn.tolist()
-
-
-def test_background_save_has_the_values_of_its_step(world, tmp_path):
-    found = world.run(3, trains_on, tmp_path)
-    assert len({tuple(losses) for losses, *_ in found}) == 1
+    return [equal_step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
 def test_each_rank_gets_its_random_state_back(world, tmp_path):
@@ -91,7 +75,7 @@ def test_each_rank_gets_its_random_state_back(world, tmp_path):
 
 
 def fails_on_one(mesh, path):
-    model, optimizer = built(mesh)
+    model, optimizer = sharded(mesh)
     acc.save(path / "step-1", model, optimizer)
     fsync = os.fsync
 
@@ -105,7 +89,7 @@ def fails_on_one(mesh, path):
     try:
         acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError) as caught:
-            step(model, optimizer)
+            equal_step(model, optimizer)
         acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError, match="No space left"):
             acc.save(path / "step-3", model, optimizer)
@@ -114,15 +98,15 @@ def fails_on_one(mesh, path):
     after = acc.full_state_dict(model, rank0_only=False)
     assert not torch.equal(before["embed.weight"], after["embed.weight"])  # the step is done
     optimizer.zero_grad()
-    step(model, optimizer)  # an error is raised once, and ranks are still together
+    equal_step(model, optimizer)  # an error is raised once, and ranks are still together
     acc.save(path / "step-3", model, optimizer, background=True).wait()
     return str(caught.value)
 
 
 def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(world, tmp_path):
-    found = world.run(3, fails_on_one, tmp_path)
-    assert len(set(found)) == 1
-    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in found[0]
+    messages = world.run(3, fails_on_one, tmp_path)
+    assert len(set(messages)) == 1
+    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in messages[0]
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
 
 
@@ -141,24 +125,21 @@ class _Raise(torch.autograd.Function):
         raise ArithmeticError("in the middle of a backward")
 
 
-def saves_after_a_backward_that_raised(mesh, path):
+@on_world(2)
+def test_save_and_load_work_after_a_backward_that_raised(mesh, tmp_path):
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 4), Raises(), nn.Linear(4, 4), nn.Linear(4, 4))
     model = acc.shard(inner, mesh, units={nn.Linear})
     before = acc.full_state_dict(model, rank0_only=False)
     with pytest.raises(ArithmeticError, match="middle"):
         model(torch.ones(2, 4, device=device())).sum().backward()
-    acc.save(path, model)
+    acc.save(tmp_path / "c", model)
     assert not any(unit.leases for unit in engine_of(model).units)
     with pytest.raises(ArithmeticError, match="middle"):
         model(torch.ones(2, 4, device=device())).sum().backward()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    acc.load(path, model)
+    acc.load(tmp_path / "c", model)
     after = acc.full_state_dict(model, rank0_only=False)
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_save_and_load_work_after_an_exception(world, tmp_path):
-    world.run(2, saves_after_a_backward_that_raised, tmp_path / "c")

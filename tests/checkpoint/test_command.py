@@ -22,7 +22,7 @@ from tests.support.checkpoints import assert_same_tensors, small
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def told(capsys, *words):
+def answer_of(capsys, *words):
     code = cli.main(["checkpoint", *map(str, words), "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -34,24 +34,24 @@ def test_inspect_and_verify(tmp_path, capsys):
     with torch.no_grad():
         model.scale += 1
     save(tmp_path / "step-2", model, optimizer, extra={"step": 2})
-    code, found = told(capsys, "inspect", tmp_path / "step-1")
-    assert (code, found["extra"], found["saved_by"]["num_ranks"]) == (0, {"step": 1}, 1)
-    assert found["tensors"]["model/embed.weight"]["shape"] == [5, 3]
-    assert found["aliases"] == {"model/head.weight": "model/embed.weight"}
+    code, answer = answer_of(capsys, "inspect", tmp_path / "step-1")
+    assert (code, answer["extra"], answer["saved_by"]["num_ranks"]) == (0, {"step": 1}, 1)
+    assert answer["tensors"]["model/embed.weight"]["shape"] == [5, 3]
+    assert answer["aliases"] == {"model/head.weight": "model/embed.weight"}
     assert cli.main(["checkpoint", "inspect", str(tmp_path / "step-1")]) == 0
     assert "model/embed.weight  F32 [5, 3]  1 chunks" in capsys.readouterr().out
 
-    assert told(capsys, "verify", tmp_path / "step-2") == (
+    assert answer_of(capsys, "verify", tmp_path / "step-2") == (
         0,
         {"path": str(tmp_path / "step-2"), "good": True, "faults": []},
     )
     file = tmp_path / "step-2" / "rank-00000.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-200] + bytes([whole[-200] ^ 4]) + whole[-199:])
-    code, found = told(capsys, "verify", tmp_path / "step-2")
+    code, answer = answer_of(capsys, "verify", tmp_path / "step-2")
     assert code == 1
-    assert len(found["faults"]) == 1
-    assert "is damaged in bytes" in found["faults"][0]
+    assert len(answer["faults"]) == 1
+    assert "is damaged in bytes" in answer["faults"][0]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ NO_CONFIG = "config.json: the checkpoint does not say of which model it is; give
 def test_export_and_convert_print_json(tmp_path, capsys):
     model, other = small(1), small(2)
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
-    code, found = told(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
-    assert (code, found["from"], found["tensors"], found["left_out"]) == (0, "torch.save", 4, ["epoch"])
-    assert found["path"] == str(tmp_path / "c")
+    code, answer = answer_of(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
+    assert (code, answer["from"], answer["tensors"], answer["left_out"]) == (0, "torch.save", 4, ["epoch"])
+    assert answer["path"] == str(tmp_path / "c")
     assert cli.main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "hf"), "--dtype", "BF16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"written: {tmp_path / 'hf' / 'model.safetensors'}", f"left out: {NO_CONFIG}"]
@@ -114,8 +114,8 @@ def test_safetensors_are_exported_and_converted(tmp_path, monkeypatch):
         k: v.tolist() for k, v in state.items()
     }
     monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 40)
-    made = export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16)
-    assert len(made) == 3
+    paths = export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16)
+    assert len(paths) == 3
     convert(tmp_path / "many", tmp_path / "again")
     load(tmp_path / "again", other)
     assert torch.equal(other[0].weight, model[0].weight.bfloat16().float())

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 from torch import nn
 
 from accordion.checkpoint import latest, load, save
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
+from tests.support.disks import mounted, run
 from tests.support.processes import run_python
 
 MIB = 2**20
@@ -25,29 +25,19 @@ def filled(value, num_bytes=3 * MIB):
     return model
 
 
-def run(*words):
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
-def make_ext4(image: Path, folder: Path) -> None:
-    with image.open("wb") as file:
-        file.truncate(16 * MIB)
-    run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image))
-    run("mount", "-o", "loop", str(image), str(folder))
-
-
 @pytest.fixture(params=["tmpfs", "ext4"])
 def disk(request, tmp_path):
     """A file system of about 8 or 16 MiB."""
-    folder = tmp_path / "disk"
+    if request.param == "tmpfs":
+        with mounted(tmp_path / "disk", "size=8m") as folder:
+            yield folder
+        return
+    image, folder = tmp_path / "image", tmp_path / "disk"
     folder.mkdir()
-    try:
-        if request.param == "tmpfs":
-            run("mount", "-t", "tmpfs", "-o", "size=8m", "accordion", str(folder))
-        else:
-            make_ext4(tmp_path / "image", folder)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"{request.param} cannot be mounted here: {getattr(error, 'stderr', error)}")
+    image.touch()
+    os.truncate(image, 16 * MIB)
+    run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image))
+    run("mount", "-o", "loop", str(image), str(folder))
     yield folder
     run("umount", "-l", str(folder))
 
@@ -72,8 +62,8 @@ def test_full_disk_raises_and_keeps_older_checkpoints(disk, background):
     assert (other.a == good).all()
     assert (other.b == good).all()
     assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
-    held = {name for name in os.listdir(disk) if name != "lost+found"}
-    assert held == {
+    there = {name for name in os.listdir(disk) if name != "lost+found"}
+    assert there == {
         f"step-{step}" for step in range(1, good + 1)
     }  # nothing half-written is left, which would fill it for good
     with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor

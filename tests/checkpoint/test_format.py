@@ -251,8 +251,8 @@ def test_save_and_load_use_no_pickle():
         r"import pickle\b|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
     )
     files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
-    found = {path.name: set(words.findall(path.read_text())) for path in files}
-    assert {name: held for name, held in found.items() if held} == {
+    uses = {path.name: set(words.findall(path.read_text())) for path in files}
+    assert {name: held for name, held in uses.items() if held} == {
         "convert.py": {"torch.save("},
         "foreign.py": {"torch.load("},
         "untrusted_files.py": {"import pickle"},  # the class of torch.load's error

@@ -3,18 +3,17 @@
 import errno
 import os
 import shutil
-import threading
 
 import pytest
 import torch
 
 from accordion.checkpoint import latest, load, save
+from accordion.checkpoint.command import inspect
 from accordion.checkpoint.convert import export
-from accordion.checkpoint.inspect import inspect
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
-from tests.support.checkpoints import filled, names
+from tests.support.checkpoints import filled, names, saving_meanwhile
 
 # -- removing old ones
 
@@ -53,23 +52,39 @@ def test_keep_removes_leftovers_of_killed_jobs(tmp_path):
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
-def test_keep_never_removes_the_saved_checkpoint_and_newer_ones(tmp_path):
-    for step in (100, 200):
-        save(tmp_path / f"step-{step}", filled(step))
-    save(tmp_path / "step-5", filled(5), keep=1)
-    assert names(tmp_path) == ["step-100", "step-200", "step-5"]
-    save(tmp_path / "step-6", filled(6), keep=1)
-    assert names(tmp_path) == ["step-100", "step-200", "step-6"]
-    save(tmp_path / "step-300", filled(3), keep=1)
-    assert names(tmp_path) == ["step-300"]
+def torn(path):
+    os.truncate(path / "rank-00000.safetensors", 9)
 
 
-def test_checkpoint_with_files_of_a_user_is_not_removed(tmp_path):
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", filled(step))
-    (tmp_path / "step-1" / "notes.txt").write_text("mine")
-    save(tmp_path / "step-3", filled(3), keep=1)
-    assert names(tmp_path) == ["step-1", "step-3"]
+def with_notes(path):
+    (path / "notes.txt").write_text("mine")
+
+
+KEEPS = [  # the checkpoints before, what is done to some, the one to save, how many to keep, and those that are left
+    (["step-100", "step-200"], {}, "step-5", 1, ["step-100", "step-200", "step-5"]),
+    (["step-100", "step-200", "step-5"], {}, "step-6", 1, ["step-100", "step-200", "step-6"]),
+    (["step-100", "step-200", "step-6"], {}, "step-300", 1, ["step-300"]),
+    (["step-1", "step-2"], {"step-1": with_notes}, "step-3", 1, ["step-1", "step-3"]),
+    (  # torn ones do not count as kept, and neither they nor one whose name differs in more than the number are removed
+        ["step-1", "step-2", "step-3", "step-10", "best", "step-11", "step-12"],
+        {"step-11": torn, "step-12": torn},
+        "step-20",
+        2,
+        ["best", "step-10", "step-11", "step-12", "step-20"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("there", "changes", "saved", "keep", "left"), KEEPS)
+def test_keep_leaves_the_newest_good_checkpoints_and_those_of_others(tmp_path, there, changes, saved, keep, left):
+    """The saved one and newer ones are never removed."""
+    for name in there:
+        save(tmp_path / name, filled(1))
+    for name, change in changes.items():
+        change(tmp_path / name)
+    save(tmp_path / saved, filled(2), keep=keep)
+    assert names(tmp_path) == left
+    assert latest(tmp_path) == str(tmp_path / max(left, key=lambda name: int("0" + name[5:])))
 
 
 @pytest.mark.parametrize("keep", ["2", 2.0, True, -1, None])
@@ -84,24 +99,15 @@ def test_keep_must_be_a_number(tmp_path, keep):
 
 @pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_latest_works_while_another_job_removes_checkpoints(tmp_path, times):
-    model, stop, seen = filled(1), threading.Event(), []
+    model = filled(1)
 
-    def saves():
-        step = 0
-        while not stop.is_set():
-            step += 1
-            save(tmp_path / f"step-{step}", model, keep=1)
-            save(tmp_path / "last", model)
+    def saves(step):
+        save(tmp_path / f"step-{step}", model, keep=1)
+        save(tmp_path / "last", model)
 
-    writer = threading.Thread(target=saves)
     save(tmp_path / "last", model)
-    writer.start()
-    try:
-        seen.extend(latest(tmp_path) for _ in range(times))
-    finally:
-        stop.set()
-        writer.join()
-    assert None not in seen
+    with saving_meanwhile(saves):
+        assert None not in [latest(tmp_path) for _ in range(times)]
 
 
 def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch):
@@ -149,10 +155,10 @@ def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     (tmp_path / "step-600").write_text("a file")
     with pytest.warns(
         UserWarning, match=r"step-1 is the newest complete .*step-3/manifest.json cannot.*step-2 .* no man"
-    ) as told:
+    ) as warned:
         assert latest(tmp_path) == str(tmp_path / "step-1")
-    assert len(told) == 1
-    assert "step-400" not in str(told[0].message)
+    assert len(warned) == 1
+    assert "step-400" not in str(warned[0].message)
     cut(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
         latest(tmp_path)

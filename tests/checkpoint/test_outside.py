@@ -1,5 +1,6 @@
 """Sources of unknown origin: every listed tensor is there once, or the source is refused."""
 
+import io
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accordion.checkpoint.convert import convert, export
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.checkpoint.untrusted_files import read_folder
 from accordion.errors import CheckpointError, UsageError
 from accordion.weights.pretrained import check_pretrained
@@ -63,9 +64,9 @@ LIES = {  # the header, the number of bytes of data, and words of the error
 
 @pytest.mark.parametrize("lie", LIES)
 def test_forged_header_is_refused(tmp_path, lie):
-    words, num_bytes, said = LIES[lie]
+    words, num_bytes, error = LIES[lie]
     safetensors(tmp_path / "m.safetensors", words, bytes(num_bytes))
-    assert_refused(tmp_path / "m.safetensors", tmp_path, said, "m.safetensors")
+    assert_refused(tmp_path / "m.safetensors", tmp_path, error, "m.safetensors")
 
 
 def hf(path, files, weight_map):
@@ -122,11 +123,11 @@ PREFIX = "module._orig_mod."
     ],
 )
 def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
-    held = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
+    saved = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
     if kind == "torch":
-        torch.save({"model": held}, source := tmp_path / "x.pt")
+        torch.save({"model": saved}, source := tmp_path / "x.pt")
     else:
-        save_file(held, source := tmp_path / "x.safetensors")
+        save_file(saved, source := tmp_path / "x.safetensors")
     assert set(convert(source, tmp_path / "out").tensors) == {"model/a.weight", "model/module.b"}
 
 
@@ -135,9 +136,9 @@ def test_names_of_the_models_own_modules_stay(tmp_path):
     assert set(convert(tmp_path / "own.pt", tmp_path / "own").tensors) == {"model/module.a", "model/b"}
 
 
-@pytest.mark.parametrize("held", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
-def test_source_without_tensors_is_refused(tmp_path, held):
-    torch.save(held, tmp_path / "m.pt")
+@pytest.mark.parametrize("saved", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
+def test_source_without_tensors_is_refused(tmp_path, saved):
+    torch.save(saved, tmp_path / "m.pt")
     assert_refused(tmp_path / "m.pt", tmp_path, "holds no tensors")
 
 
@@ -173,11 +174,11 @@ def test_tensors_of_torch_save_are_what_torch_loads(tmp_path, checked):
         torch.serialization.set_crc32_options(True)
     convert(tmp_path / "m.pt", tmp_path / "c")
     export(tmp_path / "c", tmp_path / "m.safetensors", "safetensors")
-    made, trusted = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
-    assert sorted(made) == sorted(trusted)
+    exported, trusted = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
+    assert sorted(exported) == sorted(trusted)
     for name, tensor in trusted.items():
-        assert made[name].dtype == tensor.dtype, name
-        assert made[name].tolist() == tensor.tolist(), name
+        assert exported[name].dtype == tensor.dtype, name
+        assert exported[name].tolist() == tensor.tolist(), name
 
 
 def test_flipped_byte_of_a_torch_file_raises(tmp_path):
@@ -208,9 +209,9 @@ def check_linear(folder):
 def test_load_pretrained_refuses_forged_headers_pipes_and_casts_of_floats_to_integers(tmp_path):
     model = nn.Module()
     model.register_buffer("a", torch.zeros(4, dtype=torch.int32))
-    words, num_bytes, said = LIES["gap"]
+    words, num_bytes, error = LIES["gap"]
     safetensors(tmp_path / "model.safetensors", words, bytes(num_bytes))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=error):
         check_pretrained(model, tmp_path)
     for dtype in (torch.float32, torch.int64, torch.bool):
         save_file({"a": torch.ones(4, dtype=dtype)}, tmp_path / "model.safetensors")
@@ -240,71 +241,51 @@ def answers(*sources):
     return texts
 
 
-def fifo_shard(folder):
-    hf(folder, {}, {"a": "x.safetensors"})
-    os.mkfifo(folder / "x.safetensors")
-
-
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
-    fifo_shard(tmp_path / "hf")
+    os.mkfifo(hf(tmp_path / "hf", {}, {"a": "x.safetensors"}) / "x.safetensors")
     ((text,), _) = run_bounded(answers, tmp_path / "hf")
     assert "is no regular file" in text
 
 
-def torch_of(pickled, **how):
-    def make(path):
-        with zipfile.ZipFile(path, "w", **how) as file:
-            file.writestr("a/data.pkl", pickled)
-            file.writestr("a/data/0", b"\0" * 4)
-            file.writestr("a/byteorder", b"little")
-            file.writestr("a/version", b"3")
-
-    return make
-
-
-def safetensors_of(words, data=b""):
-    def make(path):
-        path.mkdir()
-        safetensors(path / "model.safetensors", words, data)
-
-    return make
+def archive(pickled, **how):
+    """Return the bytes of a file of `torch.save` with the pickle `pickled`."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **how) as file:
+        file.writestr("a/data.pkl", pickled)
+        file.writestr("a/data/0", b"\0" * 4)
+        file.writestr("a/byteorder", b"little")
+        file.writestr("a/version", b"3")
+    return buffer.getvalue()
 
 
-def index_of(text):
-    def make(path):
-        path.mkdir()
-        (path / INDEX).write_text(text)
-
-    return make
+def torch_file(tensor):
+    buffer = io.BytesIO()
+    torch.save({"weight": tensor}, buffer)
+    return buffer.getvalue()
 
 
-def saved(make):
-    return lambda path: torch.save({"weight": make()}, path)
-
-
-def long_header(path):
-    path.mkdir()
-    (path / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
-
-
-BOMBS = {
-    "deep": lambda path: safetensors_of("[" * 10**6)(path),
-    "long header": long_header,
-    "deep index": lambda path: index_of('{"weight_map":' * 10**5)(path),
-    "wide": saved(lambda: torch.zeros(1).expand(2**40)),
-    "sparse": saved(lambda: torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
-    "meta": saved(lambda: torch.empty(2**40, device="meta")),
-    "memo": torch_of(b"\x80\x04Nr\0\0\0\x40."),
-    "frame": torch_of(b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b"N."),
-    "packed": torch_of(bytes(2**28), compression=zipfile.ZIP_DEFLATED),
-}
+def bombs():
+    """Return the contents of files, by their paths, each in a source of its own."""
+    return {
+        "deep/model.safetensors": (10**6).to_bytes(8, "little") + b"[" * 10**6,
+        "long header/model.safetensors": (2**62).to_bytes(8, "little") + b"{}",
+        f"deep index/{INDEX}": b'{"weight_map":' * 10**5,
+        "wide": torch_file(torch.zeros(1).expand(2**40)),
+        "sparse": torch_file(torch.sparse_coo_tensor([[0]], [1.0], (2**40,))),
+        "meta": torch_file(torch.empty(2**40, device="meta")),
+        "memo": archive(b"\x80\x04Nr\0\0\0\x40."),
+        "frame": archive(b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b"N."),
+        "packed": archive(bytes(2**28), compression=zipfile.ZIP_DEFLATED),
+    }
 
 
 def test_sources_that_expand_hugely_are_refused_with_limited_memory(tmp_path):
-    for name, make in BOMBS.items():
-        make(tmp_path / name)
+    files = bombs()
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     texts, _ = run_bounded(answers, *sorted(tmp_path.iterdir()))
-    assert len(texts) == len(BOMBS)
+    assert len(texts) == len(files)
     assert "converted" not in texts
 
 

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -12,10 +11,12 @@ import torch
 from torch import nn
 
 from accordion.checkpoint import claims, latest, load, save
-from accordion.checkpoint.inspect import inspect, verify
+from accordion.checkpoint.command import inspect
+from accordion.checkpoint.reading import verify
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import AccordionError, CheckpointError
-from tests.support.checkpoints import filled, holds, names
+from tests.support.checkpoints import filled, holds, names, saving_meanwhile
+from tests.support.disks import mounted
 
 # -- what a save may replace
 
@@ -43,10 +44,15 @@ def with_folder(folder):
     (folder / "plots").mkdir()
 
 
+def thesis(folder):
+    (folder / "thesis.tex").write_text("mine")
+
+
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("make", "found"),
     [
+        (thesis, r"c exists and is no checkpoint, it holds thesis\.tex"),
         (
             web,
             r"c holds index\.html beside a checkpoint, .*; pass another path, a folder in it for example, or move it away",
@@ -64,7 +70,12 @@ def test_save_replaces_nothing_but_checkpoints(tmp_path, make, found):
     with pytest.raises(CheckpointError, match=found):
         save(tmp_path / "c", filled(2))
     assert {path: path.read_bytes() for path in (tmp_path / "c").iterdir() if path.is_file()} == before
-    assert names(tmp_path) == ["c"]
+    (tmp_path / "file").write_text("mine")
+    for path, why in (("file", "is no checkpoint but a file"), ("file/c", "Not a dir")):
+        with pytest.raises(CheckpointError, match=why):
+            save(tmp_path / path, filled(1))
+    assert (tmp_path / "file").read_text() == "mine"
+    assert names(tmp_path) == ["c", "file"]
 
 
 def test_file_put_into_a_checkpoint_during_a_save_stays(tmp_path, monkeypatch):
@@ -77,12 +88,17 @@ def test_file_put_into_a_checkpoint_during_a_save_stays(tmp_path, monkeypatch):
     assert names(tmp_path) == ["c"]
 
 
-def test_damaged_checkpoint_is_replaced(tmp_path):
-    for damage in (lambda path: path.write_bytes(path.read_bytes()[:50]), lambda path: path.write_text('{"schema":9}')):
+def test_empty_folder_and_checkpoint_even_if_damaged_are_replaced(tmp_path):
+    def cut(path):
+        path.write_bytes(path.read_bytes()[:50])
+
+    (tmp_path / "c").mkdir()
+    for damage in (lambda path: None, cut, lambda path: path.write_text('{"schema":9}')):
         save(tmp_path / "c", filled(1))
         damage(tmp_path / "c" / "manifest.json")
         save(tmp_path / "c", filled(2))
         assert holds(tmp_path / "c", 2)
+        assert names(tmp_path) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +121,12 @@ def test_impossible_paths_are_refused(tmp_path, monkeypatch, path, why):
 
 
 def test_a_mount_point_is_refused_by_name(tmp_path):
-    (tmp_path / "disk").mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "accordion", str(tmp_path / "disk")], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"nothing can be mounted here: {error}")
-    try:
+    with mounted(tmp_path / "disk", "size=8m") as disk:
         with pytest.raises(
             CheckpointError, match="disk is a mount point, which cannot be renamed; pass another path, a folder in it"
         ):
-            save(tmp_path / "disk", filled(1))
-        save(tmp_path / "disk" / "c", filled(1))
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
+            save(disk, filled(1))
+        save(disk / "c", filled(1))
 
 
 # -- two jobs
@@ -144,21 +153,6 @@ BUSY = "is being saved or removed by process"
 def at_once(monkeypatch):
     """Make saves not wait for another job's lock."""
     monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.0)
-
-
-def test_files_and_folders_of_other_files_are_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "thesis.tex").write_text("mine")
-    for path, why in (
-        ("file", "is no checkpoint but a file"),
-        ("file/c", "Not a dir"),
-        ("folder", "it holds thesis.tex"),
-    ):
-        with pytest.raises(CheckpointError, match=why):
-            save(tmp_path / path, filled(1))
-    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "thesis.tex").read_text() == "mine"
-    assert names(tmp_path) == ["file", "folder"]
 
 
 def test_rank_without_the_folder_of_the_first_rank_raises(tmp_path):
@@ -229,35 +223,22 @@ def test_checkpoint_renamed_by_a_killed_save_is_read_and_renamed_back(tmp_path):
 
 
 def test_readers_see_no_fault_while_a_checkpoint_is_overwritten(tmp_path):
-    stop, told = threading.Event(), []
-    width = 3000
-
-    def saves():
-        value = 0
-        while not stop.is_set():
-            value += 1
-            save(tmp_path / "last", filled(value, width))
-
+    width, errors = 3000, []
     save(tmp_path / "last", filled(0, width))
-    writer = threading.Thread(target=saves)
-    writer.start()
     model = filled(-1, width)
-    try:
+    with saving_meanwhile(lambda value: save(tmp_path / "last", filled(value, width))):
         for _ in range(50):
             try:
                 load(tmp_path / "last", model)
             except CheckpointError as error:
-                told.append(str(error))
+                errors.append(str(error))
             else:
                 assert len({float(value) for param in model.parameters() for value in param.detach().unique()}) == 1
-            assert verify(tmp_path / "last") == [] or told.append("verify")
+            assert verify(tmp_path / "last") == [] or errors.append("verify")
             inspect(tmp_path / "last")
             assert latest(tmp_path) == str(tmp_path / "last")
-    finally:
-        stop.set()
-        writer.join()
-    assert [text for text in told if "again and again" not in text] == []
-    assert len(told) < 10
+    assert [text for text in errors if "again and again" not in text] == []
+    assert len(errors) < 10
 
 
 # -- names and words

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
-from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.errors import CheckpointError, UsageError
+from tests.support.ranked import on_world
 
 
 def built(mesh, value):
@@ -19,87 +21,75 @@ def built(mesh, value):
     return model
 
 
-def refused(act):
-    with pytest.raises(AccordionError) as caught:
+def assert_filled(model, value):
+    assert all((param.to_local() == value).all() for param in model.parameters())
+
+
+def assert_refused(mesh, kind, error, act):
+    """Check that `act` raises the same error on all ranks."""
+    with pytest.raises(kind, match=error) as caught:
         act()
-    return type(caught.value).__name__, str(caught.value)
+    texts = [""] * mesh.size()
+    dist.all_gather_object(texts, str(caught.value), group=mesh.get_group())
+    assert len({text.encode() for text in texts}) == 1
 
 
-def loads(mesh, folder):
-    rank = mesh.get_rank()
+def save_two(mesh, folder):
     for step in (1, 2):
         acc.save(folder / f"step-{step}", built(mesh, step), extra=step)
-    acc.save(folder / "again", built(mesh, 2), extra=2)
-    model, told = built(mesh, 7), []
-    told.append(refused(lambda: acc.load(folder / f"step-{2 if rank else 1}", model)))
-    told.append(refused(lambda: acc.load(folder / "step-1" if rank else None, model)))
-    told.append(refused(lambda: acc.save(folder / "c", model, state={"a": 3} if rank else {})))
-    assert all((param.to_local() == 7).all() for param in model.parameters())
-    os.chdir(folder if rank else folder.parent)
+
+
+@on_world(3)
+def test_ranks_that_load_different_checkpoints_are_refused(mesh, tmp_path):
+    rank, model = mesh.get_rank(), built(mesh, 7)
+    save_two(mesh, tmp_path)
+    digest = ", whose manifest has the digest "
+    differ = (
+        f"^ranks were given different checkpoints, rank 0: {tmp_path}/step-1{digest}.*; rank 1, 2: {tmp_path}/step-2"
+    )
+    assert_refused(
+        mesh, CheckpointError, f"{differ}{digest}", lambda: acc.load(tmp_path / f"step-{2 if rank else 1}", model)
+    )
+    none = r"^rank 0: the path is None; if `latest` returned it, there is no checkpoint yet\.$"
+    assert_refused(mesh, UsageError, none, lambda: acc.load(tmp_path / "step-1" if rank else None, model))
+    no_state = r"^rank 1, 2: AttributeError: 'int' object has no attribute 'state_dict'$"
+    state = {"a": 3} if rank else {}
+    assert_refused(mesh, CheckpointError, no_state, lambda: acc.save(tmp_path / "c", model, state=state))
+    assert_filled(model, 7)
+    os.chdir(tmp_path if rank else tmp_path.parent)
     try:  # one checkpoint, spelled in two ways
-        assert acc.load("step-2" if rank else f"{folder.name}/step-2", model) == 2
+        assert acc.load("step-2" if rank else f"{tmp_path.name}/step-2", model) == 2
     finally:
         os.chdir("/")
-    assert all((param.to_local() == 2).all() for param in model.parameters())
-    return told
+    assert_filled(model, 2)
 
 
-def test_ranks_that_load_different_checkpoints_are_refused(world, tmp_path):
-    found = world.run(3, loads, tmp_path)
-    (kind, text), (none, path), (state, key) = found[0]
-    assert found == [found[0]] * 3
-    assert kind == "CheckpointError"
-    assert text.startswith(
-        f"ranks were given different checkpoints, rank 0: {tmp_path}/step-1, whose manifest has the digest "
-    )
-    assert f"; rank 1, 2: {tmp_path}/step-2, whose manifest has the digest " in text
-    assert (none, path) == (
-        "UsageError",
-        "rank 0: the path is None; if `latest` returned it, there is no checkpoint yet.",
-    )
-    assert (state, key) == ("CheckpointError", "rank 1, 2: AttributeError: 'int' object has no attribute 'state_dict'")
-
-
-def saves(mesh, folder):
+@on_world(3)
+def test_ranks_that_save_to_different_paths_are_refused(mesh, tmp_path):
     rank, model = mesh.get_rank(), built(mesh, 1)
-    told = [refused(lambda: acc.save(folder / f"of-{rank}", model))]
-    told.append(refused(lambda: acc.save(folder / "c", model, keep="2" if rank else 0)))
-    told.append(refused(lambda: acc.save("" if rank == 2 else folder / "c", model)))
-    odd = Path(os.fsdecode(os.fsencode(folder) + b"/\xff"))
+    path = f"rank 1: this rank saves to {tmp_path}/of-1 and rank 0 to {tmp_path}/of-0; pass the same path"
+    assert_refused(mesh, CheckpointError, path, lambda: acc.save(tmp_path / f"of-{rank}", model))
+    keep, folder = "2" if rank else 0, "" if rank == 2 else tmp_path / "c"
+    number = r"^rank 1, 2: keep is '2'; it takes a num"
+    assert_refused(mesh, UsageError, number, lambda: acc.save(tmp_path / "c", model, keep=keep))
+    assert_refused(mesh, UsageError, r"^rank 2: the path is empty;", lambda: acc.save(folder, model))
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     odd.mkdir(exist_ok=True)
-    torch.distributed.barrier(mesh.get_group())
     (odd / "notes.txt").write_text("mine")
-    torch.distributed.barrier(mesh.get_group())
-    told.append(refused(lambda: acc.save(odd, model)))
-    told.append(refused(lambda: acc.save(odd, model, background=True).wait()))
-    return told
-
-
-def test_ranks_that_save_to_different_paths_are_refused(world, tmp_path):
-    found = world.run(3, saves, tmp_path)
-    assert found == [found[0]] * 3
-    (kind, text), (keep, number), (path, empty), *odd = found[0]
-    assert kind == "CheckpointError"
-    assert f"rank 1: this rank saves to {tmp_path}/of-1 and rank 0 to {tmp_path}/of-0; pass the same path" in text
-    assert (keep, number[:38]) == ("UsageError", "rank 1, 2: keep is '2'; it takes a num")
-    assert (path, empty[:26]) == ("UsageError", "rank 2: the path is empty;")
-    assert [kind for kind, _ in odd] == ["CheckpointError"] * 2
-    assert all("notes.txt" in text and text.encode() for _, text in odd)
+    dist.barrier(mesh.get_group())
+    assert_refused(mesh, CheckpointError, r"notes\.txt", lambda: acc.save(odd, model))
+    assert_refused(mesh, CheckpointError, r"notes\.txt", lambda: acc.save(odd, model, background=True).wait())
     assert [name for name in os.listdir(tmp_path) if name[0] in ".co"] == []
 
 
-def lagging(mesh, folder):
-    """Load from a shared folder in which one rank does not see the newest checkpoint yet, so that `latest` differs."""
-    for step in (1, 2):
-        acc.save(folder / f"step-{step}", built(mesh, step))
-    seen = acc.latest(folder) if mesh.get_rank() else str(folder / "step-1")
+@on_world(2)
+def test_load_refuses_if_latest_differs_between_ranks(mesh, tmp_path):
+    """One rank does not see the newest checkpoint of a shared folder yet."""
+    save_two(mesh, tmp_path)
+    path = acc.latest(tmp_path) if mesh.get_rank() else str(tmp_path / "step-1")
     model = built(mesh, 7)
     with pytest.raises(CheckpointError, match="ranks were given different checkpoints"):
-        acc.load(seen, model)
-    return all(bool((param.to_local() == 7).all()) for param in model.parameters())
-
-
-def test_load_refuses_if_latest_differs_between_ranks(world, tmp_path):
-    assert world.run(2, lagging, tmp_path) == [True, True]
+        acc.load(path, model)
+    assert_filled(model, 7)
     with pytest.raises(UsageError, match="the path is None"):
         acc.latest(None)

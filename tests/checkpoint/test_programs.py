@@ -14,8 +14,8 @@ from accordion.train.data import GlobalOrder, Share, loader_of
 from tests.devices import device
 from tests.support import models
 from tests.support.checkpoints import differing
-from tests.support.checks import assert_equal, full, go_on, mesh_of, one_loss
-from tests.support.sample import sampled
+from tests.support.checks import assert_equal, full, go_on, one_loss
+from tests.support.ranked import on_strategies, on_world
 
 
 def fresh(mesh, seed=0, dtype=None, **options):
@@ -29,8 +29,10 @@ def trained(mesh, steps=2, **options):
     return model, optimizer
 
 
-def between_micro_batches(mesh, strategy, path):
-    """Save between micro-batches: the checkpoint has the weights before the step, and the step does not change."""
+@on_strategies("shard_optim")
+def test_save_between_micro_batches_changes_nothing(mesh, strategy, tmp_path):
+    """The checkpoint has the weights before the step, and the step does not change."""
+    strategy = STRATEGIES[strategy]
     ends: list[dict[str, torch.Tensor]] = []
     for i, when in enumerate((None, "locally", "summed", "behind")):
         model, optimizer = trained(mesh, strategy=strategy)
@@ -39,15 +41,15 @@ def between_micro_batches(mesh, strategy, path):
             with acc.no_sync(model) if micro < 2 and when != "summed" else nullcontext():
                 one_loss(model, 5 + micro).backward()
             if when is not None and micro < 2:
-                saving = acc.save(path / f"{i}-{micro}", model, optimizer, background=when == "behind")
+                saving = acc.save(tmp_path / f"{i}-{micro}", model, optimizer, background=when == "behind")
         optimizer.step()
         ends.append(full(model))
         if when is not None:
             saving.wait()
             again, other = fresh(mesh, seed=7, strategy=strategy)
-            acc.load(path / f"{i}-1", again, other)
+            acc.load(tmp_path / f"{i}-1", again, other)
             assert_equal(full(again), before)
-            acc.load(path / f"{i}-1", model, optimizer)  # and what was gathered of the weights of before is gone
+            acc.load(tmp_path / f"{i}-1", model, optimizer)  # and what was gathered of the weights of before is gone
             assert_equal(full(model), before)
             assert torch.equal(one_loss(model, 3), one_loss(again, 3))
     assert_equal(ends[1], ends[0])
@@ -55,30 +57,26 @@ def between_micro_batches(mesh, strategy, path):
     assert all(torch.allclose(ends[2][name], tensor, atol=1e-6) for name, tensor in ends[0].items())
 
 
-@pytest.mark.parametrize("name", sampled(STRATEGIES, {"shard_optim"}.__contains__))
-def test_save_between_micro_batches_changes_nothing(world, tmp_path, name):
-    world.run_mesh(*mesh_of(STRATEGIES[name]), between_micro_batches, STRATEGIES[name], tmp_path)
-
-
-def other_units_and_precision(mesh, path):
-    """Load into other units, bit for bit, and into another precision, equal to torch's cast, also for optimizer states."""
+@on_world(2)
+def test_load_with_other_units_and_precision(mesh, tmp_path):
+    """Into other units bit for bit, and into another precision equal to torch's cast, also for optimizer states."""
     model, optimizer = trained(mesh)
-    acc.save(path / "blocks", model, optimizer)
+    acc.save(tmp_path / "blocks", model, optimizer)
     for units in ({nn.Linear}, {nn.Linear, nn.LayerNorm, nn.Embedding}):
         fine, its = fresh(mesh, seed=7, units=units)
-        acc.load(path / "blocks", fine, its)
+        acc.load(tmp_path / "blocks", fine, its)
         assert_equal(full(fine), full(model))
-        acc.save(path / f"{len(units)}", fine, its)
+        acc.save(tmp_path / f"{len(units)}", fine, its)
         dist.barrier(mesh.get_group())
-        assert differing(path / "blocks", path / f"{len(units)}") == set()
+        assert differing(tmp_path / "blocks", tmp_path / f"{len(units)}") == set()
         back, mine = fresh(mesh, seed=8)
-        acc.load(path / f"{len(units)}", back, mine)
+        acc.load(tmp_path / f"{len(units)}", back, mine)
         for run in ((model, optimizer), (back, mine)):
             go_on(*run, [9])
         assert_equal(full(back), full(model))
-        acc.load(path / "blocks", model, optimizer)
+        acc.load(tmp_path / "blocks", model, optimizer)
     half, its = fresh(mesh, seed=7, dtype=torch.bfloat16, precision=acc.Precision(master=None))
-    acc.load(path / "blocks", half, its)
+    acc.load(tmp_path / "blocks", half, its)
     assert_equal(full(half), {name: tensor.bfloat16() for name, tensor in full(model).items()})
     for param, wide in zip(half.parameters(), model.parameters(), strict=True):
         assert its.state[param]["exp_avg"].dtype == torch.bfloat16
@@ -87,13 +85,9 @@ def other_units_and_precision(mesh, path):
         )
     one_loss(half).backward()
     its.step()
-    acc.save(path / "half", half, its)
-    acc.load(path / "half", model, optimizer)
+    acc.save(tmp_path / "half", half, its)
+    acc.load(tmp_path / "half", model, optimizer)
     assert_equal(full(model), {name: tensor.float() for name, tensor in full(half).items()})
-
-
-def test_load_with_other_units_and_precision(world, tmp_path):
-    world.run(2, other_units_and_precision, tmp_path)
 
 
 # -- a run that is interrupted at any step equals the uninterrupted run bit for bit

@@ -16,7 +16,9 @@ from accordion.checkpoint import latest, load, save
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError
 from tests.devices import device
-from tests.support.models import Tiny
+from tests.support.checkpoints import equal_step, sharded
+from tests.support.checks import full, mesh_of
+from tests.support.ranked import on_world
 from tests.support.sample import drawn, sampled
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -107,17 +109,17 @@ def train(model, full, seed, steps):
 
 def tensors_of(model, optimizer):
     """Return all local tensors of this rank by name."""
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, param in model.named_parameters():
-        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
-    return found
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    return tensors
 
 
 def assert_holds(model, optimizer, full, full_optimizer):
     """Check that every local tensor is this rank's part of the unsharded one."""
-    held, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
-    assert held.keys() == wanted.keys()
-    for name, tensor in held.items():
+    loaded, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in loaded.items():
         local, whole = tensor, wanted[name].detach()
         if isinstance(tensor, DTensor):
             local = tensor.to_local()
@@ -249,11 +251,12 @@ def test_missing_file_raises_on_all_ranks_before_anything_changes(world, tmp_pat
         latest(tmp_path)
 
 
-def partial(mesh, layout, path):
-    model, _ = build(mesh, layout, 1)
+@on_world(2)
+def test_partial_and_padded_tensors_are_refused_by_save(mesh, tmp_path):
+    model, _ = build(mesh, "2", 1)
     model.few = nn.Parameter(DTensor.from_local(torch.ones(2, 3, device=device()), mesh, [Partial()], run_check=False))
     with pytest.raises(CheckpointError, match=r"^model/few is placed .*; a checkpoint holds sharded and replicated"):
-        save(path, model)
+        save(tmp_path / "c", model)
     padded = DTensor.from_local(
         torch.ones(2, 3, device=device()), mesh, [S0], shape=(3, 3), stride=(3, 1), run_check=False
     )
@@ -261,29 +264,22 @@ def partial(mesh, layout, path):
     with pytest.raises(
         CheckpointError, match=r"^rank 1: model/few of shape \(3, 3\) .* \(1, 3\), but its local tensor"
     ):
-        save(path, model)
-
-
-def test_partial_and_padded_tensors_are_refused_by_save(world, tmp_path):
-    run(world, "2", partial, tmp_path / "c")
+        save(tmp_path / "c", model)
     assert os.listdir(tmp_path) == []
 
 
-def plain_to_sharded(mesh, layout, path):
-    model, optimizer = build(mesh, layout, 1)
+@on_world(4)
+def test_load_between_sharded_and_unsharded_models(mesh, tmp_path):
+    model, optimizer = build(mesh, "4", 1)
     full, full_optimizer = build_full(1)
-    save(path / "plain", full, full_optimizer)
-    load_built(mesh, layout, path / "plain")
+    save(tmp_path / "plain", full, full_optimizer)
+    load_built(mesh, "4", tmp_path / "plain")
     other = Model(5)
     other_optimizer = torch.optim.AdamW(other.parameters())
-    save(path / "sharded", model, optimizer)
-    load(path / "sharded", other, other_optimizer)
-    held, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
-    assert all(torch.equal(held[name].cpu(), wanted[name].cpu()) for name in wanted)
-
-
-def test_load_between_sharded_and_unsharded_models(world, tmp_path):
-    world.run(4, plain_to_sharded, "4", tmp_path)
+    save(tmp_path / "sharded", model, optimizer)
+    load(tmp_path / "sharded", other, other_optimizer)
+    loaded, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
+    assert all(torch.equal(loaded[name].cpu(), wanted[name].cpu()) for name in wanted)
 
 
 def rank_of_many(mesh, path):
@@ -297,11 +293,10 @@ def rank_of_many(mesh, path):
     save(path, model)
 
 
-@pytest.mark.parametrize("num_ranks", [8, 1024])
-def test_one_rank_of_many_writes_its_file(run_fake, tmp_path, num_ranks):
-    run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
-    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as held:
-        assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
+def test_one_rank_of_many_writes_its_file(run_fake, tmp_path):
+    run_fake(1024, 5, rank_of_many, tmp_path / "c")
+    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as file:
+        assert file.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 
 
 def fused(mesh, path):
@@ -321,9 +316,9 @@ def fused(mesh, path):
     save(path, model, optimizer)
     again, other = made(2)
     load(path, again, other)
-    held, wanted = tensors_of(again, other), tensors_of(model, optimizer)
-    assert held.keys() == wanted.keys()
-    for name, tensor in held.items():
+    loaded, wanted = tensors_of(again, other), tensors_of(model, optimizer)
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in loaded.items():
         ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
         assert ours.device == theirs.device, name
         assert torch.equal(ours, theirs), name
@@ -340,51 +335,35 @@ def test_fused_optimizer_resumes_on_an_accelerator(device_world, tmp_path):
     device_world.run(device_world.num_ranks, fused, tmp_path / "c")
 
 
-STRATEGIES = {
-    "full_shard": (3,),
-    "shard_optim": (2,),
-    "no_shard": (2,),
-    "hybrid_shard": (2, 2),
-    "hybrid_shard_optim": (2, 2),
-}
-
-
+NUM_RANKS = {"full_shard": 3, "shard_optim": 2, "no_shard": 2, "hybrid_shard": 2, "hybrid_shard_optim": 2}
 PAIRS_OF_STRATEGIES = [("full_shard", 2), ("no_shard", 2), ("hybrid_shard_optim", 2)]  # each is saved or loaded
 
 
 def train_sharded(mesh, strategy, save_to, load_from, steps):
     """Train a sharded model from one checkpoint to another; return the losses and all full tensors at the start."""
-    model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
-    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    tokens = torch.arange(40, device=device()).view(4, 10) % 37
-    losses = []
+    model, optimizer = sharded(mesh, strategy)
     if load_from is not None:
         assert acc.load(load_from, model, optimizer) == {"step": 2}
-    before = acc.full_state_dict(model, rank0_only=False)
-    for _ in range(steps):
-        loss = model(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    before = full(model)
+    losses = [equal_step(model, optimizer) for _ in range(steps)]
     if save_to is not None:
         acc.save(save_to, model, optimizer, extra={"step": steps})
-    return losses, before, acc.full_state_dict(model, rank0_only=False)
+    return losses, before, full(model)
 
 
 def on_mesh(world, strategy, *args):
-    shape = STRATEGIES[strategy]
-    return world.run_mesh(shape, AXES[-len(shape) :], train_sharded, strategy, *args)[0]
+    shape, names = mesh_of(strategy_named(strategy), NUM_RANKS[strategy])
+    return world.run_mesh(shape, names, train_sharded, strategy, *args)[0]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "count"), sampled(product(STRATEGIES, (2, len(STRATEGIES))), lambda *case: case in PAIRS_OF_STRATEGIES)
+    ("strategy", "count"), sampled(product(NUM_RANKS, (2, len(NUM_RANKS))), lambda *case: case in PAIRS_OF_STRATEGIES)
 )
 def test_sharded_models_resume_under_any_strategy(world, tmp_path, strategy, count):
     """Save after training with one strategy; load with the same one and the next, or with all others."""
     _, _, saved = on_mesh(world, strategy, tmp_path / "c", None, 2)
     wanted = None
-    names = [*STRATEGIES, *STRATEGIES]
+    names = [*NUM_RANKS, *NUM_RANKS]
     for other in names[names.index(strategy) :][:count]:
         losses, loaded, _ = on_mesh(world, other, None, tmp_path / "c", 3)
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)

@@ -136,11 +136,11 @@ def bytes_of(tensor):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_reader_written_from_the_page_reads_checkpoints(world, tmp_path, ranks):
-    found = world.run(ranks, saved, tmp_path / "c")
+    of_ranks = world.run(ranks, saved, tmp_path / "c")
     words = read_manifest(tmp_path / "c")
     names = [*words["tensors"], *words["aliases"]]
-    assert {name for name in names if not name.startswith("rank/")} == set(found[0][0])
-    for name, (shape, data) in found[0][0].items():
+    assert {name for name in names if not name.startswith("rank/")} == set(of_ranks[0][0])
+    for name, (shape, data) in of_ranks[0][0].items():
         tensor = read_tensor(tmp_path / "c", words, name)
         assert (tensor.shape, tensor.tobytes()) == (shape, data), name
     assert value_of(tmp_path / "c", words, words["extra"]) == EXTRA
@@ -148,8 +148,8 @@ def test_reader_written_from_the_page_reads_checkpoints(world, tmp_path, ranks):
     assert value_of(tmp_path / "c", words, group["options"])["betas"] == (0.9, 0.999)
     for param in group["params"]:
         state = value_of(tmp_path / "c", words, words["optimizer"]["state"][param])
-        assert state["exp_avg"].tobytes() == found[0][0][f"optimizer/state/{param}/exp_avg"][1]
-    for rank, (_, draws) in enumerate(found):
+        assert state["exp_avg"].tobytes() == of_ranks[0][0][f"optimizer/state/{param}/exp_avg"][1]
+    for rank, (_, draws) in enumerate(of_ranks):
         text = json.loads(read_tensor(tmp_path / "c", words, f"rank/{rank:05d}/state").tobytes())
         assert value_of(tmp_path / "c", words, text)["random"]["torch"].tobytes() == draws
 

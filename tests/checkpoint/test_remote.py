@@ -12,7 +12,7 @@ from torch import nn
 import accordion as acc
 from accordion.checkpoint import RandomState, latest, load, save
 from accordion.checkpoint.convert import convert, export
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.checkpoint.storage import remote
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import CheckpointError, UsageError

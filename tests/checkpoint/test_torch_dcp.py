@@ -71,20 +71,20 @@ def flat(state: Any, name: str = "") -> dict[str, Any]:
 
 def whole(state: Any) -> dict[str, Tensor]:
     """Return the full tensors and numbers in a state dict."""
-    found = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in flat(state).items()}
-    numbers = {name: v for name, v in found.items() if isinstance(v, (Tensor, float, int))}
+    result = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in flat(state).items()}
+    numbers = {name: v for name, v in result.items() if isinstance(v, (Tensor, float, int))}
     return {name: torch.as_tensor(v, dtype=torch.float32).cpu() for name, v in numbers.items()}
 
 
 def of_every_kind(mesh: Any, strategy: str) -> None:
     pair = made(mesh, None), made(mesh, strategy)
     for options in OPTIONS:
-        wanted, found = [flat(get_state_dict(m, o, options=StateDictOptions(**options))) for m, o in pair]
-        assert list(found) == list(wanted), options
-        assert {n: type(v) for n, v in found.items()} == {n: type(v) for n, v in wanted.items()}, options
-        devices = [{n: v.device for n, v in each.items() if isinstance(v, Tensor)} for each in (found, wanted)]
+        wanted, result = [flat(get_state_dict(m, o, options=StateDictOptions(**options))) for m, o in pair]
+        assert list(result) == list(wanted), options
+        assert {n: type(v) for n, v in result.items()} == {n: type(v) for n, v in wanted.items()}, options
+        devices = [{n: v.device for n, v in each.items() if isinstance(v, Tensor)} for each in (result, wanted)]
         assert devices[0] == devices[1], options
-        assert_close(whole(found), whole(wanted), 1e-4)
+        assert_close(whole(result), whole(wanted), 1e-4)
     for (source, its), target in zip(pair, (strategy, None), strict=True):
         full, moments = get_state_dict(source, its, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         assert bool(full) == bool(moments["state"] if moments else {}) == (dist.get_rank() == 0)
@@ -134,5 +134,5 @@ def test_fsdp2_and_accordion_read_each_others_dcp_folders(
     names = ("replicate", "shard") if strategy.startswith("hybrid") else ("shard",)
     shapes = ((2, 2), (2, 1)) if len(names) == 2 else ((3,), (2,))
     wanted = world.run_mesh(shapes[0], names, stored, strategy, writer, str(tmp_path / "c"), False)[0]
-    found = world.run_mesh(shapes[1], names, stored, strategy, writer, str(tmp_path / "c"), True)[0]
-    assert_equal(found, wanted)
+    result = world.run_mesh(shapes[1], names, stored, strategy, writer, str(tmp_path / "c"), True)[0]
+    assert_equal(result, wanted)

@@ -13,6 +13,7 @@ from accordion.compat.fsdp2 import fully_shard
 from accordion.row_marks import MADE
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on
+from tests.support.ranked import on_mesh, on_num_ranks, on_world
 from tests.support.sample import sampled
 
 REFUSED = r"rank 1 was given .* of rank 0 of 2, .*acc\.full_state_dict.*acc\.save"
@@ -39,7 +40,9 @@ def built(mesh, seed=0, **options):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def one_rank_for_all(mesh, weights_only):
+@pytest.mark.parametrize("weights_only", sampled([True, False], bool))
+@on_world(2)
+def test_rows_of_another_rank_are_refused_on_all_ranks(mesh, weights_only):
     model, optimizer = built(mesh)
     go_on(model, optimizer, range(2))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "list": list(model.parameters())}
@@ -50,12 +53,12 @@ def one_rank_for_all(mesh, weights_only):
     with pytest.raises(acc.UsageError, match=REFUSED):
         other.load_state_dict(read(data, weights_only)["model"])
     name, part = next((name, child) for name, child in other.named_children() if list(child.parameters()))
-    found = read(data, weights_only)["model"]
+    states = read(data, weights_only)["model"]
     with pytest.raises(acc.UsageError, match=REFUSED):
-        part.load_state_dict({key[len(name) + 1 :]: t for key, t in found.items() if key.startswith(name + ".")})
-    given = read(data, weights_only)["list"][0]
+        part.load_state_dict({key[len(name) + 1 :]: t for key, t in states.items() if key.startswith(name + ".")})
+    other_rows = read(data, weights_only)["list"][0]
     with pytest.raises(acc.UsageError, match=REFUSED), torch.no_grad():
-        next(other.parameters()).copy_(given)
+        next(other.parameters()).copy_(other_rows)
     assert_equal(full(other), before)
 
     with pytest.raises(acc.UsageError, match=REFUSED):
@@ -68,12 +71,9 @@ def one_rank_for_all(mesh, weights_only):
     assert_equal(full(other), before)
 
 
-@pytest.mark.parametrize("weights_only", sampled([True, False], bool))
-def test_rows_of_another_rank_are_refused_on_all_ranks(world, weights_only):
-    world.run(2, one_rank_for_all, weights_only)
-
-
-def every_rank_its_own(mesh):
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_num_ranks
+def test_rank_resumes_from_its_own_file(mesh):
     model, optimizer = built(mesh)
     go_on(model, optimizer, range(2))
     other, its = built(mesh, seed=3)
@@ -84,30 +84,22 @@ def every_rank_its_own(mesh):
     assert_equal(full(other), full(model))
 
 
-def test_rank_resumes_from_its_own_file(world):
-    for count in (1, 3):
-        world.run(count, every_rank_its_own)
-
-
-def unsharded(mesh):
+@on_world(2)
+def test_rows_of_an_unsharded_model_are_those_of_every_rank(mesh):
     model, _ = built(mesh, strategy=acc.NO_SHARD)
     other, _ = built(mesh, seed=3, strategy=acc.NO_SHARD)
     other.load_state_dict(read(of_first_rank(mesh, model.state_dict())))
     assert_equal(full(other), full(model))
 
 
-def of_replica(mesh):
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_rows_of_another_replica_are_accepted(mesh):
     model, _ = built(mesh, strategy=acc.HYBRID_SHARD)
-    found = [None] * mesh.size()
-    dist.all_gather_object(found, written(model.state_dict()))
+    states = [None] * mesh.size()
+    dist.all_gather_object(states, written(model.state_dict()))
     other, _ = built(mesh, seed=3, strategy=acc.HYBRID_SHARD)
-    other.load_state_dict(read(found[mesh.get_local_rank("shard")]))
+    other.load_state_dict(read(states[mesh.get_local_rank("shard")]))
     assert_equal(full(other), full(model))
-
-
-def test_equal_rows_of_another_rank_are_accepted(world):
-    world.run(2, unsharded)
-    world.run_mesh((2, 2), ("replicate", "shard"), of_replica)
 
 
 def writes(mesh, folder):
@@ -124,36 +116,30 @@ def test_rows_of_another_number_of_ranks_are_refused(world, tmp_path):
     world.run(3, other_number_of_ranks, tmp_path)
 
 
-def under_fsdp2(mesh):
+@on_world(2)
+def test_fsdp2_models_refuse_rows_of_another_rank(mesh):
     model, other = (fully_shard(models.seeded(seed), mesh=mesh) for seed in (0, 3))
     with pytest.raises(acc.UsageError, match=REFUSED):
         other.load_state_dict(read(of_first_rank(mesh, model.state_dict())))
     other.load_state_dict(read(written(model.state_dict())))
 
 
-def test_fsdp2_models_refuse_rows_of_another_rank(world):
-    world.run(2, under_fsdp2)
-
-
-def alone_on_an_equal_mesh(mesh):
-    """Load rows of this rank from an equal mesh, as DTensor may give the result of an operator, without communication."""
+@on_world(2)
+def test_rows_of_this_process_load_without_communication(mesh):
+    """They may be on an equal mesh, which DTensor may give the result of an operator."""
     equal = copy.copy(mesh)
     vars(equal).pop(MADE, None)
     model = acc.shard(models.plain(), mesh=mesh)
-    kept = {
+    own_rows = {
         name: DTensor.from_local(
             tensor.to_local().clone(), equal, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         )
         for name, tensor in model.state_dict().items()
     }
-    assert all(tensor.device_mesh is equal for tensor in kept.values())
+    assert all(tensor.device_mesh is equal for tensor in own_rows.values())
     if mesh.get_rank() == 1:
-        model.load_state_dict(kept)
+        model.load_state_dict(own_rows)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(kept[name])
+                param.copy_(own_rows[name])
     dist.barrier(mesh.get_group())
-
-
-def test_rows_of_this_process_load_without_communication(world):
-    world.run(2, alone_on_an_equal_mesh)

@@ -15,7 +15,7 @@ import pytest
 
 from accordion import cli
 from accordion.checkpoint import latest
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.train import owner
 from tests.e2e.jobs import TINY, lines_of, losses_of, started, until, workers_of
 from tests.support import forked, own_tasks

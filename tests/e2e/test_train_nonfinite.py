@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 
 from accordion.checkpoint import latest
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from accordion.errors import NonFiniteError
 from accordion.train import language_work, launch, loop
 from accordion.train.command import read

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accordion.checkpoint import latest
-from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.reading import verify
 from tests.e2e.jobs import TINY, lines_of, until
 
 TIMEOUT_S = 20  # of a rank

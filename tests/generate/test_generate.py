@@ -52,9 +52,14 @@ def of_transformers(folder: Path, text: str, new: int, model: Any = None, **how:
     model = model or AutoModelForCausalLM.from_pretrained(folder)
     shown = words(text, return_tensors="pt")
     with torch.no_grad():
-        made = model.generate(**shown, max_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how))
-    ids = made[0, shown["input_ids"].shape[1] :]
+        output = model.generate(**shown, max_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how))
+    ids = output[0, shown["input_ids"].shape[1] :]
     return words.decode(ids, skip_special_tokens=True), len(ids)
+
+
+def texts(answers: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return the text of each answer and its number of tokens, as `of_transformers` does."""
+    return [(answer["text"], answer["tokens"]) for answer in answers]
 
 
 def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> list[dict[str, Any]]:
@@ -69,10 +74,10 @@ def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> li
 def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, capfd):
     """Five prompts over two or three ranks, uneven in number and in length; some end early."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    found = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
-    assert [line["prompt"] for line in found] == PROMPTS
+    answers = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
+    assert [line["prompt"] for line in answers] == PROMPTS
     wanted = [of_transformers(folder, text, 24) for text in PROMPTS]
-    assert [(line["text"], line["tokens"]) for line in found] == wanted
+    assert texts(answers) == wanted
     assert len({text for text, _ in wanted}) == len(PROMPTS), "they say different things"
 
 
@@ -80,10 +85,8 @@ def test_ranks_without_prompts_and_with_long_ones_end_together(tmp_path, capfd):
     """Unit by unit over three ranks: one has no prompt, and one generates up to the model's last position."""
     folder = language_folders.gpt2(tmp_path / "gpt2")
     (tmp_path / "two.jsonl").write_text('{"prompt": "b"}\n\n{"prompt": "the quick brown fox jumps over"}\n')
-    found = generated(capfd, folder, "--prompts two.jsonl --nproc 3 --hold units --max-new-tokens 26")
-    assert [(line["text"], line["tokens"]) for line in found] == [
-        of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")
-    ]
+    answers = generated(capfd, folder, "--prompts two.jsonl --nproc 3 --hold units --max-new-tokens 26")
+    assert texts(answers) == [of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")]
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp_path, capfd):
@@ -93,13 +96,13 @@ def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp
     assert generated(capfd, folder, f"{words} --nproc 2 --seed 3 --hold units") == one
     torch.manual_seed(3)
     drawn = of_transformers(folder, PROMPTS[0], 12, do_sample=True, temperature=0.9, top_p=0.95, top_k=0)
-    assert (one[0]["text"], one[0]["tokens"]) == drawn
+    assert texts(one)[0] == drawn
 
 
 def test_prompts_are_computed_together(folder, tmp_path, capfd):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    found = generated(capfd, folder, "--prompts prompts.txt --nproc 2 --max-new-tokens 10 --batch 3")
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 10) for text in PROMPTS]
+    answers = generated(capfd, folder, "--prompts prompts.txt --nproc 2 --max-new-tokens 10 --batch 3")
+    assert texts(answers) == [of_transformers(folder, text, 10) for text in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +136,11 @@ def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, 
 
     words = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     shown = words("12 lines", return_tensors="pt")["input_ids"]
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
-    text = words.decode(made[0, shown.shape[1] :], skip_special_tokens=True)
+    output = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
+    text = words.decode(output[0, shown.shape[1] :], skip_special_tokens=True)
     for source in sources:
-        found = generated(capfd, trained / source, f"--prompt '12 lines' --nproc 2 --hold {hold} --max-new-tokens 9")
-        assert found == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
+        answers = generated(capfd, trained / source, f"--prompt '12 lines' --nproc 2 --hold {hold} --max-new-tokens 9")
+        assert answers == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
 
 
 @pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
@@ -147,26 +150,26 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
-    found = generated(capfd, adapter, f"--prompt 'def add' --nproc 2 --hold {hold} --max-new-tokens 12")
+    answers = generated(capfd, adapter, f"--prompt 'def add' --nproc 2 --hold {hold} --max-new-tokens 12")
     wanted = of_transformers(folder, "def add", 12, adapted)
-    assert [(line["text"], line["tokens"]) for line in found] == [wanted]
+    assert texts(answers) == [wanted]
     assert wanted != of_transformers(folder, "def add", 12)
 
 
 def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + '{"prompt": "add"}\n')
-    found = generated(capfd, folder, "--prompts chats.jsonl --chat --max-new-tokens 8")
+    answers = generated(capfd, folder, "--prompts chats.jsonl --chat --max-new-tokens 8")
     shown = ["<system>be brief\n<user>add\n<assistant>", "<user>add\n<assistant>"]
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 8) for text in shown]
+    assert texts(answers) == [of_transformers(folder, text, 8) for text in shown]
 
 
 def test_one_prompt_is_streamed_and_several_are_printed_with_their_prompts(folder, tmp_path, capfd):
     wanted = of_transformers(folder, "a line", 8)[0]
     assert cli.main(["generate", str(folder), "--prompt", "a line", "--max-new-tokens", "8", "--device", "cpu"]) == 0
-    said = capfd.readouterr()
-    assert said.out == f"{wanted}\n"
-    assert "tokens/s; full parameters" in said.err
+    printed = capfd.readouterr()
+    assert printed.out == f"{wanted}\n"
+    assert "tokens/s; full parameters" in printed.err
     (tmp_path / "prompts.txt").write_text("a line\nb\n")
     words = ["generate", str(folder), "--prompts", "prompts.txt", "--max-new-tokens", "8", "--device", "cpu"]
     assert cli.main(words) == 0
@@ -195,8 +198,8 @@ def test_a_dtype_is_computed_in(folder, capfd):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = generated(capfd, folder, "--prompt def --dtype bf16 --nproc 2 --max-new-tokens 12")
-    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, "def", 12, model)]
+    answers = generated(capfd, folder, "--prompt def --dtype bf16 --nproc 2 --max-new-tokens 12")
+    assert texts(answers) == [of_transformers(folder, "def", 12, model)]
 
 
 def test_full_parameters_write_with_the_operators_of_transformers(world, folder):
@@ -310,6 +313,6 @@ def test_a_source_without_a_model_is_refused(folder, tmp_path, capfd, monkeypatc
     wrong["narrow"] = "(96, 64) in the folder and float32 (80, 64) in the model"
     save(tmp_path / "other", torch.nn.Linear(2, 2))
     wrong["other"] = "export it with --like a folder"
-    for source, said in wrong.items():
+    for source, error in wrong.items():
         more = ["--chat"] if source == "plain" else []
-        refused(capfd, ["generate", source, "--prompt", "b", *more], said)
+        refused(capfd, ["generate", source, "--prompt", "b", *more], error)

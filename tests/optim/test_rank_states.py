@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
-from accordion.checkpoint.inspect import inspect, verify
+from accordion.checkpoint.command import inspect
+from accordion.checkpoint.reading import verify
 from accordion.config import STRATEGIES
 from tests.support import models
 from tests.support.checkpoints import differing

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import accordion as acc
 from accordion.checkpoint import load
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.config import strategy_named
+from tests.devices import device
+from tests.support.models import Tiny
 
 
 def small(seed: int = 0, width: int = 3) -> nn.Sequential:
@@ -34,6 +40,23 @@ def stepped(model: nn.Sequential, optimizer: torch.optim.Optimizer | None = None
     return optimizer
 
 
+def sharded(mesh: Any, strategy: str = "full_shard", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with tied and 0-d parameters, sharded with `strategy`, and its optimizer."""
+    torch.manual_seed(seed)
+    model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def equal_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Take a step of a `sharded` model with the same batch on all ranks; return the loss before it."""
+    tokens = torch.arange(40, device=device()).view(4, 10) % 37
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
 def filled(value: float, width: int = 3) -> nn.Linear:
     """Return a model all of whose elements are `value`, so that a mixture of two would show."""
     model = nn.Linear(width, 2)
@@ -48,6 +71,24 @@ def holds(path: str | os.PathLike[str], value: float) -> bool:
     model = filled(-1)
     load(path, model)
     return all(bool((param == value).all()) for param in model.parameters())
+
+
+@contextmanager
+def saving_meanwhile(save: Callable[[int], object]) -> Iterator[None]:
+    """Call `save` with 1, 2, ... in a thread until the block ends."""
+    stop = threading.Event()
+
+    def saves() -> None:
+        for number in takewhile(lambda _: not stop.is_set(), count(1)):
+            save(number)
+
+    writer = threading.Thread(target=saves)
+    writer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writer.join()
 
 
 def names(folder: str | os.PathLike[str]) -> list[str]:

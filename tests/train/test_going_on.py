@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accordion as acc
-from accordion.checkpoint.reading import faults_in, read_manifest
+from accordion.checkpoint.reading import read_manifest, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import UsageError
 from accordion.train.checkpoints import with_batch_of
@@ -248,7 +248,7 @@ def test_the_best_is_linked_if_its_step_is_saved(
     fit(Curve({3: 2.0, 6: 3.0}), train_steps=6, **often)
     assert names_in(folder) == ["best", "step-000006"]
     assert extra_of(folder / "best")["step"] == 3
-    assert faults_in(checkpoint_at(folder / "best")) == []
+    assert verify(folder / "best") == []
 
 
 def test_the_best_is_copied_without_hard_links(
@@ -261,4 +261,4 @@ def test_the_best_is_copied_without_hard_links(
     fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
     folder = tmp_path / "run" / "checkpoints"
     assert names_in(folder) == ["best", "step-000003"]
-    assert faults_in(checkpoint_at(folder / "best")) == []
+    assert verify(folder / "best") == []

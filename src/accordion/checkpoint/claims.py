@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from accordion.checkpoint.format import MANIFEST
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, some_of
 from accordion.files import NOT_REGULAR, is_open_at, open_regular
 
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -90,9 +90,9 @@ def _occupied(path: Path) -> str:
     if os.path.ismount(path):
         return "is a mount point, which cannot be renamed"
     if names and MANIFEST not in names:
-        return f"exists and is no checkpoint, it holds {_listed(names)}"
+        return f"exists and is no checkpoint, it holds {some_of(sorted(names), SHOWN)}"
     if others := foreign_in(path):
-        return f"holds {_listed(others)} beside a checkpoint, which a save would remove"
+        return f"holds {some_of(sorted(others), SHOWN)} beside a checkpoint, which a save would remove"
     return (
         f"exists and is no checkpoint, its {MANIFEST} is another program's"
         if names and not _is_ours(path, names)
@@ -115,11 +115,6 @@ def _is_ours(path: Path, names: list[str]) -> bool:
             return False
         raise
     return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, names)))
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(sorted(names)[:SHOWN]) + more
 
 
 # -- lock a name, remove a folder

@@ -44,26 +44,28 @@ class Team:
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
         if not meshes:
             if not dist.is_initialized():
-                return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+                return cls.alone()
             group = dist.group.WORLD
             assert group is not None
-            everyone = tuple(range(dist.get_world_size()))
-            return cls(
-                ranks=everyone, index=dist.get_rank(), groups=(group,), device=torch.device(device_type_of_job())
-            )
+            return cls._of(range(dist.get_world_size()), [group], device_type_of_job())
         ranks_of = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
         if any(set(ranks) != set(ranks_of[0]) for ranks in ranks_of):
             raise CheckpointError(
                 f"the model's tensors are on different ranks, {' and '.join(map(str, dict.fromkeys(ranks_of)))}; "
                 "a checkpoint needs all of them on the same ranks."
             )
-        index = ranks_of[0].index(dist.get_rank())
-        return cls(
-            ranks=ranks_of[0],
-            index=index,
-            groups=tuple(meshes[0].get_all_groups()),
-            device=torch.device(meshes[0].device_type),
-        )
+        return cls._of(ranks_of[0], meshes[0].get_all_groups(), meshes[0].device_type)
+
+    @classmethod
+    def alone(cls) -> Team:
+        """Return the team of this process alone, which communicates with no other."""
+        return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+
+    @classmethod
+    def _of(cls, ranks: Iterable[int], groups: Iterable[dist.ProcessGroup], device_type: str) -> Team:
+        ranks = tuple(ranks)
+        index = ranks.index(dist.get_rank())
+        return cls(ranks=ranks, index=index, groups=tuple(groups), device=torch.device(device_type))
 
     def agree(self, action: Callable[[], T]) -> T:
         """Return `action()` once all ranks have called theirs; if one failed, all raise as `agreed` does. Collective."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.inspect import inspect, verify
+from accordion.checkpoint.reading import read_manifest, steady, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
 from accordion.options import check_subcommand, listed, place, read
@@ -82,6 +83,39 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
+
+    "rank_states" has "num_ranks" and "states", [parameter, key] of each optimizer state that belongs to the rows of one rank.
+    """
+    manifest = steady(lambda: checkpoint_at(path), read_manifest)
+    optimizer = manifest.optimizer
+    return {
+        "path": str(checkpoint_at(path)),
+        "saved_by": manifest.saved_by,
+        "checksum": manifest.checksum,
+        "files": {name: file.num_bytes for name, file in manifest.files.items()},
+        "num_bytes": sum(file.num_bytes for file in manifest.files.values()),
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "placements": entry.placements,
+                "num_bytes": sum(entry.num_bytes(chunk.box) for chunk in entry.chunks),
+                "num_chunks": len(entry.chunks),
+            }
+            for name, entry in manifest.tensors.items()
+        },
+        "aliases": dict(manifest.aliases),
+        "optimizer": None if optimizer is None else [group["options"] for group in optimizer["groups"]],
+        "rank_states": {
+            "num_ranks": manifest.saved_by.get("num_ranks"),
+            "states": (optimizer or {}).get("of_rows", []),
+        },
+        "extra": manifest.extra,
+    }
 
 
 def _inspect(options: PathOptions) -> Answer:

@@ -22,7 +22,7 @@ from accordion.checkpoint.contents import Contents
 from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
 from accordion.checkpoint.format import DTYPES
 from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
-from accordion.checkpoint.save import SaveJob, form_of, layout_of
+from accordion.checkpoint.save import SaveJob, form_of
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
@@ -34,6 +34,7 @@ from accordion.checkpoint.untrusted_files import (
     read_files,
     read_folder,
 )
+from accordion.checkpoint.writing import layout_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 
@@ -55,7 +56,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     """
     foreign = _open_source(local_path(source))
     contents = Contents(tensors=foreign.tensors, aliases={}, params={})
-    team = Team(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+    team = Team.alone()
     job = SaveJob(
         target=folder_at(target),
         name=secrets.token_hex(4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from accordion.checkpoint.untrusted_files import (
     named,
     opened,
     plain_names,
-    size_of,
 )
 from accordion.errors import CheckpointError
 
@@ -85,8 +85,9 @@ def of_torch_file(path: Path) -> Foreign:
                 if not plain or tensor.is_meta or tensor.is_nested or tensor.dtype not in CODES:
                     raise CheckpointError(f"{str(key)[:100]} is no plain tensor.")
             total = sum(tensor.nbytes for tensor in tensors.values())
-            if total > LARGEST_EXPANDED + MOST_COPIES * size_of(file):
-                raise CheckpointError(f"its tensors claim {total} bytes, and the file has {size_of(file)}.")
+            file_bytes = os.fstat(file.fileno()).st_size
+            if total > LARGEST_EXPANDED + MOST_COPIES * file_bytes:
+                raise CheckpointError(f"its tensors claim {total} bytes, and the file has {file_bytes}.")
             plain_of = plain_names(str(key) for key in tensors)
             check_unique({key: plain_of[str(key)] for key in tensors})
     ours = {f"model/{plain_of[str(key)]}": tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}

@@ -246,7 +246,7 @@ def _is_text(value: Json) -> bool:
 
 
 def _file(name: str, words: Json) -> File:
-    if not _is_plain(name):
+    if not is_plain(name):
         raise CheckpointError(f"it lists {name!r}, which is not the plain name of a safetensors file.")
     return File(
         num_bytes=_size(words["bytes"]), header_bytes=_size(words["header_bytes"]), header_sum=words["header_sum"]
@@ -323,7 +323,7 @@ def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 def _chunk(name: str, words: Json) -> TensorChunk:
     file, box = words["file"], Box(_sizes(words["offset"]), _sizes(words["shape"]))
-    if not _is_plain(file):
+    if not is_plain(file):
         raise CheckpointError(f"a chunk of {name} names {file!r}, which is not the plain name of a safetensors file.")
     if not box.numel:
         raise CheckpointError(f"a chunk of {name} is empty.")
@@ -331,7 +331,7 @@ def _chunk(name: str, words: Json) -> TensorChunk:
 
 
 @lru_cache(maxsize=4096)
-def _is_plain(file: str) -> bool:
+def is_plain(file: str) -> bool:
     """Return True if `file` is the plain name of a safetensors file, not a path and not hidden."""
     return PLAIN_FILE.fullmatch(file) is not None and ".." not in file
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.collective import Team, joined
 from accordion.checkpoint.contents import (
@@ -23,8 +21,6 @@ from accordion.checkpoint.contents import (
     Stateful,
     contents,
     local_data,
-    model_tensors,
-    only_one,
     own_box,
     state_name,
 )
@@ -34,11 +30,11 @@ from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, 
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
+from accordion.checkpoint.save import finish_work
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.engine.hooks import engine_of
-from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.errors import AccordionError, CheckpointError, some_of
 from accordion.optim import LocalStep
-from accordion.state import Only, settle
+from accordion.state import Only
 
 SHOWN = 8  # faults that a message lists
 
@@ -67,54 +63,51 @@ def load(
     the optimizer gets its state once before its tensors are read. After that the objects in `state` are loaded, one by
     one; if one refuses, those before it keep what they got.
     """
-    engine = engine_of(model)
-    if engine is not None:
-        if engine.suspended:
-            raise UsageError(
-                "load does not work inside full_params, because the parameters are not sharded there; leave it first."
-            )
-        settle(engine, "loads a checkpoint")
-    saver_of(model).wait()
-    team = Team.of(model_tensors(model)[0].values())
-    optimizer = team.agree(partial(only_one, optimizer))
+    team, optimizer = finish_work(model, optimizer, "load")
+    request = _Request(model=model, optimizer=optimizer, state=state or {}, strict=strict, only=only, team=team)
 
     for _ in range(TURNS):
         with closing(team.agree(lambda: steady(lambda: checkpoint_at(path), opened))) as files:
             try:
-                plan = _checked(files, model, optimizer, state or {}, team, strict, only)
+                plan = _checked(files, request)
             except CheckpointError:
                 # If any rank sees that another checkpoint has taken the name since `files` were opened, read that one.
                 current = place_of(lambda: checkpoint_at(path))
                 if any(team.gathered(int(current != (str(files.folder), files.mark)))):
                     continue
                 raise
-            plan.fill(files, optimizer, state or {}, team)
+            plan.fill(files, request)
             if plan.left and team.leads:
                 warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
             return plan.extra
     raise CheckpointError(f"{path} was {REPLACED}")
 
 
-def _checked(
-    files: Files,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    state: Mapping[str, Stateful],
-    team: Team,
-    strict: bool,
-    only: Only,
-) -> _Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """The arguments of `load` on this rank, and the ranks that load."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    state: Mapping[str, Stateful]
+    strict: bool
+    only: Only
+    team: Team
+
+
+def _checked(files: Files, request: _Request) -> _Plan:
     """Return the plan of this load after checking all bytes that it uses. Raises `CheckpointError` on every rank. Collective."""
+    team = request.team
     if len(set(team.gathered(files.digest))) > 1:
         this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
         folders = joined(team.shared(this), team.index, this)
         raise CheckpointError(
             f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )
-    wanted = team.agree(lambda: contents(model, optimizer, only))
+    wanted = team.agree(lambda: contents(request.model, request.optimizer, request.only))
     same_kind_on_all(wanted, team)
     states = load_rank_states(files, wanted, team)
-    plan = team.agree(lambda: _plan(files, wanted, optimizer, states, bool(state), team, strict))
+    plan = team.agree(lambda: _plan(files, wanted, states, request))
     try:
         team.agree(lambda: _check(files, plan, team))
     except CheckpointError as error:
@@ -135,15 +128,14 @@ class _Plan:
     state: str | None  # name of the tensor with the saved states of the objects in `state=`; None to load none
     left: list[str]  # descriptions of what is left out
 
-    def fill(
-        self, files: Files, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Stateful], team: Team
-    ) -> None:
+    def fill(self, files: Files, request: _Request) -> None:
         """Carry out the plan. No rank begins a step of it before all ranks have finished the one before. Collective."""
-        saved = team.agree(lambda: _saved_states(files, self, state))
+        team, optimizer = request.team, request.optimizer
+        saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
-        for key, thing in state.items():
+        for key, thing in request.state.items():
             team.agree(partial(_load_state, key, thing, saved))
         with torch.no_grad():
             team.agree(lambda: files.fill_all(self.of_optimizer))
@@ -188,20 +180,12 @@ def _refused(what: str, error: Exception) -> Exception:
     return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
 
 
-def _plan(
-    files: Files,
-    wanted: Contents,
-    optimizer: torch.optim.Optimizer | None,
-    states: RankStates | None,
-    has_state: bool,
-    team: Team,
-    strict: bool,
-) -> _Plan:
+def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _Request) -> _Plan:
     """Compare the checkpoint with `wanted`, and return the plan of this rank's reads."""
-    manifest, folder = files.manifest, files.folder
+    manifest, optimizer = files.manifest, request.optimizer
     unlike = differences(manifest, wanted, states)
-    if unlike and strict:
-        raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
+    if unlike and request.strict:
+        raise CheckpointError(f"{files.folder} does not fit: {'; '.join(unlike)}.")
     files.check_sizes()
     state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, states)
     present = {id(tensor) for tensor in wanted.tensors.values()}
@@ -213,13 +197,12 @@ def _plan(
             of_model += _reads(source, entry, tensor)
     for name, tensor in tensors.items():
         of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
-    extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
     return _Plan(
         of_model=of_model,
         of_optimizer=of_optimizer,
         optimizer=state,
-        extra=extra,
-        state=_state_to_load(manifest, team) if has_state else None,
+        extra=decode(manifest.extra, dict[str, Tensor]().__getitem__),  # `extra` cannot hold tensors
+        state=_state_to_load(manifest, request.team) if request.state else None,
         left=unlike,
     )
 
@@ -242,8 +225,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
             reads += [Read(name, entry, chunk, chunk.box, None) for chunk in entry.chunks]
     faults = files.faults(reads)
     if faults:
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise CheckpointError(f"{files.folder} is damaged: " + "; ".join(faults[:SHOWN] + more) + ".")
+        raise CheckpointError(f"{files.folder} is damaged: {some_of(faults, SHOWN, '; ')}.")
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -256,8 +238,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
             raise CheckpointError(f"{plan.state} refers to {name}, which the checkpoint does not hold.")
         return files.whole(name)
 
-    words = json.loads(bytes(tensor(plan.state).tolist()))
-    saved: dict[str, Any] = decode(words, tensor)
+    saved: dict[str, Any] = decode(files.words(plan.state), tensor)
     lost = [key for key in state if key not in saved]
     if lost:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from accordion.checkpoint.format import DTYPES, Manifest, code_of
 from accordion.checkpoint.json_values import Json, as_bytes
 from accordion.checkpoint.reading import Files
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, some_of
 from accordion.optim import LocalStep
 
 SHORT = 60  # letters of the longest value that ranks exchange as it is; of longer ones they exchange a digest
@@ -150,8 +150,7 @@ def _refers_to(value: Json) -> Iterator[str]:
 
 def _named(places: Sequence[Place]) -> str:
     """Return text that names the first of `places`, for a message."""
-    names = [f"all of {param}" if key is None else f"{key!r} of {param}" for param, key in places[:NAMED]]
-    return ", ".join(names) + (f" and {len(places) - NAMED} more" if len(places) > NAMED else "")
+    return some_of([f"all of {param}" if key is None else f"{key!r} of {param}" for param, key in places], NAMED)
 
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
@@ -274,7 +273,9 @@ def load_rank_states(files: Files, contents: Contents, team: Team) -> RankStates
         f"the {saved} rank{'s' * (saved != 1)} that saved, and this model is on {len(team.ranks)}",
     )
     if saved == len(team.ranks):
-        words = team.agree(lambda: _words(files, prefix + "optimizer"))
+        name = f"{prefix}optimizer"
+        team.agree(lambda: files.check(name.__eq__))
+        words = team.agree(lambda: files.words(name))
         other = [param for param in params if words["rows"].get(param) != _rows_of(param, contents)]
         misfits = {param for text in team.shared(json.dumps(other), most=None) for param in json.loads(text)}
         why = "ranks that had other rows than this model's"
@@ -290,10 +291,3 @@ def load_rank_states(files: Files, contents: Contents, team: Team) -> RankStates
         if lost
         else None,
     )
-
-
-def _words(files: Files, name: str) -> dict[str, Any]:
-    """Return the JSON in the tensor `name`. Raises `CheckpointError` if it is damaged."""
-    files.check(name.__eq__)
-    words: dict[str, Any] = json.loads(bytes(files.whole(name).tolist()))
-    return words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import Folder, Reader
+from accordion.checkpoint.json_values import Json
+from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, some_of
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
@@ -175,8 +178,7 @@ class Files:
                 wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
                 chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
                 lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
-                more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
-                wrong[-1] += f"; it lacks {', '.join(lost[:SHOWN])}{more}" if lost else ""
+                wrong[-1] += f"; it lacks {some_of(lost, SHOWN)}" if lost else ""
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
@@ -211,6 +213,10 @@ class Files:
         all_of_it = Box((0,) * len(entry.shape), entry.shape)
         self.fill_all(Read(name, entry, c, c.box, into[c.box.within(all_of_it)]) for c in entry.chunks)
         return into
+
+    def words(self, name: str) -> Json:
+        """Return the JSON whose bytes are the tensor `name`; the bytes are not checked."""
+        return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
         """Return the faults in the bytes that `reads` need, each with file and tensor; fill the memory that `at_once` returns."""
@@ -255,11 +261,15 @@ class Files:
                 fill_part(read.into, reader, chunk.at, dtype, chunk.box.shape, read.box.within(chunk.box))
 
 
-def faults_in(folder: Folder) -> list[str]:
-    """Read every byte of the checkpoint in `folder`; return its faults, each with file and tensor."""
-    try:
-        with closing(opened(folder)) as files:
-            files.check_sizes()
-            return files.damage()
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of the checkpoint at `path`; return its faults, each naming file and tensor, empty if there are none."""
+
+    def faults_in(folder: Folder) -> list[str]:
+        try:
+            with closing(opened(folder)) as files:
+                files.check_sizes()
+                return files.damage()
+        except (CheckpointError, OSError) as error:
+            return [str(error)]
+
+    return steady(lambda: checkpoint_at(path), faults_in, bool)

@@ -15,21 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
-from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team, encodable
 from accordion.checkpoint.contents import (
     Contents,
     Stateful,
     contents,
-    local_data,
     model_tensors,
     only_one,
-    own_box,
-    own_coordinate,
     placement_words,
     state_name,
-    writes,
 )
 from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.json_values import Json, as_bytes, encode
@@ -37,7 +32,7 @@ from accordion.checkpoint.optimizer_states import same_on_all
 from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.storage.folders import Folder, folder_at
 from accordion.checkpoint.storage.local import Local
-from accordion.checkpoint.writing import FileLayout, WritePart, described, layout, write
+from accordion.checkpoint.writing import FileLayout, described, layout_of, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.safety.replicas import compare_replicas
@@ -76,19 +71,9 @@ def save(
         only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);
             a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. `load` needs it too.
     """
-    engine = engine_of(model)
-    if engine is not None:
-        if engine.suspended:
-            raise UsageError(
-                "save does not work inside full_params, because the parameters are not sharded there; leave it first."
-            )
-        settle(engine, "saves a checkpoint")
+    team, optimizer = finish_work(model, optimizer, "save")
+    if (engine := engine_of(model)) is not None:
         compare_replicas(engine)
-    saver = saver_of(model)
-    saver.wait()
-    team = Team.of(model_tensors(model)[0].values())
-    optimizer = team.agree(partial(only_one, optimizer))
-
     team.agree(lambda: check_keep(keep))
     target = team.agree(lambda: folder_at(path))
     saved_once, rank_tensors = same_on_all(
@@ -103,7 +88,26 @@ def save(
     if not background:
         job.run(team.agree)
         return Saving()
-    return saver.start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
+    return saver_of(model).start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
+
+
+def finish_work(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, call: str
+) -> tuple[Team, torch.optim.Optimizer | None]:
+    """Finish the work in progress of `model` before `call`, "save" or "load"; return its ranks, and the optimizer that steps.
+
+    Collective. A save in the background is work too, and its error is raised here.
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.suspended:
+            raise UsageError(
+                f"{call} does not work inside full_params, because the parameters are not sharded there; leave it first."
+            )
+        settle(engine, f"{call}s a checkpoint")
+    saver_of(model).wait()
+    team = Team.of(model_tensors(model)[0].values())
+    return team, team.agree(partial(only_one, optimizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +147,6 @@ class SaveJob:
                 "that all of them share."
             )
         write(begun, file_name(self.team.index), self.plan, host)
-
-
-def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
-    """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`."""
-    parts = []
-    for name, tensor in saved_once.tensors.items():
-        box = own_box(name, tensor)
-        is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
-        if is_writer and box.numel:
-            parts.append(WritePart(name, box, local_data(tensor)))
-    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in rank_tensors.items() if t.numel()]
-    return layout(parts, team.index)
 
 
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -56,12 +55,6 @@ class TensorSource:
             yield bytes_of(flat[at : at + CAST_ELEMENTS].to(self.dtype))
 
 
-def write_data(file: BinaryIO, source: TensorSource) -> None:
-    """Write the bytes of one tensor and free it."""
-    for piece in source.pieces():
-        file.write(piece)
-
-
 def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
     """Write `sources` to a safetensors file at `path`, with the texts `about` as the metadata in its header."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # aligns each tensor to its elements' size
@@ -69,7 +62,7 @@ def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mappin
     with path.open("wb") as file:
         file.write(head)
         for source in ordered:
-            write_data(file, source)
+            file.writelines(source.pieces())  # frees one tensor before the next one is read
 
 
 def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,8 +16,8 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from accordion.checkpoint.contents import without_wrappers
-from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
-from accordion.errors import CheckpointError, UsageError
+from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, is_plain, without_twins
+from accordion.errors import CheckpointError, UsageError, some_of
 from accordion.files import NOT_REGULAR, open_regular
 
 SHOWN = 8  # tensors that a message names
@@ -63,11 +62,6 @@ def named(what: str) -> Iterator[None]:
         if forbidden := FORBIDDEN.search(str(error)):
             why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
         raise CheckpointError(f"{what}: {why}.") from None
-
-
-def size_of(file: BinaryIO) -> int:
-    """Return the number of bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
@@ -138,9 +132,8 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     tensors = read_files(folder, sorted(set(promised.values())), promised)
     lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors]
     if lost:
-        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         raise CheckpointError(
-            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {', '.join(lost[:SHOWN])}{more}."
+            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {some_of(lost, SHOWN)}."
         )
     return tensors
 
@@ -165,7 +158,7 @@ def read_index(folder: Path) -> dict[str, str]:
     path = folder / HF_INDEX
     with opened(path) as file, named(f"{path} is no index of safetensors"):
         places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
-        bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
+        bad = [name for name in places.values() if not is_plain(name)]
         check_names(places)
     if bad:
         raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.boxes import Box
+from accordion.checkpoint.boxes import Box, box_of
 from accordion.checkpoint.checksums import (
     DIGITS,
     PIECE_BYTES,
@@ -20,7 +21,8 @@ from accordion.checkpoint.checksums import (
     pieces,
     running,
 )
-from accordion.checkpoint.contents import OF_RANKS, rank_prefix
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, own_coordinate, rank_prefix, writes
 from accordion.checkpoint.format import (
     File,
     Manifest,
@@ -67,21 +69,27 @@ class FileLayout:
         return sum(part.num_bytes for part in self.parts)
 
 
-def layout(parts: Iterable[WritePart], rank: int) -> FileLayout:
-    """Return the layout of a file of `rank` with `parts`.
+def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
+    """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`.
 
     The last tensor holds the checksums of the parts as JSON: {entry name: [sum of each piece, ...]}.
     """
+    parts = []
+    for name, tensor in saved_once.tensors.items():
+        box = own_box(name, tensor)
+        is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
+        if is_writer and box.numel:
+            parts.append(WritePart(name, box, local_data(tensor)))
+    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in rank_tensors.items() if t.numel()]
     # Large elements come first, so that each part begins at a multiple of its element's size.
-    parts = tuple(sorted(parts, key=lambda part: -part.data.element_size()))
+    parts.sort(key=lambda part: -part.data.element_size())
     kind = kind_here()
     zero = "0" * DIGITS[kind]
     empty = {_entry_name(part): [zero for _ in pieces(0, part.num_bytes, PIECE_BYTES)] for part in parts}
     length = len(_as_json(empty))
     words = [(_entry_name(part), code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
-    return FileLayout(
-        header([*words, (entry_name(f"{rank_prefix(rank)}sums", (0,)), "U8", (length,))]), parts, kind, length
-    )
+    sums = (entry_name(f"{rank_prefix(team.index)}sums", (0,)), "U8", (length,))
+    return FileLayout(header([*words, sums]), tuple(parts), kind, length)
 
 
 def _entry_name(part: WritePart) -> str:
@@ -118,7 +126,7 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
                     file.write(data[a:b])
                 part_sums.append(total.hexdigest())
         text = _as_json(sums)
-        assert len(text) == plan.sums_bytes, "layout() computed the length of all checksums"
+        assert len(text) == plan.sums_bytes, "layout_of() computed the length of all checksums"
         file.write(memoryview(text))
 
 

@@ -28,7 +28,7 @@ from accordion.checkpoint.untrusted_files import (
     plain_names,
     read_folder,
 )
-from accordion.errors import CheckpointError, UsageError, nearest
+from accordion.errors import CheckpointError, UsageError, nearest, some_of
 from accordion.files import read_text
 from accordion.models.language import brief, language_model
 from accordion.weights.adapters import added_by_adapters
@@ -388,5 +388,4 @@ def check_weights(model: nn.Module, stored: StoredModel) -> None:
     wrong += [f"{n} is not in it" for n in wanted if n not in saved and f"model/{n}" not in manifest.aliases]
     wrong += [f"{n} is not in the model" for n in saved if n not in wanted]
     if wrong:
-        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise UsageError(f"SOURCE {stored.path!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}.")
+        raise UsageError(f"SOURCE {stored.path!r} is of another model: {some_of(wrong, SHOWN, '; ')}.")
