@@ -149,17 +149,9 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     return with_chunked_head(model, label) if kernels.loss == "chunked" else model
 
 
-def language_subject(
-    config: Any,
-    label: str,
-    micro_batch: int,
-    seq: int,
-    make: Callable[[], nn.Module] | None = None,
-    kernels: Kernels | None = None,
-) -> Subject:
+def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
     """Return the training of a language model on text, as in `accordion train` unless `kernels` differ; without a KV cache."""
-    kernels = kernels or Kernels()
-    make = make or partial(trained_model, config, label, kernels)
+    make = partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, label, partial(_token_loss, kernels.loss))
     return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss)
