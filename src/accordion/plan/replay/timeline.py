@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accordion.plan.events import (
@@ -86,7 +86,8 @@ class _Clock:
         self._by_kind: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
         self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
-        self._stretches = _Stretches()
+        self._stretches: list[Stretch] = []
+        self._last_stretch: dict[str, int] = {}  # by stream, index of its last bar
         self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
@@ -109,18 +110,28 @@ class _Clock:
                 busy[COMPUTE] = self._launched
                 self._by_kind["the caller"] += idle
         if self._drawn:
-            self._stretches.add(
-                stream,
-                f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
-                busy[stream],
-                seconds,
-            )
+            self._draw(stream, seconds)
         busy[stream] += seconds
         self._by_kind[name] += seconds
         if type(event) is Op and not event.again:
             self._flops += event.flops
         if stream in self._running:
             self._ends[self._running[stream]] = busy[stream]
+
+    def _draw(self, stream: str, seconds: float) -> None:
+        """Add a bar for work that starts now, or extend the stream's last bar if that ends now and has the same label."""
+        label, start_s = (
+            f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
+            self._busy[stream],
+        )
+        index = self._last_stretch.get(stream)
+        if index is not None:
+            last = self._stretches[index]
+            if last.label == label and start_s <= last.start_s + last.seconds + LAUNCH_S:
+                self._stretches[index] = replace(last, seconds=start_s + seconds - last.start_s)
+                return
+        self._last_stretch[stream] = len(self._stretches)
+        self._stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
 
     def enter(self, event: Enter) -> None:
         start = self._busy[COMPUTE]
@@ -164,7 +175,7 @@ class _Clock:
             by_kind=dict(self._by_kind),
             waits=dict(self._waits),
             by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
-            stretches=tuple(self._stretches.stretches),
+            stretches=tuple(self._stretches),
         )
 
 
@@ -193,25 +204,6 @@ def kind_of(event: Op | Collective) -> str:
     if event.flops:
         return "attention" if "attention" in event.name else "products"
     return "optimizer" if "adam" in event.name or "sgd" in event.name else "element-wise"
-
-
-class _Stretches:
-    """Collects the bars of the chart, and joins consecutive work with an equal label on one stream into one bar."""
-
-    def __init__(self) -> None:
-        self.stretches: list[Stretch] = []
-        self._last: dict[str, int] = {}
-        self._ends: dict[str, float] = {}
-
-    def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
-        last = self._last.get(stream)
-        if last is not None and self.stretches[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
-            begun = self.stretches[last].start_s
-            self._ends[stream] = start_s + seconds
-            self.stretches[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
-            return
-        self._last[stream], self._ends[stream] = len(self.stretches), start_s + seconds
-        self.stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
 
 
 # -- named parts of a step's time

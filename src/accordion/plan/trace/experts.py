@@ -22,6 +22,7 @@ ALL_AXES = "dp"  # the two axes flattened into one
 
 Exchange = Callable[[Tensor], Tensor]
 """An all-to-all over the ranks that share experts: sends equal numbers of rows to all ranks and returns the received rows."""
+
 ROUTED = 3  # arguments of the experts' forward: tokens, (n, width); chosen experts and their weights, each (n, k)
 EVENLY = (
     "experts over {} ranks: every expert is assumed to get equally many tokens, none dropped and none padded; the rank with the "
