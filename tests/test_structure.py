@@ -316,7 +316,7 @@ BUDGETS = {
     "models": 520,
     "offload": 3210,
     "pages": 340,
-    "plan": 6540,
+    "plan": 6430,
     "safety": 3500,
     "shard": 1660,
     "tasks": 530,

@@ -24,7 +24,7 @@ from accordion.workers.ranks import BenchError
 from tests.support import disks, forked, sick_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-Found = dict[str, dict[str, Any]]
+Findings = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEASURED_BYTES", 8 * disk.MIB)
 
 
-def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Found]:
+def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Findings]:
     """Run `accordion doctor`; return (exit code, findings by name)."""
     capfd.readouterr()
     code = cli.main(["doctor", "--device", "cpu", "--json", *words])
@@ -50,7 +50,7 @@ def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Found
 @pytest.fixture
 def machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, Found]]:
+) -> Callable[..., tuple[int, Findings]]:
     """Return a function that runs the command on this machine with a simulated rank."""
 
     class NoTeam:
@@ -70,21 +70,21 @@ def machine(
     return lambda *words: examined(capfd, *(words if "--dir" in words else ("--dir", str(tmp_path), *words)))
 
 
-def said(found: Found, check: str, severity: str, *words: str) -> None:
-    assert found[check]["severity"] == severity, found[check]
+def assert_found(findings: Findings, check: str, severity: str, *words: str) -> None:
+    assert findings[check]["severity"] == severity, findings[check]
     for word in words:
-        assert word in json.dumps(found[check]), (word, found[check])
+        assert word in json.dumps(findings[check]), (word, findings[check])
 
 
 # -- a healthy machine
 
 
 def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, found = examined(capfd, "--dir", str(tmp_path))
+    code, findings = examined(capfd, "--dir", str(tmp_path))
     assert code == 0
-    assert "problem" not in {finding["severity"] for finding in found.values()}
-    assert {f"ranks.{name}" for name in ("group", "messages", "gather")} <= set(found)
-    rate = found["ranks.gather"]["data"]["bytes_per_s"]
+    assert "problem" not in {finding["severity"] for finding in findings.values()}
+    assert {f"ranks.{name}" for name in ("group", "messages", "gather")} <= set(findings)
+    rate = findings["ranks.gather"]["data"]["bytes_per_s"]
     assert 1e5 < rate < 1e12
     assert list(tmp_path.iterdir()) == []
 
@@ -116,10 +116,10 @@ def test_ranks_of_torchrun_run_one_exam(
     code, shown = run(words, 2), capfd.readouterr()
     assert code == 0, shown.err
     data = json.loads(shown.out)
-    found = {finding["check"]: finding for finding in data["findings"]}
+    findings = {finding["check"]: finding for finding in data["findings"]}
     assert "of torchrun" in data["about"]
-    assert found["ranks.messages"]["severity"] == "ok"
-    assert found["disk.space"]["where"] == socket.gethostname()
+    assert findings["ranks.messages"]["severity"] == "ok"
+    assert findings["disk.space"]["where"] == socket.gethostname()
 
 
 # -- faults of ranks
@@ -144,9 +144,9 @@ def test_faults_of_ranks_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "START", ranks)
-    code, found = examined(capfd, "--dir", str(tmp_path))
+    code, findings = examined(capfd, "--dir", str(tmp_path))
     assert code == (severity == "problem")
-    said(found, check, severity, *words)
+    assert_found(findings, check, severity, *words)
 
 
 def test_faults_between_machines() -> None:
@@ -169,9 +169,9 @@ def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: p
         raise BenchError("contender 'doctor' did not answer within 5 s on rank 1.")
 
     monkeypatch.setattr(command, "WorkerTeam", fails)
-    code, found = machine()
+    code, findings = machine()
     assert code == 1
-    said(found, "ranks.group", "problem", "ranks stopped: did not answer within 5 s on rank 1", "open files")
+    assert_found(findings, "ranks.group", "problem", "ranks stopped: did not answer within 5 s on rank 1", "open files")
 
 
 # -- faults of what is installed
@@ -184,12 +184,12 @@ def test_an_unsupported_torch_and_a_missing_package(machine: Any, monkeypatch: p
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", nothing)
-    code, found = machine()
+    code, findings = machine()
     assert code == 1
-    said(found, "software.torch", "problem", "2.9.1", ">= 2.11, < 2.16", "pip install")
-    said(found, "software.numpy", "problem", "numpy is not installed")
+    assert_found(findings, "software.torch", "problem", "2.9.1", ">= 2.11, < 2.16", "pip install")
+    assert_found(findings, "software.numpy", "problem", "numpy is not installed")
     monkeypatch.setattr(metadata, "requires", nothing)
-    said(machine()[1], "software.package", "note", "not installed")
+    assert_found(machine()[1], "software.package", "note", "not installed")
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     cpu = Devices("cpu", 0)
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    found = {f.check: f for f in software.devices(cpu, 10**4, tmp_path)}
-    assert found["devices.accelerators"].severity == "problem"
-    assert "nvidia0" in found["devices.accelerators"].found
-    assert found["devices.cores"].severity == "warning"
+    findings = {f.check: f for f in software.devices(cpu, 10**4, tmp_path)}
+    assert findings["devices.accelerators"].severity == "problem"
+    assert "nvidia0" in findings["devices.accelerators"].found
+    assert findings["devices.cores"].severity == "warning"
 
 
 # -- faults of disks
@@ -226,19 +226,19 @@ def test_a_slow_disk_is_a_warning(machine: Any, monkeypatch: pytest.MonkeyPatch)
     for name in ("pwrite", "pread"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *words, real=real: (time.sleep(0.1), real(*words))[1])
-    code, found = machine()
+    code, findings = machine()
     assert code == 0
     for name in ("write", "read"):
-        said(found, f"disk.{name}", "warning", "MB/s", "minutes")
+        assert_found(findings, f"disk.{name}", "warning", "MB/s", "minutes")
 
 
 def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
     with disks.mounted(tmp_path / "memory", "size=4m") as folder:
         disks.fill(folder)
-        code, found = machine("--dir", str(folder))
+        code, findings = machine("--dir", str(folder))
     assert code == 1
-    said(found, "disk.write", "problem", "No space left")
-    said(found, "disk.space", "problem", "free space")
+    assert_found(findings, "disk.write", "problem", "No space left")
+    assert_found(findings, "disk.space", "problem", "free space")
 
 
 def test_a_finding_must_have_a_remedy() -> None:

@@ -1,4 +1,4 @@
-"""Three architectures and ways to train each, and a mixture of experts: what a plan says of them, and what ranks count."""
+"""Three architectures and ways to train each, and a mixture of experts, to plan and to count on ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Patches(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with two narrow ones beside it, which are trained (LoRA)."""
+    """A frozen linear layer, to whose output that of two trained low-rank layers is added (LoRA)."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -147,10 +147,10 @@ def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
 
 
 def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    given, wanted = batch
+    inputs, targets = batch
     if architecture in ("llama", "mixture"):
-        return loss_of(model(input_ids=given, use_cache=False), wanted)
-    return F.cross_entropy(model(given), wanted) if architecture == "vision" else loss_of(model(given), wanted)
+        return loss_of(model(input_ids=inputs, use_cache=False), targets)
+    return F.cross_entropy(model(inputs), targets) if architecture == "vision" else loss_of(model(inputs), targets)
 
 
 def case_of(case: str) -> Case:
@@ -175,7 +175,7 @@ def subject_of(architecture: str, case: str) -> Subject:
 
 
 def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingSetup:
-    """On CPU ranks. oneDNN makes float32 copies inside of bf16 products, 3 % of the vision model's peak: not bf16 there."""
+    """Return the setup on CPU ranks; of the vision model not in bf16, since oneDNN makes float32 copies inside such products."""
     c = case_of(case)
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
     return TrainingSetup(

@@ -1,4 +1,4 @@
-"""`accordion plan` on the command line: flags, JSON, and wrong input, which is reported in one line."""
+"""`accordion plan` on the command line: flags, JSON, the HTML page, and wrong input, which is reported in one line."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 
 import pytest
+import torch
 from torch import nn
 
 from accordion import cli
 from accordion.plan.cli import cache
 from accordion.plan.cli.command import Options
+from accordion.plan.cli.html import PIECES, as_html, memory_chart, streams_chart
+from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import GPUS, gpu_named
+from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
 
 NO_FOLDER = "/no-such-folder/page.html"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--gpu h1000", "nearest are h100"),
         ("--gpu mine,memory_gib=10", "memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400"),
@@ -78,20 +82,20 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--html .", "is a folder"),
     ],
 )
-def test_bad_input_gives_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, words, said):
+def test_bad_input_gives_one_line_that_says_what_to_do(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.main(["plan", *words.split()]) == cli.BAD_INPUT
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    assert said in text
+    assert message in text
 
 
 def test_help_lists_every_flag_with_hyphens(capsys):
     assert cli.main(["plan", "--help"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     for field in fields(Options):
-        assert f"--{field.name.replace('_', '-')}" in said
-    assert "--json true" not in said
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "--json true" not in text
 
 
 class ReachedError(Exception):
@@ -132,8 +136,8 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
             continue
         except BaseException as error:
             raise AssertionError(f"{words}: {error!r}") from error
-        said = capsys.readouterr()
-        assert code == 0 or (code == cli.BAD_INPUT and said.err.count("\n") == 1), (words, said.err)
+        output = capsys.readouterr()
+        assert code == 0 or (code == cli.BAD_INPUT and output.err.count("\n") == 1), (words, output.err)
     assert taken
 
 
@@ -146,8 +150,8 @@ def lines() -> list[str]:
         "atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
         "from accordion.cli import main; main(['plan', '--gpu', 'table'])"
     )
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    return found.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    return result.stdout.splitlines()
 
 
 def test_json_does_not_import_the_drawing_libraries(lines):
@@ -177,27 +181,90 @@ def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp
 
     monkeypatch.setattr(module, "planned", once)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config |= {"vocab_size": 512, "intermediate_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    fixed = "--gpus 2 --seq 64 --strategy full_shard --micro-batch 1 --units blocks --offload none --json"
+    config_in(tmp_path)
 
-    def said(*more: str) -> tuple[object, bool]:
-        """What is printed, and whether it was planned for that."""
+    def printed(*more: str) -> tuple[object, bool]:
+        """Return (the printed data, True if the command made a plan for it)."""
         before = len(answers)
-        assert cli.main(["plan", "--model", str(tmp_path), *fixed.split(), *more]) == 0
+        assert (
+            cli.main(["plan", "--model", str(tmp_path), "--json", *ONE_CHOICE_FLAGS.split(), "--seq", "64", *more]) == 0
+        )
         return json.loads(capsys.readouterr().out), len(answers) > before
 
-    first, is_planned = said()
+    first, is_planned = printed()
     assert is_planned
-    assert said() == (first, False)
-    assert said("--html", str(tmp_path / "page.html"))[1], "of the pictures nothing is kept"
-    assert said("--seq", "32")[1]
+    assert printed() == (first, False)
+    assert printed("--html", str(tmp_path / "page.html"))[1], "charts are not cached"
+    assert printed("--seq", "32")[1]
     for text in ("{", "[]", "[1, 2]", "{}"):
         for file in (tmp_path / "cache" / "accordion" / "plans").iterdir():
             file.write_text(text)
-        assert said() == (first, True)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
-    assert said()[1]
+        assert printed() == (first, True)
+    config_in(tmp_path, vocab_size=1024)
+    assert printed()[1]
     monkeypatch.setattr(cache, "version", lambda name: "9.9")
-    assert said()[1]
+    assert printed()[1]
+
+
+# -- the HTML page
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
+    fixed = {**ONE_CHOICE, "units": None, "offload": None}
+    return planned(model, total, torch.randn(4096, 256), **fixed)
+
+
+def test_the_longest_operator_name_is_broken_to_a_phones_width():
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+    pieces = PIECES.findall(name)
+    assert "".join(pieces) == name
+    assert max(map(len, pieces)) < 40
+    assert PIECES.findall("peak 13.4 GiB") == ["peak 13.4 GiB"]
+
+
+def test_the_peak_label_does_not_extend_the_axis(plan):
+    chart = memory_chart(plan)
+    assert list(chart.layout.xaxis.range) == [0, len(chart.data[0].y) - 1]
+    assert chart.layout.annotations[0].xref == "x domain"
+
+
+def test_the_page_shows_what_its_figures_hold_for_and_marks_lower_bounds(plan):
+    best = plan.found.best
+    bounds = [replace(best, fits=False, memory=None, steps=None, least_bytes=n, bound="no") for n in (12 << 30, 0)]
+    page = as_html(
+        replace(plan, found=replace(plan.found, candidates=[best, *bounds]), task=replace(plan.task, vocab=512))
+    )
+    for text in (
+        "sequence length 4,096, loss plain, computed in bfloat16, reduced in ",
+        ", 1 node of 2 GPUs",
+        "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it",
+        "batches/s per GPU",
+        "over 12.0",
+    ):
+        assert text in page
+    assert ">0.0<" not in page
+
+
+def test_a_small_models_bytes_are_shown_with_enough_digits(plan):
+    table = next(t for t in of_plan(plan).tables if t.title.startswith("where the bytes go"))
+    shown = {row[0]: float(row[1]) for row in table.rows}
+    assert all(shown[key] > 0 for key in ("parameters", "optimizer", "activations", "all"))
+    assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
+
+
+def test_the_chart_has_every_stream():
+    """FSDP2 has one more, which copies; offload has those of copies, host and disk. All work is on one of them."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)])
+    fixed = {**ONE_CHOICE, "offload": None}
+    ours = {"compute", "gather", "reduce"}
+    for options, streams in (
+        ({}, ours),
+        ({"engine": "fsdp2"}, {*ours, "copy in"}),
+        ({"offload": "optimizer=host"}, {*ours, "fetch", "store", "host", "host step"}),
+        ({"offload": "params=host,optimizer=disk:/x"}, {*ours, "fetch", "store", "host", "host step", "disk"}),
+    ):
+        plan = planned(model, total, torch.randn(64, 64), **{**fixed, **options})
+        drawn = {bar.name for bar in streams_chart(plan).data}
+        assert streams == drawn == {s.stream for s in plan.chosen.steps["middle"].stretches}

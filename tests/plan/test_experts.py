@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,48 +13,32 @@ from torch import nn
 
 import accordion as acc
 from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Enter, Op, StepPhase
-from accordion.plan.experts import experts_in
 from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import OF_TOKENS
 from accordion.plan.result import Plan
+from accordion.plan.trace.experts import experts_in
 from tests.plan import subjects
-from tests.plan.builders import planned
+from tests.plan.builders import ONE_CHOICE, config_in, held, planned, sent
 
 SEQ, WIDTH, MLP, LAYERS, COUNT, CHOSEN = 256, 128, 192, 3, 8, 2
 ROWS = 2 * SEQ * CHOSEN * WIDTH  # bytes of all tokens of a rank for all their experts, in bf16
-FIXED: dict[str, Any] = {
-    "strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "offload": "none", "gpus": 16, "seq": SEQ,
-    "units": acc.only_blocks(),
-}  # fmt: skip
+FIXED = {**ONE_CHOICE, "gpus": 16, "seq": SEQ}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "mixtral", "vocab_size": 512, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "intermediate_size": MLP, "num_local_experts": COUNT, "num_experts_per_tok": CHOSEN,
-        "bos_token_id": None,
-    }  # fmt: skip
-    (made / "config.json").write_text(json.dumps(config))
-    return str(made)
-
-
-def sent(plan: Plan, *kinds: str, axis: str) -> list[int]:
-    return [e.num_bytes for e in plan.log.events if isinstance(e, Collective) and e.kind in kinds and e.axis == axis]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": MLP, "num_key_value_heads": 4}
+    experts = {"num_local_experts": COUNT, "num_experts_per_tok": CHOSEN}
+    return config_in(tmp_path_factory.mktemp("model"), "mixtral", **sizes, **experts)
 
 
 def products(plan: Plan) -> float:
     return sum(e.flops for e in plan.log.events if isinstance(e, Op))
 
 
-def held(plan: Plan, category: str) -> int:
-    return sum(alloc.num_bytes for alloc, _ in plan.log.held if alloc.category.value == category)
-
-
-def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folder: str) -> None:
+def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folder: Path) -> None:
     plain, spread = (planned(folder, **FIXED, expert_parallel=n) for n in (1, 4))
     tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
     assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
@@ -75,10 +59,10 @@ def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folde
     by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, EXPERTS, "compute")) for n in tokens)
     assert step.by_kind[OF_TOKENS] == pytest.approx(by_hand)
     assert OF_TOKENS not in plain.chosen.steps["middle"].by_kind
-    said = spread.as_dict()
-    assert said["config"]["expert_parallel"] == 4
+    data = spread.as_dict()
+    assert data["config"]["expert_parallel"] == 4
     assert "experts over 4" in str(spread.chosen.choice)
-    assert "equally many tokens" in " ".join(said["assumed"]["remarks"])
+    assert "equally many tokens" in " ".join(data["assumed"]["remarks"])
 
 
 def test_an_all_to_all_leaves_the_node_on_the_network_link_of_each_card() -> None:
@@ -110,7 +94,7 @@ def test_modules_with_a_matrix_for_each_expert_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"expert_parallel": 16}, r"does not divide the 8 experts of .model\.layers\.0\.mlp\.experts.; take a divisor"),
         ({"expert_parallel": 3}, r"expert_parallel is 3, which does not divide 16 GPUs; take a divisor"),
@@ -124,22 +108,21 @@ def test_modules_with_a_matrix_for_each_expert_are_found() -> None:
         ({"expert_parallel": 4, "model": "llama3-8b"}, r"and llama3-8b has no experts that can be spread"),
     ],
 )
-def test_unsupported_combinations_raise_before_a_trace(folder: str, options: dict[str, Any], said: str) -> None:
-    def told(text: str) -> None:
+def test_unsupported_combinations_raise_before_a_trace(folder: Path, options: dict[str, Any], message: str) -> None:
+    def traced(text: str) -> None:
         raise AssertionError(text)
 
-    model = options.get("model", folder)
-    with pytest.raises(acc.UsageError, match=said) as raised:
-        planned(model, **{**FIXED, **{k: v for k, v in options.items() if k != "model"}}, say=told)
+    with pytest.raises(acc.UsageError, match=message) as raised:
+        planned(**{"model": folder, **FIXED, **options}, say=traced)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.slow)])
-def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folder: str, strategy: str) -> None:
+def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folder: Path, strategy: str) -> None:
     options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}
-    found = planned(folder, **options, expert_parallel=COUNT)
-    assert [c.choice.gpus for c in found.found.candidates] == [COUNT]
-    assert found.chosen.memory.peak.num_bytes >= found.chosen.least_bytes
+    plan = planned(folder, **options, expert_parallel=COUNT)
+    assert [c.choice.gpus for c in plan.found.candidates] == [COUNT]
+    assert plan.chosen.memory.peak.num_bytes >= plan.chosen.least_bytes
 
 
 def on_meta(num_layers: int) -> nn.Module:

@@ -14,8 +14,7 @@ from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.trace.trace import trace
-from tests.plan.builders import planned
-from tests.plan.test_plan import gpt, run_of
+from tests.plan.builders import ONE_CHOICE, gpt, planned, run_of
 
 
 def traced(blocks: int = 3, reshard_root: bool | None = None, reshard_last: bool = True, **sharding: object) -> Log:
@@ -29,17 +28,17 @@ def collectives(log: Log) -> list[tuple[str, str]]:
 
 def test_each_stream_of_fsdp2_has_its_own_work_and_memory():
     log = traced()
-    said = collectives(log)
+    messages = collectives(log)
     units = 4  # three blocks and the root, which FSDP2 keeps: it is gathered once
-    assert said.count(("gather", "gather")) == 2 * units - 1
-    assert said.count(("scatter_sum", "reduce")) == units
+    assert messages.count(("gather", "gather")) == 2 * units - 1
+    assert messages.count(("scatter_sum", "reduce")) == units
     operators = [(e.name, e.stream) for e in log.events if isinstance(e, Op)]
     assert operators.count(("fsdp.all_gather_copy_in.default", "copy in")) == 2 * units - 1
     assert operators.count(("fsdp.split_with_sizes_copy.default", COMPUTE)) == 2 * units - 1
     packs = ("fsdp.chunk_cat.default", "fsdp.chunk_cat_mixed_dtype.default")  # the second from torch 2.15 on
     assert sum(operators.count((packed, COMPUTE)) for packed in packs) == units
-    taken = {(e.stream, e.category) for e in log.events if isinstance(e, Alloc)}
-    assert {("copy in", Category.GATHERED), ("reduce", Category.GRADIENTS)} <= taken
+    allocated = {(e.stream, e.category) for e in log.events if isinstance(e, Alloc)}
+    assert {("copy in", Category.GATHERED), ("reduce", Category.GRADIENTS)} <= allocated
     assert {unit for unit in log.units if unit} == {"blocks.0", "blocks.1", "blocks.2"}
 
 
@@ -62,19 +61,9 @@ def test_a_deep_model_under_fsdp2_is_extended_exactly():
 
 
 def test_both_engines_are_planned_by_name():
-    plans = [
-        planned(
-            gpt(2).make(),
-            gpt(2).loss,
-            gpt(2).batch(),
-            gpus=2,
-            strategy="full_shard",
-            checkpoint_activations="none",
-            units=acc.only_blocks(),
-            engine=e,
-        )
-        for e in ("accordion", "fsdp2")
-    ]
-    assert [p.as_dict()["config"]["engine"] for p in plans] == ["accordion", "fsdp2"]
+    fixed = {**ONE_CHOICE, "micro_batch": None, "offload": None}
+    for engine in ("accordion", "fsdp2"):
+        plan = planned(gpt(2).make(), gpt(2).loss, gpt(2).batch(), **fixed, engine=engine)
+        assert plan.as_dict()["config"]["engine"] == engine
     with pytest.raises(acc.UsageError, match="fsdp2 takes units, strategy"):
         planned(gpt(2).make(), gpt(2).loss, gpt(2).batch(), strategy="full_shard", engine="fsdp2", reduce_op="sum")

@@ -1,20 +1,25 @@
-"""Models that are planned: presets of the published sizes, and models other than one decoder stack."""
+"""Models that are planned: presets, other kinds of models, and those that cannot be planned, or not as they seem."""
 
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import accordion as acc
-from accordion import cli
+from accordion import _torch, cli
 from accordion.models.llama import PUBLISHED, LlamaShape
-from accordion.plan.hardware import Cluster
+from accordion.plan.hardware import LARGEST_GPUS, Cluster
+from accordion.plan.result import Plan
 from accordion.plan.search.suggest import attempts
 from accordion.sharding import offload_words
-from tests.plan.builders import OFFLOADS, planned, space
+from tests.plan.builders import OFFLOADS, ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, peak, planned, space, total
 
 FOUR = Cluster(gpus=4, node=4)
 NUM_PARAMS = {  # parameters, by the makers' model cards and indices of weights
@@ -69,23 +74,45 @@ def test_changes_are_such_that_the_command_takes_them():
     ]
 
 
-def test_a_model_that_can_be_built_but_not_run_is_told_of_in_one_line(tmp_path, capsys):
-    """Three heads of keys for eight of queries."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 3}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
-    words = ["--model", str(tmp_path), "--gpus", "2", "--seq", "64", "--strategy", "full_shard"]
-    assert cli.main(["plan", *words, "--micro-batch", "1", "--checkpoint-activations", "none"]) == cli.BAD_INPUT
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("accordion: model ")
-    assert "can be built, but not run: " in said
+def run_plan(folder, capsys, *more):
+    """Return (exit code, stdout, last line of stderr) of the command on the model in `folder`."""
+    code = cli.main(["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), "--seq", "64", "--json", *more])
+    printed = capsys.readouterr()
+    return code, printed.out, (printed.err.splitlines() or [""])[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "can be built, but not run: "),
+        ({"num_hidden_layers": 0}, "has 0 layers (num_hidden_layers); it takes 1 or more"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys, changes, message):
+    code, _, error = run_plan(config_in(tmp_path, **changes), capsys)
+    assert code == cli.BAD_INPUT
+    assert error.startswith("accordion: model ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "remark"),
+    [
+        ("bert", {"max_position_embeddings": 64}, "planned as BertForMaskedLM"),
+        ("mamba", {"num_hidden_layers": 1, "state_size": 4}, "MambaMixer: timed by a reference loop"),
+    ],
+)
+def test_a_remark_says_how_a_model_is_planned(tmp_path, capsys, model_type, changes, remark):
+    code, out, _ = run_plan(config_in(tmp_path, model_type, **changes), capsys, "--seq", "8")
+    assert code == 0
+    assert remark in json.loads(out)["assumed"]["remarks"][0]
 
 
 def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "wav2vec2"}')
-    said = r"type 'wav2vec2', .*from Python, with accordion\.Workload\(model, loss, batch\)"
-    with pytest.raises(acc.UsageError, match=said):
-        planned(str(tmp_path), gpus=2)
+    message = r"type 'wav2vec2', .*from Python, with accordion\.Workload\(model, loss, batch\)"
+    with pytest.raises(acc.UsageError, match=message):
+        planned(tmp_path, gpus=2)
 
 
 class Experts(nn.Module):
@@ -104,10 +131,6 @@ class Experts(nn.Module):
         return x + sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
-def sums(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).float().square().mean()
-
-
 def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(*batch).float().square().mean()
 
@@ -115,7 +138,7 @@ def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "loss", "batch"),
     [
-        (lambda: nn.Sequential(*[Experts() for _ in range(7)]), sums, torch.zeros(2, 32, 64)),
+        (lambda: nn.Sequential(*[Experts() for _ in range(7)]), total, torch.zeros(2, 32, 64)),
         pytest.param(
             lambda: nn.Transformer(64, 4, 7, 3, 128, 0.0, batch_first=True),
             translates,
@@ -126,10 +149,89 @@ def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     ids=["experts", "encoder-decoder"],
 )
 def test_other_models_are_planned(make, loss, batch):
-    fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "units": None}
-    made = planned(make(), loss, batch, **fixed)
-    found = made.as_dict()
-    assert found["fits"] is True
-    assert found["model"]["num_params"] == sum(p.numel() for p in make().parameters())
-    shards = found["breakdown_bytes"]["parameters"]
-    assert shards == pytest.approx(4 * found["model"]["num_params"] / 2, rel=0.15)
+    data = planned(make(), loss, batch, **{**ONE_CHOICE, "units": None, "offload": None}).as_dict()
+    assert data["fits"] is True
+    assert data["model"]["num_params"] == sum(p.numel() for p in make().parameters())
+    assert data["breakdown_bytes"]["parameters"] == pytest.approx(4 * data["model"]["num_params"] / 2, rel=0.15)
+
+
+# -- models that cannot be planned, or not as they seem
+
+
+class Clashes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.reshape(-1, 4)).sum()
+
+
+def test_shapes_that_do_not_match_log_nothing(caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError):
+        planned(Clashes(), lambda model, x: model(x), torch.zeros(2, 8), **ONE_CHOICE)
+    assert caplog.text == ""
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+def planned_alone(model: nn.Module, **more: object) -> Plan:
+    return planned(model, total, torch.zeros(4, 32), **{**ONE_CHOICE, **more})
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plan:
+    return planned_alone(narrow(), units=None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", [pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
+def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
+    model = narrow()
+    if how == "torch.compile":
+        model = torch.compile(model)
+    else:
+        model.compile()
+    compiled = planned_alone(model, units=None)
+    assert peak(compiled) == peak(plain)
+    assert "compiled" in compiled.as_dict()["assumed"]["remarks"][0]
+    assert plain.as_dict()["assumed"]["remarks"] == []
+    assert _torch.without_compile(model) is not None
+
+
+def test_meshes_of_their_own_are_not_planned():
+    with pytest.raises(acc.UsageError, match=r"meshes is set, but a plan creates its own.*expert_parallel"):
+        planned(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=2, meshes={"*": None})
+
+
+def test_more_gpus_than_any_world_has_are_not_tried():
+    fixed = {"strategies": ["full_shard"], "checkpointing": ["full"], "micro_batches": [1], "offloads": ["none"]}
+    looked = space(**fixed, cluster=Cluster(gpus=LARGEST_GPUS // 4))
+    tried = [attempt.cluster.num_gpus for _, attempt in attempts(looked)]
+    assert max(tried) == LARGEST_GPUS
+    with pytest.raises(acc.UsageError, match=r"gpus is 1,000,000; it takes 1 to 65,536"):
+        planned(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=1_000_000)
+
+
+def test_a_hybrid_whose_copies_nobody_fixed_does_not_look_at_other_gpus():
+    plan = planned_alone(nn.Sequential(narrow(), narrow()), gpus=32, strategy="hybrid_shard")
+    assert {c.choice.gpus for c in plan.found.candidates} == {32}
+    assert {c.choice.replicas for c in plan.found.candidates} == {4, 2}
+    assert plan.found.fewest is None
+
+
+def test_a_model_that_is_distributed_already_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"1": ColwiseParallel()})
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(
+        acc.UsageError, match=r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
+    ):
+        planned(model, total, torch.zeros(2, 8), gpus=2)

@@ -10,36 +10,27 @@ import torch
 
 import accordion as acc
 from accordion import cli
+from accordion.plan.events import Alloc
 from accordion.plan.hardware import GPUS
 from accordion.plan.losses import LOSSES, rows_at_a_time
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
 from tests.plan import builders
+from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, held, peak, sent
 
 SEQ, WIDTH, LAYERS, MLP, VOCAB = 512, 256, 2, 768, 32000
 LOGITS = 4 * SEQ * VOCAB  # bytes in float32
-FIXED = {"strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "offload": "none", "gpus": 2}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": MLP, "max_position_embeddings": SEQ,
-        "bos_token_id": None,
-    }  # fmt: skip
-    (made / "config.json").write_text(json.dumps(config))
-    return made
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": MLP}
+    return config_in(tmp_path_factory.mktemp("model"), **sizes, max_position_embeddings=SEQ)
 
 
 def planned(folder, **options: object) -> Plan:
-    return builders.planned(str(folder), seq=SEQ, **{**FIXED, "units": acc.only_blocks(), **options})
-
-
-def peak(plan: Plan) -> int:
-    return plan.chosen.memory.peak.num_bytes
+    return builders.planned(folder, seq=SEQ, **{**ONE_CHOICE, **options})
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +43,7 @@ def test_a_fused_loss_has_no_float32_logits_and_a_chunked_loss_has_none(folder):
     # In float32: log-probabilities, their gradient, and that of the copy.
     assert peak(plain) - peak(fused) >= 1.9 * 4 * LOGITS
     assert peak(fused) - peak(chunked) >= 0.5 * 4 * LOGITS
-    logits = [
-        a
-        for a in chunked.log.events
-        if getattr(a, "num_bytes", 0) in (4 * LOGITS, 2 * LOGITS) and hasattr(a, "category")
-    ]
-    assert not logits
+    assert not [e for e in chunked.log.events if isinstance(e, Alloc) and e.num_bytes in (4 * LOGITS, 2 * LOGITS)]
     for other in (fused, chunked):
         assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)
     assert fused.chosen.steps["middle"].seconds < plain.chosen.steps["middle"].seconds
@@ -71,9 +57,9 @@ def test_a_chunk_of_logits_takes_as_much_memory_as_hidden_states():
 def test_attention_kernels_differ_in_time_and_eager_in_memory_too(folder, plain):
     seconds = {}
     for kernel in ("fa1", "fa3"):
-        made = planned(folder, kernels=Kernels(attention=kernel), gpu=replace(GPUS["h100"], tflops=1.0))
-        assert peak(made) == peak(plain)
-        seconds[kernel] = made.chosen.steps["middle"].by_kind["attention"]
+        plan = planned(folder, kernels=Kernels(attention=kernel), gpu=replace(GPUS["h100"], tflops=1.0))
+        assert peak(plan) == peak(plain)
+        seconds[kernel] = plan.chosen.steps["middle"].by_kind["attention"]
     assert seconds["fa1"] > 1.1 * seconds["fa3"]
     eager = planned(folder, kernels=Kernels(attention="eager"))
     assert peak(eager) > peak(plain)
@@ -81,7 +67,7 @@ def test_attention_kernels_differ_in_time_and_eager_in_memory_too(folder, plain)
 
 
 def reduced(plan: Plan) -> int:
-    return sum(e.num_bytes for e in plan.log.events if getattr(e, "kind", "") in ("scatter_sum", "exchange"))
+    return sum(sent(plan, "scatter_sum", "exchange"))
 
 
 def test_gradients_reduced_in_bf16_halve_the_messages(folder):
@@ -92,15 +78,11 @@ def test_gradients_reduced_in_bf16_halve_the_messages(folder):
     assert reduced(narrow) * 2 == reduced(wide)
 
 
-def held(plan: Plan, category: str) -> int:
-    return sum(a.num_bytes for a, _ in plan.log.held if a.category.value == category)
-
-
 def test_optimizer_states_in_fewer_bits_take_fewer_bytes(folder, plain):
     own = plain.num_params / 2  # of two ranks
     for optimizer, each in (("adamw", 8), ("adamw_8bit", 2 + 8 / 256), ("sgd", 4)):
-        made = plain if optimizer == "adamw" else planned(folder, optimizer=optimizer)
-        assert held(made, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
+        plan = plain if optimizer == "adamw" else planned(folder, optimizer=optimizer)
+        assert held(plan, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
 
 
 def test_bf16_pure_has_no_masters(folder, plain):
@@ -137,12 +119,12 @@ def test_bf16_is_refused_on_a_gpu_without_it(folder, card):
 
 
 def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
-    told = plain.as_dict()["time"]
+    parts = plain.as_dict()["time"]
     step = plain.chosen.steps["middle"]
-    assert sum(p["seconds"] for p in told["by_kind"] if not p["hidden"]) == pytest.approx(step.seconds, rel=1e-6)
-    assert sum(p["seconds"] for p in told["by_unit"]) == pytest.approx(step.seconds, rel=1e-6)
-    assert sum(p["waited"] for p in told["by_unit"]) == pytest.approx(step.exposed_s, rel=1e-6, abs=1e-9)
-    assert any(f"model.layers.*, {LAYERS} of them" in p["name"] for p in told["by_unit"])
+    assert sum(p["seconds"] for p in parts["by_kind"] if not p["hidden"]) == pytest.approx(step.seconds, rel=1e-6)
+    assert sum(p["seconds"] for p in parts["by_unit"]) == pytest.approx(step.seconds, rel=1e-6)
+    assert sum(p["waited"] for p in parts["by_unit"]) == pytest.approx(step.exposed_s, rel=1e-6, abs=1e-9)
+    assert any(f"model.layers.*, {LAYERS} of them" in p["name"] for p in parts["by_unit"])
     four = planned(folder, accumulate=4)
     kinds, step = four.as_dict()["time"]["by_kind"], four.chosen.steps["middle"]
     assert sum(p["seconds"] for p in kinds if not p["hidden"]) == pytest.approx(step.seconds, rel=0.02)
@@ -150,40 +132,26 @@ def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
 
 
 def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
-    made = planned(folder, tokens=1e9, price=2.5)
-    cost = made.run_cost
+    plan = planned(folder, tokens=1e9, price=2.5)
+    cost = plan.run_cost
     hours, gpu_hours = cost["hours"], cost["gpu_hours"]
-    slow = made.chosen.tokens_per_s(SEQ, "low")
+    slow = plan.chosen.tokens_per_s(SEQ, "low")
     assert hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
     assert gpu_hours[1] == pytest.approx(2 * hours[1])
     assert cost["dollars"] == pytest.approx([2.5 * h for h in gpu_hours])
     assert plain.run_cost is None
 
 
-WORDS = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --gpus 2 --units blocks"
-
-
 def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
-    words = [
-        "plan",
-        "--model",
-        str(folder),
-        *WORDS.split(),
-        "--loss",
-        "fused",
-        "--gpu",
-        "h100,price=2",
-        "--tokens",
-        "1e9",
-    ]
-    words += ["--seq", "256", "--lora", "8,targets=q_proj+v_proj", "--precision", "bf16,reduce=bf16"]
+    more = "--loss fused --gpu h100,price=2 --tokens 1e9 --seq 256 --lora 8,targets=q_proj+v_proj --precision bf16,reduce=bf16"
+    words = ["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), *more.split()]
     assert cli.main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    told = found["inputs"]
-    assert (told["seq"], told["loss"], told["lora_rank"]) == (256, "fused", 8)
-    assert (told["precision"]["params"], told["precision"]["reduce"]) == ("bfloat16", "bfloat16")
-    assert set(told["versions"]) >= {"accordion", "torch", "transformers", "python"}
-    assert found["run"]["dollars"] == pytest.approx([2 * hours for hours in found["run"]["gpu_hours"]])
+    data = json.loads(capsys.readouterr().out)
+    inputs = data["inputs"]
+    assert (inputs["seq"], inputs["loss"], inputs["lora_rank"]) == (256, "fused", 8)
+    assert (inputs["precision"]["params"], inputs["precision"]["reduce"]) == ("bfloat16", "bfloat16")
+    assert set(inputs["versions"]) >= {"accordion", "torch", "transformers", "python"}
+    assert data["run"]["dollars"] == pytest.approx([2 * hours for hours in data["run"]["gpu_hours"]])
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     for part in ("where the time goes, by kind", "where the bytes go", "dollars"):
@@ -192,19 +160,19 @@ def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
 
 def test_four_bit_weights_are_used_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
-    for told, said in (
+    for quantized, message in (
         ({"quant_method": "fp8"}, "quantized by fp8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--lora 16"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
-        with pytest.raises(acc.UsageError, match=said):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+        with pytest.raises(acc.UsageError, match=message):
             planned(tmp_path)
-    made, asked = (
+    stored, asked = (
         planned(f, kernels=Kernels(lora_rank=8, four_bits=b)) for f, b in ((tmp_path, False), (folder, True))
     )
-    assert peak(made) == peak(asked)
-    assert peak_of(made.log).num_bytes == peak(made)
-    assert made.workload.kernels.lora_rank == 8
+    assert peak(stored) == peak(asked)
+    assert peak_of(stored.log).num_bytes == peak(stored)
+    assert stored.workload.kernels.lora_rank == 8
 
 
 def test_micro_batches_that_do_not_reduce_send_gradients_once(folder):
@@ -218,9 +186,9 @@ def test_micro_batches_that_do_not_reduce_send_gradients_once(folder):
     assert 0.4 * (full - each_rank) < more < 1.1 * full  # unreduced, in the dtype of the computation or wider
     assert "without reducing" in str(once.chosen.choice)
     assert once.as_dict()["config"]["no_sync"]
-    for wrong, said in (
+    for wrong, message in (
         ({"accumulate": 1}, "give accumulate, 2 or more"),
         ({"offload": "params=host,optimizer=host"}, "leave offload 'params=host,optimizer=host' out"),
     ):
-        with pytest.raises(acc.UsageError, match=said):
+        with pytest.raises(acc.UsageError, match=message):
             planned(folder, no_sync=True, **{**options, **wrong})

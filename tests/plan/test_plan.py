@@ -1,4 +1,4 @@
-"""The plan: what repeats is repeated exactly, the allocator's rules, streams, verdicts, bad input, and what is written."""
+"""The plan: deep models from few blocks, the allocator's rules, streams, verdicts, bad input and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 import accordion as acc
 from accordion import cli
-from accordion.bench.model import GPT, loss_of
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.depth import Shortened, extend, num_traced
 from accordion.plan.extrapolate.family import Family, UnlikeError
@@ -23,41 +22,11 @@ from accordion.plan.replay.peak import curve_of, peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.result import Plan
-from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from tests.plan.builders import planned
+from tests.plan.builders import BF16, ONE_CHOICE, config_in, gpt, planned, run_of, total, traced
 from tests.support.sample import sampled
 
 MIB = 1 << 20
-BF16 = acc.Precision(params=torch.bfloat16)
-
-
-def gpt(blocks: int = 10, batch: int = 2, width: int = 128) -> Subject:
-    def make() -> nn.Module:
-        with torch.device("meta"):
-            return GPT(vocab=512, width=width, blocks=blocks, heads=4, positions=64)
-
-    return Subject(
-        make=make,
-        batch=lambda: (torch.zeros(batch, 64, dtype=torch.long), torch.zeros(batch, 64, dtype=torch.long)),
-        loss=lambda model, given: loss_of(model(given[0]), given[1]),
-    )
-
-
-def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
-    return TrainingSetup(ranks=ranks, sharding={"precision": BF16, **sharding})
-
-
-TRACED: dict[str, Log] = {}
-
-
-def traced(blocks: int, ranks: int, batch: int = 2, **sharding: object) -> Log:
-    """The log of `gpt` under `run_of`, traced once for all tests: nothing writes to a log."""
-    run = run_of(ranks, **sharding)
-    key = f"{blocks} {batch} {run!r}"
-    if key not in TRACED:
-        TRACED[key] = trace(gpt(blocks, batch=batch), run)
-    return TRACED[key]
 
 
 # -- from some blocks to all
@@ -70,21 +39,21 @@ REDUCED_IN_BF16 = {"strategy": acc.HYBRID_SHARD, "precision": replace(BF16, redu
 @pytest.mark.parametrize(
     ("blocks", "sharding"),
     sampled([
-        (8, {}),  # six are traced, and the middle one comes thrice
+        (8, {}),  # six are traced, and the middle one is repeated three times
         (8, {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"}),
         (11, {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"}),
         (11, {"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}),
         (11, {"checkpoint_activations": "every:2"}),
         (8, {"units": acc.min_params(60_000)}),  # three units a block
         (11, {"units": acc.min_params(17_000), "checkpoint_activations": "full"}),
-        (11, {"strategy": acc.HYBRID_SHARD, "offload": ON_HOST}),  # nine are traced, for it lands latest
+        (11, {"strategy": acc.HYBRID_SHARD, "offload": ON_HOST}),  # nine are traced: its transfers end latest
         (11, {"strategy": acc.HYBRID_SHARD}),
-        (11, REDUCED_IN_BF16),  # gradients are made where they land, two blocks later, and let go by the step
+        (11, REDUCED_IN_BF16),  # gradients are allocated at the end of their reduce, two blocks later, and freed by the step
         (11, {"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}),
         (11, {"offload": acc.Offload(optimizer="host")}),
     ], lambda blocks, sharding: not sharding),
 )  # fmt: skip
-def test_a_deep_model_is_that_of_some_blocks_exactly(blocks, sharding):
+def test_a_deep_model_is_extended_exactly(blocks, sharding):
     run = run_of(16, **sharding)
     width = 64 if run.strategy.hybrid else 128  # in the narrow one embedding and head are units of their own
     subject = gpt(blocks, width=width)
@@ -106,7 +75,7 @@ def test_a_deep_model_is_that_of_some_blocks_exactly(blocks, sharding):
 
 
 def left_bytes(log: Log) -> int:
-    """How much more lives after a step than before it."""
+    """Return the bytes that are live after a step, minus those before it."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held}
     held_bytes = sum(live.values())
     for event in log.events:
@@ -118,24 +87,24 @@ def left_bytes(log: Log) -> int:
 
 
 def landings(log: Log) -> list[int]:
-    """Of each transfer that lands, by how many it was launched before the last one that is under way."""
+    """Return for each `Land` event how many transfers were launched since the launch of its own."""
     order: dict[int, int] = {}
-    found = []
+    distances = []
     for event in events_until_step(log):
         if isinstance(event, Launch):
             order[event.transfer] = len(order)
         elif isinstance(event, Land):
-            found.append(len(order) - order.get(event.transfer, 0))
-    return found
+            distances.append(len(order) - order.get(event.transfer, 0))
+    return distances
 
 
 def events_until_step(log: Log) -> list[object]:
-    """The clipping of gradients has a small tensor for each parameter, which is not repeated."""
+    """Return the events before clipping, which has a small tensor for each parameter that is not repeated."""
     at = next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP)
     return list(log.events[:at])
 
 
-def test_blocks_are_left_out_of_a_trace_only_where_enough_repeat():
+def test_blocks_are_left_out_of_a_trace_only_if_enough_repeat():
     assert [num_traced(n, 1) for n in (2, 6, 7, 80)] == [2, 6, 6, 6]
     assert [num_traced(n, 2) for n in (9, 10, 11, 32)] == [9, 10, 9, 10]
     assert [num_traced(n, 1, later=2) for n in (8, 80)] == [8, 8]
@@ -143,9 +112,9 @@ def test_blocks_are_left_out_of_a_trace_only_where_enough_repeat():
 
 def test_other_micro_batches_are_a_straight_line_between_traces():
     one, two, four = (traced(2, 8, batch) for batch in (1, 2, 4))
-    made, wanted = peak_of(Family((1, one), (2, two)).at(4)), peak_of(four)
-    assert made.num_bytes == pytest.approx(wanted.num_bytes, rel=1e-3)
-    assert made.operator == wanted.operator
+    derived, wanted = peak_of(Family((1, one), (2, two)).at(4)), peak_of(four)
+    assert derived.num_bytes == pytest.approx(wanted.num_bytes, rel=1e-3)
+    assert derived.operator == wanted.operator
     with pytest.raises(UnlikeError):
         Family((1, one), (2, replace(two, events=two.events[:-1])))
 
@@ -181,6 +150,10 @@ def take(number: int, num_bytes: int, stream: str = "compute") -> Alloc:
 @pytest.mark.parametrize(
     ("expandable", "events", "reserved"),
     [
+        (False, [take(i, 20 * MIB) for i in (1, 2, 3)], 60 * MIB),
+        # Free neighbours are merged: three freed parts of one segment make room for all of it.
+        (False, [take(0, 60 * MIB), Free(0), *(take(i, 20 * MIB) for i in (1, 2, 3)), *map(Free, (1, 3, 2)), take(4, 60 * MIB)],
+         60 * MIB),
         (False, [take(1, 100)], 2 * MIB),
         (False, [take(1, 2 * MIB)], 20 * MIB),  # up to 10 MiB come in segments of 20
         (False, [take(1, 11 * MIB)], 12 * MIB),  # larger ones in steps of 2
@@ -191,8 +164,8 @@ def take(number: int, num_bytes: int, stream: str = "compute") -> Alloc:
         (True, [take(1, 60 * MIB), Free(1), take(2, 100 * MIB)], 100 * MIB),  # expandable ones do
         (True, [take(1, 30 * MIB)], 40 * MIB),
     ],
-)
-def test_the_allocator_reserves_as_torchs_does(expandable, events, reserved):
+)  # fmt: skip
+def test_the_allocator_reserves_as_many_bytes_as_torchs(expandable, events, reserved):
     allocator = Allocator(expandable=expandable)
     for event in events:
         if isinstance(event, Alloc):
@@ -202,26 +175,10 @@ def test_the_allocator_reserves_as_torchs_does(expandable, events, reserved):
     assert allocator.reserved_bytes == reserved
 
 
-def test_freed_neighbours_are_joined():
-    allocator = Allocator(expandable=False)
-    for number in (1, 2, 3):
-        allocator.take(number, 20 * MIB, "compute")
-    reserved = allocator.reserved_bytes
-    other = Allocator(expandable=False)
-    other.take(0, 60 * MIB, "compute")
-    other.give(0)
-    for number in (1, 2, 3):
-        other.take(number, 20 * MIB, "compute")
-    for number in (1, 3, 2):
-        other.give(number)
-    other.take(4, 60 * MIB, "compute")
-    assert (reserved, other.reserved_bytes) == (60 * MIB, 60 * MIB)
-
-
 # -- time
 
 
-def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
+def test_a_prefetched_gather_is_hidden_and_others_are_exposed():
     costs = costs_of(Cluster(), "middle", 8)
     product = Op("aten.mm.default", 989e12 * GPUS["h100"].products, 0, "bfloat16", "compute")  # one second
     gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
@@ -235,7 +192,7 @@ def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     assert {s.stream for s in waited.stretches} == {"compute", "gather"}
 
 
-def test_no_kernel_starts_before_a_slow_host_has_asked_for_it():
+def test_no_kernel_starts_before_a_slow_host_has_launched_it():
     low, middle = (costs_of(Cluster(), rate, 8) for rate in ("low", "middle"))
     small, begin = [Op("aten.add.Tensor", 0, 0, "bfloat16", "compute")] * 100, Enter(StepPart(StepPhase.FORWARD, -1))
     assert simulate(log(begin, *small), low).seconds == pytest.approx(100 * 25e-6 + LAUNCH_S)
@@ -267,7 +224,7 @@ def test_an_axis_that_leaves_the_node_pays_the_network():
 
 
 class Asks(nn.Module):
-    """Reads a value, which a trace has not."""
+    """Reads a value, which a trace does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,35 +235,21 @@ class Asks(nn.Module):
         return y[y > 0].sum() if y.sum().item() > 0 else y.sum()
 
 
-def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).float().sum()
-
-
-ONE_CHOICE = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
-
-
 @pytest.fixture(scope="module")
 def small() -> Plan:
-    """Of one layer, with nothing to choose."""
+    """Return the plan of one layer, with nothing to choose."""
     return planned(nn.Linear(64, 64), total, torch.randn(4, 64), **ONE_CHOICE)
 
 
 def test_any_module_is_planned_and_not_changed():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
     before = {name: p.clone() for name, p in model.named_parameters()}
-    made = planned(
-        model,
-        total,
-        torch.randn(16, 64),
-        gpu="rtx4090",
-        gpus=[2, 4],
-        strategy="full_shard",
-        checkpoint_activations="none",
-    )
-    assert made.fits
-    assert made.num_params == sum(p.numel() for p in model.parameters())
+    fixed = {**ONE_CHOICE, "gpus": [2, 4], "units": None, "offload": None}
+    plan = planned(model, total, torch.randn(16, 64), gpu="rtx4090", **fixed)
+    assert plan.fits
+    assert plan.num_params == sum(p.numel() for p in model.parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert {c.choice.gpus for c in made.found.candidates} == {2, 4}
+    assert {c.choice.gpus for c in plan.found.candidates} == {2, 4}
     assert not torch.distributed.is_initialized()
 
 
@@ -323,38 +266,39 @@ def test_the_error_covers_conversions_to_numpy():
         planned(nn.Linear(8, 8), through_numpy, torch.randn(4, 8), gpus=2)
 
 
-@pytest.mark.parametrize(("loss", "said"), [(lambda m, x: 1.0, "a float"), (lambda m, x: m(x), r"of shape \(4, 8\)")])
-def test_a_loss_that_is_no_scalar_is_reported(loss, said):
-    with pytest.raises(acc.UsageError, match=f"the loss is {said}"):
+@pytest.mark.parametrize(
+    ("loss", "message"), [(lambda m, x: 1.0, "a float"), (lambda m, x: m(x), r"of shape \(4, 8\)")]
+)
+def test_a_loss_that_is_no_scalar_is_reported(loss, message):
+    with pytest.raises(acc.UsageError, match=f"the loss is {message}"):
         planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
 
 
 def test_the_command_writes_json_and_html(tmp_path, capsys):
-    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 256}))
+    config_in(tmp_path, hidden_size=128, intermediate_size=256)
     words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
     words += ["--checkpoint-activations", "full", "--units", "blocks", "--json", "--html", str(tmp_path / "plan.html")]
     assert cli.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
     keys += ["tokens_per_s_per_gpu", "mfu", "config"]
-    assert set(keys) <= set(found)
-    for entry in found["candidates"]:
+    assert set(keys) <= set(data)
+    for entry in data["candidates"]:
         assert set(entry) - {"least_bytes"} == {*keys, "why"}
-    for entry in (found, *(entry for entry in found["candidates"] if entry["fits"])):
+    for entry in (data, *(entry for entry in data["candidates"] if entry["fits"])):
         assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
         assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
-    assert found["fits"] is True
-    tried = [entry["config"] for entry in (found, *found["candidates"])]
+    assert data["fits"] is True
+    tried = [entry["config"] for entry in (data, *data["candidates"])]
     assert {(c["strategy"], c["gpus"]) for c in tried} == {
         ("full_shard", 2), ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2)
     }  # fmt: skip
-    assert found["fewest_gpus"] is None
-    assert all(entry["why"] for entry in found["candidates"])
+    assert data["fewest_gpus"] is None
+    assert all(entry["why"] for entry in data["candidates"])
     page = (tmp_path / "plan.html").read_text()
     assert page.count('<div id="chart-') == 2
     assert len(page) < 6e6
-    assert f"peak {found['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
+    assert f"peak {data['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
     assert 'src="http' not in page
 
 
@@ -380,16 +324,15 @@ def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
     ], lambda layers, width, asked, change: "--offload optimizer" in change or "--gpu h100" in change),
 )  # fmt: skip
 def test_if_nothing_fits_the_smallest_change_is_named_and_fits(tmp_path, capsys, layers, width, asked, change):
-    config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 2 * width}))
+    config_in(tmp_path, hidden_size=width, num_hidden_layers=layers, intermediate_size=2 * width)
     asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --json {asked}"
     asked += "" if "--gpus" in asked else " --gpus 2"
     assert cli.main(asked.split()) == 1
-    said = capsys.readouterr()
-    found, traced = json.loads(said.out), [line for line in said.err.splitlines() if line.startswith("tracing")]
-    assert found["fits"] is False
+    printed = capsys.readouterr()
+    data, traced = json.loads(printed.out), [line for line in printed.err.splitlines() if line.startswith("tracing")]
+    assert data["fits"] is False
     assert len(traced) == len(set(traced)) > 0, "each configuration once, for the plan and for what would fit"
-    named = found["smallest_change"].partition(" needs ")[0]
+    named = data["smallest_change"].partition(" needs ")[0]
     assert named == change
     words, flags = asked.split(), named.split()
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
@@ -410,7 +353,7 @@ def test_fits_includes_the_margin(small):
     assert extend(small.log, Shortened(first_unit=0, traced=1, total=1, period=1, optimizer_scale=1.0)) is small.log
 
 
-def test_what_rests_on_the_host_is_none_of_the_cards():
+def test_offloaded_memory_is_counted_on_the_host_and_not_on_the_gpu():
     on_device, on_host = traced(3, 4), traced(3, 4, offload=ON_HOST)
     params = sum(p.numel() for p in gpt(3).make().parameters()) / 4
     assert on_device.host_bytes == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -14,30 +16,28 @@ import accordion as acc
 from accordion.config import checkpointing_named
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.estimate import estimate_memory
-from accordion.plan.choice import in_memory
+from accordion.plan.choice import Choice, in_memory
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
-from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.hardware import GPUS, TELLABLE, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import step_of, step_of_choice
+from accordion.plan.replay.predict import memory_of, step_of, step_of_choice
 from accordion.plan.search import evaluate, traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator
-from accordion.plan.search.search import SearchResult, closest, search_in
+from accordion.plan.search.search import SearchResult, closest, search_in, why_not
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.sharding import offload_words
-from tests.plan.builders import OFFLOADS, choice, planned, space
-from tests.plan.test_plan import gpt, run_of, traced
+from tests.plan.builders import BF16, OFFLOADS, choice, gpt, planned, run_of, space, traced
 
 CLUSTER = Cluster(gpu=GPUS["h100"])
-BF16 = acc.Precision(params=torch.bfloat16)
 NARROW = acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)  # else sums take as long as all gathers
 GIB = 2**30
 
 
-# -- what is looked through
+# -- the space
 
 
 def test_fixed_fields_are_not_searched():
@@ -81,10 +81,10 @@ def test_micro_batches_in_between_are_interpolated(strategy):
     part = replace(run, accumulate=asked.num_traced)
     whole, some = trace(gpt(2), run), trace(gpt(2), part)
     assert peak_of(some).num_bytes == pytest.approx(peak_of(whole).num_bytes, rel=1e-3)
-    made = step_of_choice(some, part, asked, CLUSTER, "middle")
+    derived = step_of_choice(some, part, asked, CLUSTER, "middle")
     wanted = step_of(whole, run, CLUSTER)
-    assert made.seconds == pytest.approx(wanted.seconds, rel=0.01)
-    assert made.flops == pytest.approx(wanted.flops, rel=1e-6)
+    assert derived.seconds == pytest.approx(wanted.seconds, rel=0.01)
+    assert derived.flops == pytest.approx(wanted.flops, rel=1e-6)
 
 
 # -- secondary shards
@@ -92,24 +92,24 @@ def test_micro_batches_in_between_are_interpolated(strategy):
 
 def gathered(log: Log) -> dict[str, list[tuple[str, int]]]:
     """Return the bytes and axis of gathers, by phase."""
-    phase, found = "", dict[str, list[tuple[str, int]]]()
+    phase, gathers = "", dict[str, list[tuple[str, int]]]()
     for event in log.events:
         if isinstance(event, Enter):
             phase = event.place.phase.value
         elif isinstance(event, Collective) and event.kind == "gather":
-            found.setdefault(phase, []).append((event.axis, event.num_bytes))
-    return found
+            gathers.setdefault(phase, []).append((event.axis, event.num_bytes))
+    return gathers
 
 
 def test_a_backward_with_secondary_shards_gathers_inside_the_node():
     """All blocks but the last are gathered again, in messages of their full buffers; the secondary shards take memory."""
-    plain, kept = (traced(4, 16, precision=NARROW, **given) for given in ({}, {"secondary": 8}))
-    without, found = gathered(plain), gathered(kept)
-    assert found["forward"] == without["forward"]
+    plain, kept = (traced(4, 16, precision=NARROW, **more) for more in ({}, {"secondary": 8}))
+    without, others = gathered(plain), gathered(kept)
+    assert others["forward"] == without["forward"]
     assert {axis for axis, _ in without["backward"]} == {"shard"}
-    assert {axis for axis, _ in found["backward"]} == {"near"}
-    assert len(found["backward"]) == len(without["backward"])
-    parts = [n // 8 // ALIGN_BYTES * ALIGN_BYTES for _, n in found["backward"]]  # without the tags
+    assert {axis for axis, _ in others["backward"]} == {"near"}
+    assert len(others["backward"]) == len(without["backward"])
+    parts = [n // 8 // ALIGN_BYTES * ALIGN_BYTES for _, n in others["backward"]]  # without the tags
     taken = [e.num_bytes for e in kept.events if isinstance(e, Alloc) and e.category is Category.GATHERED]
     before = [e.num_bytes for e in plain.events if isinstance(e, Alloc) and e.category is Category.GATHERED]
     assert [taken.count(n) - before.count(n) for n in parts] == [len(parts)] * len(parts), "one for each, of one size"
@@ -132,11 +132,11 @@ def test_secondary_shards_are_tried_with_the_fastest_choices():
     def kept(result: SearchResult) -> list[int | None]:
         return [c.choice.sharding.secondary for c in result.candidates]
 
-    found = searched(gpus=[16], copies=True)
-    assert kept(found) == [None, 8]
-    assert found.best is not None
-    assert found.best.choice.sharding.secondary == 8
-    assert "copies kept over 8" in str(found.best.choice)
+    result = searched(gpus=[16], copies=True)
+    assert kept(result) == [None, 8]
+    assert result.best is not None
+    assert result.best.choice.sharding.secondary == 8
+    assert "copies kept over 8" in str(result.best.choice)
     assert kept(searched(gpus=[8], copies=True)) == [None]
 
 
@@ -174,25 +174,25 @@ def test_host_and_disk_bytes_equal_those_that_tiers_state():
     wide = gpt(2, width=1024)
     log = trace(wide, run_of(8))
     for places in PLACES.values():
-        said, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=places)
-        assert host_bytes(log, chosen, 2, CLUSTER) == pytest.approx(8 * said.host, rel=0.02)
-        assert disk_bytes(log, chosen, CLUSTER) == pytest.approx(8 * said.disk, rel=0.02)
+        estimated, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=places)
+        assert host_bytes(log, chosen, 2, CLUSTER) == pytest.approx(8 * estimated.host, rel=0.02)
+        assert disk_bytes(log, chosen, CLUSTER) == pytest.approx(8 * estimated.disk, rel=0.02)
 
 
 def take_host_memory(mesh) -> int:
     """Return the bytes of the arena that `shard` reports in its log."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("accordion")
     logger.setLevel("INFO")
     logger.addHandler(handler)
     acc.shard(gpt(4).make(), mesh, precision=BF16, offload=PLACES["all"])
-    return next(int(text.split()[1]) for text in said if text.startswith("offload: "))
+    return next(int(text.split()[1]) for text in messages if text.startswith("offload: "))
 
 
 def test_estimated_host_memory_equals_the_engines_arena(run_fake):
-    """On one rank of eight; the optimizer's states are not in the arena."""
+    """One rank of eight; the optimizer's states are not in the arena."""
     assert run_fake(8, 0, take_host_memory) == estimate_memory(gpt(4).make(), PLACES["all"], 8, precision=BF16).arena
 
 
@@ -252,11 +252,11 @@ def test_offload_that_no_machine_holds_is_reported():
 
 
 def test_host_memory_defaults_to_the_usual_machine_of_a_gpu():
-    usual, given = Cluster(gpu=GPUS["h100"]), Cluster(gpu=GPUS["h100"], host_memory_gib=512)
+    usual, custom = Cluster(gpu=GPUS["h100"]), Cluster(gpu=GPUS["h100"], host_memory_gib=512)
     assert usual.host_bytes == 2048 * GIB
     assert usual.host_is == "host memory: 2 TiB a node of 8, the usual one; host_memory_gib changes it"
-    assert given.host_is == "host memory: 512 GiB a node of 8, as given"
-    # What 70 B parameters keep there at least, in float32 with gradients and states.
+    assert custom.host_is == "host memory: 512 GiB a node of 8, as given"
+    # The least host memory of 70 B parameters, in float32 with gradients and states.
     looked = space(precision=BF16, num_params=70 * 10**9)
     assert least_host_bytes(choice(offload=OFFLOADS["all"]), looked) * HOST_MARGIN < usual.host_bytes
 
@@ -315,8 +315,8 @@ def test_host_bytes_are_never_below_their_bound():
         log = trace(subject, looked.setup(choice(gpus=gpus, precision=BF16)))
         for tier in ("optimizer", "all"):
             asked = choice(gpus=gpus, offload=OFFLOADS[tier])
-            least, held = least_host_bytes(asked, looked), host_bytes(log, asked, 2, CLUSTER)
-            assert 0.8 * held < least <= held
+            least, actual = least_host_bytes(asked, looked), host_bytes(log, asked, 2, CLUSTER)
+            assert 0.8 * actual < least <= actual
     narrow, wide = space(precision=BF16, num_params=elements), space(num_params=elements)
     disk = least_host_bytes(choice(offload=OFFLOADS["disk"]), narrow)
     assert disk == elements * (4 + 4 + 2) < least_host_bytes(choice(offload=OFFLOADS["all"]), wide)
@@ -346,7 +346,7 @@ def test_a_choice_that_cannot_be_chosen_is_not_traced():
     cluster = replace(CLUSTER, network_gbps=0.1)
     evaluator = Evaluator(space(precision=BF16, cluster=cluster, num_params=10**6), lambda text: None)
     evaluator._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
-    for gpus, floor, said in (
+    for gpus, floor, reason in (
         (8, Floor(GIB, 0.625), "20 % slower"),
         (8, Floor(GIB, 0.495), "only 1 % faster"),
         (8, Floor(100 * GIB, 0.1), "107.0 GiB"),
@@ -355,7 +355,7 @@ def test_a_choice_that_cannot_be_chosen_is_not_traced():
     ):
         evaluator._floors[choice(gpus=gpus)] = floor
         candidate = evaluator.candidate(choice(strategy="shard_grad_op", gpus=gpus))
-        assert said in candidate.bound
+        assert reason in candidate.bound
         assert not candidate.fits
     inside = choice(strategy="hybrid_shard", gpus=64, replicas=8)  # its messages stay in the node: it comes first
     evaluator._floors[choice(gpus=64)] = Floor(GIB, 0.1, gathered=(GIB,))
@@ -394,3 +394,61 @@ def test_recomputation_adds_its_forward_to_the_bound(way):
     step = step_of(trace(gpt(4), run), run, CLUSTER)
     assert bound.num_bytes == 0
     assert floor.seconds < bound.seconds <= step.seconds - step.exposed_s
+
+
+# -- a plan calls one configuration slower than another only if that holds when each rate is a little off
+
+SLOW = Cluster(  # slow enough that a small model's kernels are not all as short as their launch
+    gpu=replace(GPUS["h100"], tflops=0.05, bandwidth_gbps=40.0, link_gbps=0.1, latency_s=1e-4, attention=0.01)
+)
+WAYS = [(s, c) for s in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD) for c in ("none", "full")]
+
+
+@pytest.fixture(scope="module")
+def ways() -> list[tuple[Choice, TrainingSetup, Log]]:
+    runs = []
+    for strategy, checkpointing in WAYS:
+        run = run_of(8, strategy=strategy, checkpoint_activations=checkpointing)
+        asked = choice(strategy=strategy, checkpoint_activations=checkpointing, micro_batch=2)
+        runs.append((asked, run, traced(3, 8, strategy=strategy, checkpoint_activations=checkpointing)))
+    return runs
+
+
+def off_by(most: float, draw: random.Random) -> Cluster:
+    """GPUs whose kernels, copies and messages take up to so much longer or shorter, each kind independently."""
+    gpu, longer = SLOW.gpu, [1 + draw.choice((-1, 1)) * most * draw.random() ** 0.2 for _ in range(5)]
+    return replace(
+        SLOW,
+        gpu=replace(
+            gpu,
+            products=gpu.products / longer[0],
+            attention=gpu.attention / longer[1],
+            bandwidth_gbps=gpu.bandwidth_gbps / longer[2],
+            link_gbps=gpu.link_gbps / longer[3],
+            latency_s=gpu.latency_s * longer[4],
+        ),
+    )
+
+
+def test_a_claimed_order_holds_for_rates_that_are_a_little_off(ways):
+    """10 % are enough for rates that are 4.7 % off independently."""
+    draw = random.Random(0)
+    candidates = [
+        Candidate(choice=c, fits=True, least_bytes=0, memory=memory_of(log), steps={"middle": step_of(log, run, SLOW)})
+        for c, run, log in ways
+    ]
+    claimed = {
+        (a, b): why_not(candidates[b], candidates[a], space(cluster=SLOW)).endswith("slower")
+        for a, b in permutations(range(len(candidates)), 2)
+    }
+    assert sum(claimed.values()) >= 5
+    most = TELLABLE / (2 + TELLABLE) - 5e-4
+    flipped = 0
+    for _ in range(16):
+        other = off_by(most, draw)
+        seconds = [step_of(log, run, other).seconds for _, run, log in ways]
+        for (a, b), is_claimed in claimed.items():
+            assert not is_claimed or seconds[a] < seconds[b]
+            nearer = candidates[a].steps["middle"].seconds < candidates[b].steps["middle"].seconds
+            flipped += not is_claimed and nearer and seconds[a] > seconds[b]
+    assert flipped > 0, "no pair was close: the test says nothing"

@@ -12,14 +12,13 @@ from accordion.config import DEVICE, Place, Precision
 from accordion.errors import UsageError
 from accordion.plan.choice import NO_OFFLOAD, Choice, Search, moved_as, traced_as
 from accordion.plan.events import Log
-from accordion.plan.experts import EVENLY, check_experts
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import Cluster, cluster_of, with_attention
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace import fsdp2
-from accordion.plan.trace.setup import COPIES, copy_ranks
+from accordion.plan.trace.experts import EVENLY, check_experts
 from accordion.plan.trained_models import ATTENTIONS
 from accordion.plan.workload import LARGEST_TOKENS, Trained, Workload, trained
 from accordion.sharding import Sharding
@@ -120,7 +119,7 @@ def _check_beside_experts(workload: Workload, base: Sharding, search: Search) ->
         f"engine {workload.engine!r}": workload.engine != "accordion",
         f"strategy {hybrid!r}": hybrid is not None,
         f"replicas={search.replicas}": search.replicas is not None,
-        f"{COPIES}={copy_ranks(base)}": copy_ranks(base) > 0,
+        f"secondary={base.secondary}": (base.secondary or 0) > 0,
     }
     for name, is_asked in unsupported.items():
         if is_asked:

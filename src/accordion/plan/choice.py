@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from accordion.config import (
     DEVICE,
@@ -25,7 +25,7 @@ from accordion.config import (
 )
 from accordion.errors import UsageError
 from accordion.plan.hardware import LARGEST
-from accordion.plan.trace.setup import COPIES, TrainingSetup, copy_ranks, with_copies
+from accordion.plan.trace.setup import TrainingSetup
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
 from accordion.units import UnitChoice
 
@@ -66,7 +66,7 @@ class Choice:
         return hash((self.strategy.name, self.checkpointing, self.micro_batch, self.gpus, self.replicas))
 
     def __str__(self) -> str:
-        offload, copies = self.offload, copy_ranks(self.sharding)
+        offload, copies = self.offload, self.sharding.secondary
         parts = [self.strategy.name + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"copies kept over {copies}"] if copies else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
@@ -115,15 +115,9 @@ class Choice:
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
-        return replace(self, sharding=with_copies(self.sharding, ranks if gains else 0))
+        return self.but(secondary=ranks if gains else None)
 
-    def setup(
-        self,
-        node: int = 8,
-        optimizer: str = "adamw",
-        engine: str = "accordion",
-        device: Literal["cuda", "cpu"] = "cuda",
-    ) -> TrainingSetup:
+    def setup(self, node: int = 8, optimizer: str = "adamw", engine: str = "accordion") -> TrainingSetup:
         """Return the setup for a trace of this choice, with fewer micro-batches (`num_traced`), and no disk but the host. `node`:
         ranks of one machine. `optimizer`: a name in `OPTIMIZERS`."""
         return TrainingSetup(
@@ -136,7 +130,6 @@ class Choice:
             no_sync=self.no_sync,
             optimizer=optimizer,
             sharding=replace(self.sharding, offload=in_memory(self.offload)),
-            device=device,
         )
 
 
@@ -236,7 +229,7 @@ class Search:
                     f"no_sync keeps full gradients on the device; leave offload {offload_words(sharding.offload)!r} out."
                 )
             narrow["offloads"] = [NO_OFFLOAD]
-        if COPIES in fixed or self.expert_parallel > 1:
+        if "secondary" in fixed or self.expert_parallel > 1:
             narrow["copies"] = False
         return replace(self, **narrow)
 

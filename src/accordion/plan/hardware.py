@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from accordion.errors import UsageError, nearest
-from accordion.plan.efficiency import ATTENTION, GUESSED, MADE, efficiency_of
 
 GIB, GB = 2**30, 10**9
 OUTSIDE_BYTES = 2 * GIB  # GPU memory that torch does not count: context, NCCL's buffers, kernels
@@ -24,6 +25,27 @@ TELLABLE = 0.10  # relative difference between two times below which they count 
 LAUNCH_S = 4e-6  # the host's shortest time for one operator: the device waits for it if a kernel is shorter
 LARGEST = 10**9  # largest number that an option takes
 LARGEST_GPUS = 1 << 16  # a trace has a number for each rank of its world
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The shares of a card's peak speeds that training reaches."""
+
+    products: float  # matrix products: share of peak flops
+    elementwise: float  # kernels with little arithmetic: share of peak memory bandwidth
+    attention: Mapping[str, float]  # forward of attention by kernel: share of peak flops
+    # Nine in ten steps of models that were not in the fit have a speed between `slow` and `fast` times the predicted one.
+    slow: float
+    fast: float
+    rows: int = 0  # number of published steps that were fitted; 0: a guess
+    cards: Sequence[str] = ()  # the cards that ran them
+
+
+EFFICIENCIES = Path(__file__).with_name("efficiency.json")  # fitted
+ATTENTION = "fa2"  # the attention kernel that torch uses by default
+_FITTED: Mapping[str, Any] = json.loads(EFFICIENCIES.read_text(encoding="utf-8"))
+BY_KIND: Mapping[str, Efficiency] = {kind: Efficiency(**figures) for kind, figures in _FITTED["kinds"].items()}
+GUESSED = BY_KIND["guessed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +89,7 @@ class Gpu:
     def efficiency_is(self) -> str:
         """Describe the source of the shares of the peaks."""
         if self.rows:
-            return f"of {self.rows} published steps on such GPUs ({MADE})"
+            return f"of {self.rows} published steps on such GPUs ({_FITTED['made']})"
         return "guessed: no published step on such a GPU was fitted"
 
 
@@ -82,7 +104,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
         like: kind of GPU whose efficiency is used.
         more: values of other fields.
     """
-    kind = efficiency_of(like)
+    kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
     shares |= {"slow": ranges.slow, "fast": ranges.fast, "rows": ranges.rows}
@@ -91,12 +113,12 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
     """Return `gpu` with the share of the peak that attention reaches with `kernel`."""
-    known = efficiency_of(gpu.kind).attention
+    known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
 
 AT_500_W = (500 / 700) ** (1 / 3)  # clock at 500 of 700 W: power grows with its cube
-_H100 = efficiency_of("h100")
+_H100 = BY_KIND["h100"]
 
 # Memory is in GiB as the driver shows it if that is known, otherwise the data sheet's. `host_gib` is that of the nodes of eight
 # that clouds rent out: AWS's p3, p3dn, p4d, p4de, p5, p5e, p6, g4dn (of four), g5 and g6e, Azure's ND MI300X.

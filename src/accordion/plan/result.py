@@ -21,7 +21,7 @@ from accordion.plan.hardware import (
     TIGHT_BYTES,
     Cluster,
 )
-from accordion.plan.parts import by_kind, by_unit
+from accordion.plan.replay.timeline import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import Space

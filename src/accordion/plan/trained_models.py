@@ -149,17 +149,9 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     return with_chunked_head(model, label) if kernels.loss == "chunked" else model
 
 
-def language_subject(
-    config: Any,
-    label: str,
-    micro_batch: int,
-    seq: int,
-    make: Callable[[], nn.Module] | None = None,
-    kernels: Kernels | None = None,
-) -> Subject:
+def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
     """Return the training of a language model on text, as in `accordion train` unless `kernels` differ; without a KV cache."""
-    kernels = kernels or Kernels()
-    make = make or partial(trained_model, config, label, kernels)
+    make = partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, label, partial(_token_loss, kernels.loss))
     return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss)
@@ -204,40 +196,24 @@ class EqualBlocks:
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Return the longest run of equal units if it fills an `nn.ModuleList` or `nn.Sequential`; None if none has two or more."""
-    chosen = choose_units(model, units)
-    tops: list[tuple[int, int]] = []  # units directly below the root: (index, number of units including those inside)
-    for i, (name, _) in enumerate(chosen[1:], 1):
-        if tops and name.startswith(chosen[tops[-1][0]][0] + "."):
-            tops[-1] = (tops[-1][0], tops[-1][1] + 1)
-        else:
-            tops.append((i, 1))
-    runs: list[tuple[int, int]] = []  # first unit, count
-    last: object = None
-    for i, each in tops:
-        name, module = chosen[i]
-        container = name.rpartition(".")[0]
-        holder = model.get_submodule(container)
-        parameters = tuple((n, p.shape, p.requires_grad) for n, p in module.named_parameters())
-        kind = (container, type(module), each, parameters)
-        listed = isinstance(holder, (nn.ModuleList, nn.Sequential)) and name == f"{container}.{_place(holder, module)}"
-        if listed and kind == last:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        elif listed:
-            runs.append((i, 1))
-        last = kind if listed else None
-    first, count = max(runs, key=lambda run: run[1], default=(0, 0))
-    if count < 2:
-        return None
-    container = chosen[first][0].rpartition(".")[0]
-    holder = model.get_submodule(container)
-    if len(list(holder.children())) != count:
-        return None
-    return EqualBlocks(container=container, count=count, first_unit=first, each=dict(tops)[first])
-
-
-def _place(holder: nn.Module, module: nn.Module) -> int:
-    return next(i for i, child in enumerate(holder.children()) if child is module)
+    """Return the longest `nn.ModuleList` or `nn.Sequential` that equal units fill, two or more; None if there is none."""
+    names = [name for name, _ in choose_units(model, units)]
+    runs: list[EqualBlocks] = []
+    for container, holder in model.named_modules():
+        if not container or not isinstance(holder, (nn.ModuleList, nn.Sequential)) or len(holder) < 2:
+            continue
+        blocks = [f"{container}.{i}" for i in range(len(holder))]
+        inside_a_unit = any(f"{container}.".startswith(f"{name}.") for name in names[1:])
+        if inside_a_unit or not set(blocks) <= set(names):
+            continue
+        num_units = {sum(f"{name}.".startswith(f"{block}.") for name in names) for block in blocks}
+        kinds = {
+            (type(block), tuple((n, p.shape, p.requires_grad) for n, p in block.named_parameters())) for block in holder
+        }
+        if len(num_units) == len(kinds) == 1:
+            first, each = names.index(blocks[0]), num_units.pop()
+            runs.append(EqualBlocks(container=container, count=len(holder), first_unit=first, each=each))
+    return max(runs, key=lambda run: run.count, default=None)
 
 
 def shortened(model: nn.Module, run: EqualBlocks, count: int) -> nn.Module:

@@ -7,7 +7,7 @@ from functools import partial
 
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, TELLABLE
-from accordion.plan.parts import TimePart, by_kind, by_unit
+from accordion.plan.replay.timeline import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, UNCALIBRATED, Plan, gib
 from accordion.plan.search.evaluate import Candidate
 

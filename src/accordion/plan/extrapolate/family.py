@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Mark, Op, Wait
+from accordion.plan.events import Alloc, Collective, Event, Log, Op
 
 
 class UnlikeError(Exception):
@@ -17,8 +17,8 @@ class Family:
     """Extrapolates the log of a step to other micro-batches. `base`, `more`: (micro-batch, log). Raises `UnlikeError`."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
-        self._base, self._more = (base[0], _renumbered(base[1])), (more[0], _renumbered(more[1]))
-        if _shape(self._base[1]) != _shape(self._more[1]):
+        self._base, self._more = base, more
+        if _shape(base[1]) != _shape(more[1]):
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
@@ -41,26 +41,6 @@ class Family:
         events: list[Event] = list(map(between, log.events, more.events))
         host = log.host_bytes + along * (more.host_bytes - log.host_bytes)
         return replace(log, held=allocs, events=events, host_bytes=round(host))
-
-
-def _renumbered(log: Log) -> Log:
-    """Return the log with allocations and transfers numbered from 0, so that logs of several traces can be compared."""
-    numbers: dict[int, int] = {}
-    transfers: dict[int, int] = {}
-
-    def renumbered(event: Any) -> Any:
-        kind = type(event)
-        if kind is Free:
-            return Free(numbers.setdefault(event.number, len(numbers)))
-        if kind is Alloc:
-            number = numbers.setdefault(event.number, len(numbers))
-            return Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
-        if kind in (Launch, Land, Mark, Wait):
-            return replace(event, transfer=transfers.setdefault(event.transfer, len(transfers)))
-        return event
-
-    allocs = [(renumbered(alloc), unit) for alloc, unit in log.held]
-    return replace(log, held=allocs, events=[renumbered(event) for event in log.events])
 
 
 def _between(a: Any, b: Any, along: float) -> Alloc | Op | Collective:

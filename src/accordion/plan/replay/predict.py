@@ -12,13 +12,13 @@ from torch import nn
 from accordion.config import Place
 from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Log, StepPhase, begins
-from accordion.plan.experts import experts_in
 from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.trace.experts import experts_in
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import longest_run, shortened
@@ -119,7 +119,9 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
-    return costs_of(cluster, rate, run.ranks, shards=shards, near=run.copy_ranks, experts=run.expert_parallel)
+    return costs_of(
+        cluster, rate, run.ranks, shards=shards, near=run.sharding.secondary or 0, experts=run.expert_parallel
+    )
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one

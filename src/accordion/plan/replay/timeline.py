@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accordion.plan.events import (
     ALL_TO_ALL,
     COMPUTE,
+    DISK_STREAM,
     FETCH,
+    HOST,
+    REPLICATE,
+    STEPPER,
     STORE,
     Collective,
     Enter,
@@ -82,7 +86,8 @@ class _Clock:
         self._by_kind: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
         self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
-        self._stretches = _Stretches()
+        self._stretches: list[Stretch] = []
+        self._last_stretch: dict[str, int] = {}  # by stream, index of its last bar
         self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
@@ -105,18 +110,28 @@ class _Clock:
                 busy[COMPUTE] = self._launched
                 self._by_kind["the caller"] += idle
         if self._drawn:
-            self._stretches.add(
-                stream,
-                f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
-                busy[stream],
-                seconds,
-            )
+            self._draw(stream, seconds)
         busy[stream] += seconds
         self._by_kind[name] += seconds
         if type(event) is Op and not event.again:
             self._flops += event.flops
         if stream in self._running:
             self._ends[self._running[stream]] = busy[stream]
+
+    def _draw(self, stream: str, seconds: float) -> None:
+        """Add a bar for work that starts now, or extend the stream's last bar if that ends now and has the same label."""
+        label, start_s = (
+            f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
+            self._busy[stream],
+        )
+        index = self._last_stretch.get(stream)
+        if index is not None:
+            last = self._stretches[index]
+            if last.label == label and start_s <= last.start_s + last.seconds + LAUNCH_S:
+                self._stretches[index] = replace(last, seconds=start_s + seconds - last.start_s)
+                return
+        self._last_stretch[stream] = len(self._stretches)
+        self._stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
 
     def enter(self, event: Enter) -> None:
         start = self._busy[COMPUTE]
@@ -160,7 +175,7 @@ class _Clock:
             by_kind=dict(self._by_kind),
             waits=dict(self._waits),
             by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
-            stretches=tuple(self._stretches.stretches),
+            stretches=tuple(self._stretches),
         )
 
 
@@ -191,20 +206,71 @@ def kind_of(event: Op | Collective) -> str:
     return "optimizer" if "adam" in event.name or "sgd" in event.name else "element-wise"
 
 
-class _Stretches:
-    """Collects the bars of the chart, and joins consecutive work with an equal label on one stream into one bar."""
+# -- named parts of a step's time
 
-    def __init__(self) -> None:
-        self.stretches: list[Stretch] = []
-        self._last: dict[str, int] = {}
-        self._ends: dict[str, float] = {}
+MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
+WAITED_FOR = {  # stream -> what a wait for it is called
+    "gather": "waiting for parameters (gather)",
+    "copy in": "waiting for parameters (gather)",
+    "reduce": "waiting for gradients (reduce)",
+    "all-reduce": "waiting for gradients between nodes",
+    REPLICATE: "waiting for gradients between nodes",
+    FETCH: "waiting for the host",
+    STORE: "waiting for the host",
+    HOST: "waiting for the host",
+}
+OTHER_STREAMS = {  # kind of work -> its name
+    "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
+    FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
+}  # fmt: skip
 
-    def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
-        last = self._last.get(stream)
-        if last is not None and self.stretches[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
-            begun = self.stretches[last].start_s
-            self._ends[stream] = start_s + seconds
-            self.stretches[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
-            return
-        self._last[stream], self._ends[stream] = len(self.stretches), start_s + seconds
-        self.stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePart:
+    """Seconds of one kind of work or one unit. `waited`: waits among them. `hidden`: on another stream, not in the sum."""
+
+    name: str
+    seconds: float
+    waited: float = 0.0
+    hidden: bool = False
+
+
+def by_kind(step: Step) -> list[TimePart]:
+    """Return the compute stream's time by kind, longest first (the sum is the step), then the work on other streams."""
+    waits: dict[str, float] = {}
+    for stream, seconds in step.waits.items():
+        name = WAITED_FOR.get(stream, "waiting for others")
+        waits[name] = waits.get(name, 0.0) + seconds
+    others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
+    compute = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
+    parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
+    parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
+    hidden = [
+        TimePart(name=OTHER_STREAMS.get(name, name), seconds=s, hidden=True)
+        for name, s in step.by_kind.items()
+        if name not in compute and s > 0
+    ]
+    return [*sorted(parts, key=lambda p: -p.seconds), *sorted(hidden, key=lambda p: -p.seconds)]
+
+
+def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
+    """Return the compute stream's time by phase and unit, in the order of a step; repeated blocks are one entry."""
+    totals: dict[str, list[float]] = {}
+    counts: dict[str, set[str]] = {}
+    for place, (seconds, waited) in step.by_place.items():
+        unit = name_of(place, units)
+        stem = ".".join("*" if part.isdecimal() else part for part in unit.split("."))
+        name = f"{place.phase.value} {stem or '(before the model)'}".strip()
+        if place.phase is StepPhase.STEP:
+            name = "optimizer's step, clipping"
+        sums = totals.setdefault(name, [0.0, 0.0])
+        sums[0] += seconds
+        sums[1] += waited
+        counts.setdefault(name, set()).add(unit)
+    return [
+        TimePart(
+            name=f"{name}, {len(counts[name])} of them" if name.endswith(".*") else name, seconds=seconds, waited=waited
+        )
+        for name, (seconds, waited) in totals.items()
+        if seconds > 0
+    ]

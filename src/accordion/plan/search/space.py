@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from accordion.config import DEVICE, Offload, Place, Precision
 from accordion.errors import UsageError
 from accordion.plan.choice import Choice, Search
 from accordion.plan.hardware import Cluster
 from accordion.plan.trace.optimizers import OPTIMIZERS
-from accordion.plan.trace.setup import Subject, TrainingSetup, copy_ranks
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.sharding import Sharding
 
 
@@ -29,7 +28,6 @@ class Space:
         optimizer: a name in OPTIMIZERS.
         engine: "accordion" or "fsdp2".
         pure: parameters, and so the optimizer's states, are in 16 bits.
-        device: "cpu" traces CPU ranks.
     """
 
     subject_for: Callable[[int], Subject]
@@ -41,11 +39,10 @@ class Space:
     optimizer: str = "adamw"
     engine: str = "accordion"
     pure: bool = False
-    device: Literal["cuda", "cpu"] = "cuda"
 
     def setup(self, choice: Choice) -> TrainingSetup:
         """Return the setup of the trace for `choice`."""
-        return choice.setup(self.cluster.node, self.optimizer, self.engine, self.device)
+        return choice.setup(self.cluster.node, self.optimizer, self.engine)
 
     @property
     def precision(self) -> Precision:
@@ -119,7 +116,7 @@ class Space:
         for micro_batch in self.search.micro_batches:
             if accumulate := self._accumulate(micro_batch, chosen.gpus):
                 choice = replace(chosen, micro_batch=micro_batch, accumulate=accumulate, replicas=replicas)
-                yield choice.keeping(copy_ranks(self.sharding))
+                yield choice.keeping(self.sharding.secondary or 0)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
         """Return the numbers of replicas to try: by default those that shard over one, two and four nodes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -62,23 +62,6 @@ class TrainingSetup:
         if not self.strategy.hybrid:
             return self.ranks
         return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
-
-    @property
-    def copy_ranks(self) -> int:
-        return copy_ranks(self.sharding)
-
-
-COPIES = "secondary"  # the field of `Sharding` for secondary shards
-
-
-def copy_ranks(sharding: Sharding) -> int:
-    """Return the number of ranks over which `sharding` has secondary shards; 0: it has none."""
-    return sharding.secondary or 0
-
-
-def with_copies(sharding: Sharding, ranks: int) -> Sharding:
-    """Return `sharding` with secondary shards over `ranks` ranks; 0: without."""
-    return replace(sharding, secondary=ranks or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

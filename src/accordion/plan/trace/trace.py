@@ -20,8 +20,8 @@ from accordion.errors import UsageError
 from accordion.garbage import without_collections
 from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
+from accordion.plan.trace.experts import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
-from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
 from accordion.safety.liveness.wording import place_of

@@ -1,8 +1,9 @@
-"""Expert parallelism in a trace: each rank has a share of the experts, and all-to-alls send tokens there and results back."""
+"""Expert parallelism: find the experts of a model, and trace all-to-alls that send tokens to their ranks and results back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from accordion.errors import UsageError
 from accordion.plan.events import ALL_TO_ALL, EXPERTS
-from accordion.plan.experts import experts_in
 from accordion.plan.trace.tracker import Tracker
 from accordion.sharding import MeshChoice
 
@@ -21,6 +22,42 @@ ALL_AXES = "dp"  # the two axes flattened into one
 
 Exchange = Callable[[Tensor], Tensor]
 """An all-to-all over the ranks that share experts: sends equal numbers of rows to all ranks and returns the received rows."""
+
+ROUTED = 3  # arguments of the experts' forward: tokens, (n, width); chosen experts and their weights, each (n, k)
+EVENLY = (
+    "experts over {} ranks: every expert is assumed to get equally many tokens, none dropped and none padded; the rank with the "
+    "most tokens sets the pace of all, and its time and memory grow with its tokens"
+)
+
+
+def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
+    """Return name -> module for modules with `num_experts` and, in each parameter, one matrix for each expert."""
+    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if not isinstance(count, int) or count < 2 or not any(p.dim() > 2 for p in parameters):
+        return False
+    if any(p.shape[:1] != (count,) for p in parameters) or len(parameters) != len(list(module.parameters())):
+        return False
+    return len(inspect.signature(module.forward).parameters) >= ROUTED
+
+
+def check_experts(model: nn.Module, name: str, ranks: int) -> None:
+    """Raise `UsageError` if the model called `name` has no experts, or if `ranks` does not divide their number."""
+    modules = experts_in(model)
+    if not modules:
+        raise UsageError(
+            f"expert_parallel is {ranks}, and {name} has no experts that can be spread over ranks (modules with num_experts "
+            "and one matrix for each expert in each parameter); leave expert_parallel out."
+        )
+    for path, module in modules.items():
+        if module.num_experts % ranks:  # type: ignore[operator]
+            raise UsageError(
+                f"expert_parallel is {ranks}, which does not divide the {module.num_experts} experts of {path or name!r}; take "
+                "a divisor."
+            )
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
