@@ -14,7 +14,7 @@ from accordion.engine.shards import local_view, own_storage
 from accordion.engine.streams import Transfer
 from accordion.offload.arena import page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
-from accordion.offload.swap_file import FileAllocator, FileRange
+from accordion.offload.swap_file import FileAllocator, Values
 
 CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
 
@@ -108,10 +108,10 @@ class DiskShards(OffDeviceShards):
     def flush(self) -> None:
         self._rows[0].file.flush()
 
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         return None if self._shards[i] is self._rows[i] else self._rows[i]
 
-    def shard_range(self, i: int) -> FileRange | None:
+    def shard(self, i: int) -> Values:
         return self._shards[i]
 
     def refresh(self, version: int) -> Transfer | None:

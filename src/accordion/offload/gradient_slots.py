@@ -78,10 +78,6 @@ class Gradients:
             transfer = cast(Transfer, DiskWrites(transfer, writes, None if self._side_stream.late else self._pool()))
         return result, transfer
 
-    def file_range(self, i: int, grad: Tensor) -> FileRange | None:
-        """Return the file range of `grad`, the gradient of parameter `i`; None if it is in memory."""
-        return self.slots[i].file_range if self.slots[i].is_on_disk(grad) else None
-
 
 class Slot:
     """Memory for the gradient of one parameter, used in every step.

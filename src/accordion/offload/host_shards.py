@@ -18,7 +18,7 @@ from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
 from accordion.offload.gradient_slots import Gradients, Slot
 from accordion.offload.step.optimizer_copy import flat_of
-from accordion.offload.swap_file import FileAllocator, FileRange
+from accordion.offload.swap_file import FileAllocator, Values
 
 ALIGNED_ITEMSIZE = 4  # for buffers that are never gathered: it only determines at which offsets tensors begin
 
@@ -101,15 +101,20 @@ class OffDeviceShards(ShardBuffer):
         """Cast `locals` into the rows. No transfer may read the rows meanwhile."""
 
     @abstractmethod
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         """Return the row of parameter `i`, (numel,), which a step must write too; None if its shard itself is gathered."""
+
+    def shard(self, i: int) -> Values:
+        """Return the elements of the shard of parameter `i`, (numel,)."""
+        return flat_of(self.locals[i], self.locals[i])
+
+    def stored(self, i: int) -> list[Values]:
+        """Return where the shard, the gradient and the row of parameter `i` are stored, as far as a step uses them."""
+        slot, row = self.grads.slots[i], self.row(i)
+        return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
     def flush(self) -> None:
         """If the shards are on disk, write changes that callers made to `locals` to the file."""
-
-    def shard_range(self, i: int) -> FileRange | None:
-        """Return the file range of the shard of parameter `i`; None if it is in host memory."""
-        return None
 
 
 class HostShards(OffDeviceShards):
@@ -154,7 +159,7 @@ class HostShards(OffDeviceShards):
             rows = self._rows.locals
             _torch.foreach_copy_([rows[i] for i in self._cast], [self.locals[i] for i in self._cast])
 
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         return flat_of(self._rows.locals[i], self._rows.locals[i]) if i in self._cast else None
 
     def refresh(self, version: int) -> Transfer | None:

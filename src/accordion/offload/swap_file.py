@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -165,19 +165,31 @@ def sums_of(memory: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A 1-D tensor in a file, `numel` elements that begin at a page, at `offset` bytes; nothing else uses its last page."""
+    """A 1-D tensor in a file: `numel` elements from `offset` bytes on. Slices of it are ranges too."""
 
     file: SwapFile
     offset: int
     numel: int
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __getitem__(self, elements: slice) -> FileRange:
+        start, stop, _ = elements.indices(self.numel)
+        return FileRange(self.file, self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
+
     def mapped(self) -> Tensor:
         return self.file.mapped(self.offset, self.numel, self.dtype)
 
 
+Values: TypeAlias = Tensor | FileRange
+"""A 1-D tensor in memory or in a file."""
+
+
 class FileAllocator:
-    """Divides a new file of `num_bytes` bytes in `folder` into ranges of whole pages, each taken once."""
+    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once."""
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0

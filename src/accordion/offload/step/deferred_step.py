@@ -302,35 +302,15 @@ def _start(
         with torch.no_grad():
             step_entries(optimizer_copy, in_memory)
     if states is not None and on_device:
-        # The thread may be stepping another unit with the same buffers: wait for it here; `over_device` waits for its chunks.
+        # The thread may be stepping another unit with the same buffers: wait for it here; `step_on_device` waits for its chunks.
         if tiers.in_backward is not None and not tiers.late:
             tiers.stepper.submit(lambda: None).result()
         with reported(engine):
-            step_on_device(optimizer_copy, on_device, states)
+            states.step_on_device(on_device, partial(step_chunk, optimizer_copy))
     for job in jobs:
         running: Future[None] | LateStep = LateStep(job) if tiers.late else tiers.stepper.submit(job.run)
         for shard_buffer in job.shard_buffers:
             shard_buffer.defer(partial(_wait, engine, running, job))
-
-
-def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
-    """Step parameters on the device chunk by chunk, and wait until all chunks are copied back and written."""
-    chunks = list(chunks_of(todos))
-    pipeline = states.over_device(chunks)
-    count = len(chunks)
-    chunks.clear()
-    try:
-        with torch.no_grad():
-            for which in range(count):
-                chunk, views = pipeline.take(which)
-                step_chunk(optimizer_copy, chunk, views)
-                pipeline.give(which)
-        pipeline.finish()
-    except BaseException:
-        pipeline.abandon()
-        raise
-    for todo in todos:
-        finish(todo)
 
 
 def _wait(engine: Engine, running: Future[None] | LateStep, job: UnitStep) -> None:
