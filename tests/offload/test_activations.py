@@ -23,6 +23,7 @@ from accordion.offload.activations.offload import ActivationOffload
 from accordion.offload.activations.stores import HostActivationStore, joined
 from tests.devices import device
 from tests.inside import engine_in
+from tests.offload.test_files import cpu_resources
 from tests.support import models
 from tests.support.checks import logged
 from tests.support.disks import fill, mounted
@@ -144,7 +145,7 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_pa
 def bounded(mesh, direct: int, path: Path) -> None:
     """Host memory is a few buffers and the file as large as all inputs; neither grows in later steps of the same shapes."""
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
-    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
+    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(swap_file, "CHUNK_BYTES", 4096 * 3):
         model = acc.shard(
             models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
         )
@@ -192,7 +193,7 @@ def sizes_that_change(mesh, path: Path) -> None:
 
 def test_inputs_that_grow_a_little_rarely_allocate_memory():
     """Replacing a buffer means waiting for the device and pinning memory."""
-    store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
+    store, made, page = HostActivationStore(cpu_resources()), [], 4096
     for num_pages in range(100, 200):
         slot = store.take(num_pages * page)
         made.extend([] if slot._buffer in made else [slot._buffer])

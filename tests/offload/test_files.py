@@ -19,6 +19,7 @@ from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
 from accordion.offload import swap_file
 from accordion.offload.arena import Arena
+from accordion.offload.host_shards import Resources
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
@@ -310,8 +311,13 @@ def buffers(num: int = NUM_BUFFERS, num_tensors: int = 1) -> list[Tensor]:
 
 def over_device(parts: list[chunks.Chunk], pool: ThreadPoolExecutor) -> DevicePipeline:
     """Return a pipeline whose device is the CPU, which copies the state, the parameter and its gradient."""
-    side_streams = SideStream(torch.device("cpu"), None), SideStream(torch.device("cpu"), None)
-    return DevicePipeline(parts, pool, buffers(), buffers(NUM_DEVICE_BUFFERS, num_tensors=3), side_streams)
+    return DevicePipeline(parts, cpu_resources(pool), buffers(), buffers(NUM_DEVICE_BUFFERS, num_tensors=3))
+
+
+def cpu_resources(pool: ThreadPoolExecutor | None = None) -> Resources:
+    device = torch.device("cpu")
+    streams = {name: SideStream(device, None) for name in ("fetch_stream", "store_stream")}
+    return Resources(device=device, pool=lambda: pool, make_arena=Arena, checksums=False, **streams)
 
 
 def add_one(chunk: chunks.Chunk, views: list[Tensor]) -> None:

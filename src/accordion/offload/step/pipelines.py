@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.streams import SideStream, Transfer
+from accordion.engine.streams import Transfer
+from accordion.offload.host_shards import Resources
 from accordion.offload.step.chunks import Chunk, Span
 from accordion.offload.swap_file import FileRange
 
@@ -72,28 +73,26 @@ class HostPipeline:
 class DevicePipeline:
     """Steps chunks on the device, in their order, through buffers of the host and of the device.
 
-    Threads of `pool` read chunks into `host_buffers` and write them back. While one chunk is stepped, the next is copied to the
-    device on one side stream and the last one back on another. All copies are started by the thread that runs forward and
-    backward. `side_streams`: to the device, and back.
+    Threads read chunks into `host_buffers` and write them back. While one chunk is stepped, the next is copied to the device on
+    one side stream and the last one back on another. All copies are started by the thread that runs forward and backward.
     """
 
     def __init__(
         self,
         chunks: Iterable[Chunk],
-        pool: ThreadPoolExecutor,
+        resources: Resources,
         host_buffers: Sequence[Tensor],
         device_buffers: Sequence[Tensor],
-        side_streams: tuple[SideStream, SideStream],
     ) -> None:
         self._chunks: list[Chunk | None] = list(chunks)
-        self._pool, self._host_buffers, self._device_buffers = pool, host_buffers, device_buffers
-        self._fetch_stream, self._store_stream = side_streams
+        self._pool, self._host_buffers, self._device_buffers = resources.pool(), host_buffers, device_buffers
+        self._fetch_stream, self._store_stream = resources.fetch_stream, resources.store_stream
         self._fetched: dict[
             int, tuple[Transfer, list[Tensor]]
         ] = {}  # number of the chunk -> copy, tensors on the device
         self._stores: dict[int, Transfer] = {}  # index of the device buffer -> the last copy from it to the host
         self._refills: list[Future[None]] = [
-            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(self._chunks)))
+            self._pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(self._chunks)))
         ]
 
     def run(self, step: Callable[[Chunk, list[Tensor]], None]) -> None:

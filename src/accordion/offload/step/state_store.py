@@ -13,9 +13,8 @@ from torch import Tensor
 
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
-from accordion.engine.streams import SideStream
-from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
-from accordion.offload.host_shards import OffDeviceShards
+from accordion.offload.arena import ALIGN_BYTES, Arena
+from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
@@ -39,22 +38,14 @@ class Wanted:
 class States:
     """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        pool: Callable[[], Any],
-        side_streams: tuple[SideStream, SideStream],
-        checksums: bool,
-        make_arena: ArenaMaker,
-    ) -> None:
-        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
-        self._make_arena = make_arena
+    def __init__(self, resources: Resources) -> None:
+        self._resources, self._device = resources, resources.device
         self._places: dict[int, StatePlace] = {}  # by id of the parameter, which the place keeps alive
         self._blocks: list[StateBlock] = []
         self._arenas: list[Arena] = []  # which keep memory of states pinned
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
-        self.host_pipeline = HostPipeline(pool(), [])  # for chunks that are stepped on the host
+        self.host_pipeline = HostPipeline(resources.pool(), [])  # for chunks that are stepped on the host
         self.host_bytes = 0  # host memory allocated for states
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
@@ -100,12 +91,12 @@ class States:
         """Return a function (numel, dtype) -> elements in the tier `place`, which has room for `num_bytes`."""
         folder = folder_of(place)
         if folder is not None:
-            allocator = FileAllocator(folder, num_bytes, checksums=self._checksums)
+            allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
             self.files.append(allocator.file)
             return allocator.take
         if place == DEVICE:
             return zeros_on(self._device)
-        self._arenas.append(self._make_arena(num_bytes, self._device))
+        self._arenas.append(self._resources.make_arena(num_bytes, self._device))
         self.host_bytes += num_bytes
         return self._arenas[-1].take
 
@@ -137,11 +128,11 @@ class States:
         over = max((b.buffer_bytes(on_device=True) for b in self._blocks if b.steps_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
-                self._pinned = self._make_arena(NUM_BUFFERS * largest, self._device)
+                self._pinned = self._resources.make_arena(NUM_BUFFERS * largest, self._device)
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
-            self.host_pipeline = HostPipeline(self._pool(), self._buffers)
+            self.host_pipeline = HostPipeline(self._resources.pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -179,9 +170,7 @@ class States:
     def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
         """Call `step` for each chunk of `todos` on the device, and wait until all chunks are copied back and written."""
         self.host_pipeline.drain()  # chunks on the host use the same buffers
-        pipeline = DevicePipeline(
-            chunks_of(todos), self._pool(), self._buffers, self._device_buffers, self._side_streams
-        )
+        pipeline = DevicePipeline(chunks_of(todos), self._resources, self._buffers, self._device_buffers)
         with torch.no_grad():
             pipeline.run(step)
         for todo in todos:
