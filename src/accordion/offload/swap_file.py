@@ -268,14 +268,7 @@ class CopyToDisk:
         self._begin()
 
     def synchronize(self) -> None:
-        """Wait until all is written."""
-        self._transfer.synchronize()
-        self._begin()
-        if self._calls is not None:
-            self._calls.wait()
-
-    def finish(self) -> None:
-        """Wait until the host memory can be reused: until all is written, or copied if the writes were cancelled."""
+        """Let the host wait until the memory can be reused: until all is written, or copied if the writes were cancelled."""
         self.land()
         if self._calls is None:
             self._transfer.block()

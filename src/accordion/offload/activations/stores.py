@@ -180,7 +180,7 @@ class DiskSlot:
         copy = resources.store_stream.copy(copying(shaped(memory, like), tensor), [tensor], STORES)
         writes = in_chunks(store.file.write, self.start, memory)
         self._stored = CopyToDisk(copy, writes, resources.pool(), late=resources.store_stream.late)
-        stage.uses.append(partial(self._end, self._stored.finish))
+        stage.uses.append(partial(self._end, self._stored.synchronize))
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
@@ -189,7 +189,7 @@ class DiskSlot:
         assert self._stored is not None, "what is fetched was stored"
         store, stage, reads = self.activation_store, self._stage, None
         if stage.content is not self:
-            self._stored.finish()  # the write has ended, because its buffer was reused: this raises its error
+            self._stored.synchronize()  # the write has ended, because its buffer was reused: this raises its error
             stage = store.stage(self.num_bytes)
             calls = in_chunks(store.file.read, self.start, stage.memory(self.num_bytes))
             reads = DiskCalls(store.resources.pool(), calls)
