@@ -1,4 +1,4 @@
-"""Vector clocks over streams: whether accesses of one memory are ordered, and whether what is let go may be in use still."""
+"""Vector clocks over streams: find accesses of memory without an order, and memory that is freed while it may be in use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import accordion
 from accordion import _torch
 
 SOURCE = str(Path(accordion.__file__).parent)
-HOST = -1  # the number of the host among streams
 
 
 class Clock(dict[int, int]):
-    """Of each stream, by number: how much of it is known to be done."""
+    """Number of a stream -> the time up to which its work is known to be done."""
 
     def join(self, other: dict[int, int]) -> None:
         for number, time in other.items():
@@ -31,7 +30,7 @@ class Clock(dict[int, int]):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes `begin` to `end` of a memory, at a time of a stream."""
+    """An access of bytes `begin` to `end` of a memory, at `time` of `stream`."""
 
     begin: int
     end: int
@@ -52,7 +51,7 @@ class Access:
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """What a tensor lies in. `stream`: that on which it was allocated; None for memory of the host."""
+    """The memory of a tensor. `stream`: the stream on which it was allocated; None for host memory."""
 
     stream: Stream | None
     num_bytes: int
@@ -73,13 +72,13 @@ class Event:
         self._checker.waits[f"event: {where()}"] += 1
 
     def query(self) -> bool:
-        """True, whereupon the host knows that all before it is done."""
+        """Return True; then the host knows that all work before the event is done."""
         self._checker.host.join(self.clock)
         return True
 
 
 class Stream:
-    """Stands in for a device's stream: what runs on it comes after all that it has waited for, and all that the host has."""
+    """Stands in for a device's stream: its work runs after all that the stream or the host has waited for."""
 
     def __init__(self, checker: Checker, name: str) -> None:
         self._checker, self.name, self.clock = checker, name, Clock()
@@ -108,9 +107,9 @@ class Stream:
 
 
 class Checker:
-    """Owns the streams, what each memory was used for, and what was found.
+    """Records the accesses of each memory on each stream, and counts the problems.
 
-    `problems`: accesses without order, and memory let go that may be in use. `waits`: of the host, by their place. Both count.
+    `problems`: accesses without an order, and memory freed while it may be in use. `waits`: waits of the host by source line.
     """
 
     def __init__(self) -> None:
@@ -138,18 +137,18 @@ class Checker:
             self._entered.pop()
 
     def pin(self, memory: Tensor) -> None:
-        """The device copies from and to these bytes of the host by itself."""
+        """Register host memory that the device copies from and to by itself."""
         self._pinned.append((memory.data_ptr(), Memory(None, memory.numel() * memory.itemsize)))
 
     def born(self, storage: torch.UntypedStorage) -> None:
-        """Seen for the first time: allocated on the current stream."""
+        """Register a storage that is not known yet as allocated on the current stream."""
         key = _torch.storage_key(storage)
         if key not in self._memories:
             self._memories[key] = Memory(self.current, storage.nbytes())
             self._deaths[key] = weakref.ref(storage, lambda _: self._died(key))
 
     def run(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """A kernel on the current stream."""
+        """Record a kernel on the current stream."""
         self.current.tick()
         for tensors, writing in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -157,7 +156,7 @@ class Checker:
                 self._access(tensor, writing, what)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Before `storage.resize_(num_bytes)`."""
+        """Call before `storage.resize_(num_bytes)`."""
         key = _torch.storage_key(storage)
         memory = self._memories.get(key)
         if memory is None:
@@ -165,17 +164,17 @@ class Checker:
         if storage.nbytes() and num_bytes == storage.nbytes():
             self.problems[f"a storage is resized to the size that it has | {where()}"] += 1
         elif storage.nbytes():
-            self._let_go(memory, "resized")
+            self._free(memory, "resized")
         self._memories[key] = Memory(self.current if num_bytes else memory.stream, num_bytes)
 
     def _died(self, key: int) -> None:
         memory = self._memories.pop(key, None)
         self._deaths.pop(key, None)
         if memory is not None:
-            self._let_go(memory, "dropped")
+            self._free(memory, "dropped")
 
-    def _let_go(self, memory: Memory, how: str) -> None:
-        """The allocator gives it to whoever asks next on its own stream, which waits for nothing else."""
+    def _free(self, memory: Memory, how: str) -> None:
+        """Record that the next allocation on the memory's stream may reuse it, ordered after that stream alone."""
         assert memory.stream is not None
         clock = Clock(memory.stream.clock)
         clock.join(self.host)
@@ -199,38 +198,26 @@ class Checker:
         if memory is None:
             return
         self.num_accesses += 1
-        if memory.stream is None and self.current is self.compute:  # an operator on memory of the host: the host is it
-            self._by_host(memory, begin, end, writes, what)
-        else:
-            self._by_stream(memory, begin, end, writes, what)
-
-    def _by_host(self, memory: Memory, begin: int, end: int, writes: bool, what: str) -> None:
-        for access in memory.accesses:
-            if (
-                access.begin < end
-                and begin < access.end
-                and (writes or access.writes)
-                and not access.is_done(self.host)
-            ):
-                verb = "writes" if writes else "reads"
-                self.problems[f"the host {verb} ({what}) and has not waited for a {access} | {where()}"] += 1
-
-    def _by_stream(self, memory: Memory, begin: int, end: int, writes: bool, what: str) -> None:
         stream = self.current
         now = Access(begin, end, writes, stream, stream.clock.get(stream.number, 0), what)
+        by_host = memory.stream is None and stream is self.compute  # an operator on host memory runs on the host
         kept = []
         for access in memory.accesses:
-            ordered = access.stream is stream or access.is_done(stream.clock)
+            ordered = access.is_done(self.host if by_host else stream.clock) or (
+                access.stream is stream and not by_host
+            )
             if access.overlaps(now) and (writes or access.writes) and not ordered:
-                self.problems[f"a {now} does not wait for a {access} | {where()}"] += 1
+                verb = "writes" if writes else "reads"
+                text = f"the host {verb} ({what}) and has not waited for" if by_host else f"a {now} does not wait for"
+                self.problems[f"{text} a {access} | {where()}"] += 1
             covered = begin <= access.begin and access.end <= end
             replaced = covered and ordered and (writes or (access.stream is stream and not access.writes))
-            if not replaced:
+            if by_host or not replaced:
                 kept.append(access)
-        memory.accesses = [*kept, now]
+        memory.accesses = kept if by_host else [*kept, now]
 
 
 def where() -> str:
-    """The innermost three places of the library, the last call first."""
+    """Return the innermost three source lines of the library, the last call first."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(SOURCE)]
     return " < ".join(f"{frame.filename[len(SOURCE) + 1 :]}:{frame.lineno}" for frame in frames[::-1][:3])

@@ -53,7 +53,7 @@ class Tied(Small):
 
 
 class ReadsOutside(Small):
-    """The head's weight is used, and its module is not."""
+    """A model that uses the weight of its head without calling the head."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.begin(tokens)
@@ -63,7 +63,7 @@ class ReadsOutside(Small):
 
 
 class Blocks(nn.Module):
-    """Tokens, three blocks, a head."""
+    """A model of an embedding, three blocks and a head."""
 
     def __init__(self, block: Callable[[], nn.Module], width: int = 64) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Blocks(nn.Module):
 
 
 class Experts(nn.Module):
-    """Three experts in one parameter: few rows, so that another dim is cut."""
+    """Three experts in one parameter, which is sharded on another dim since it has few rows."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Experts that are modules; those that no token of this rank chose have no gradient here."""
+    """Experts that are modules; two of them get no token on this rank, and so no gradient."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Router(nn.Module):
 
 
 class Raises(torch.autograd.Function):
-    """The identity, whose backward raises where the model says so."""
+    """The identity, whose backward raises if the model says so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: Odd) -> Tensor:
@@ -121,7 +121,7 @@ class Raises(torch.autograd.Function):
 
 
 class Odd(Small):
-    """Raises behind its second block where it is told to, and runs that block on `side`, with the waits that this needs."""
+    """A model that can raise before or after its second block, and can run that block on the stream `side`."""
 
     backward_raises = forward_raises = False
     side: Stream | None = None
@@ -140,7 +140,7 @@ class Odd(Small):
 
 @contextlib.contextmanager
 def on_side(stream: Stream | None) -> Iterator[None]:
-    """On another stream, which waits for the current one before and is waited for after."""
+    """Context manager on another stream, with waits between it and the current one at both ends; None changes nothing."""
     if stream is None:
         yield
         return
@@ -153,7 +153,7 @@ def on_side(stream: Stream | None) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A model and the steps of one rank. `options`: of `shard`. `trained`: the parameters that are, by a part of their names."""
+    """A model and the steps of one rank. `options`: for `shard`. `trained`: parts of the names of trained parameters."""
 
     build: Callable[[], nn.Module] = Small
     num_ranks: int = 4
@@ -167,7 +167,7 @@ class Steps:
 
 @dataclass(kw_only=True)
 class Run:
-    """A sharded model on a device that is stood in for, its optimizer and what watches over them."""
+    """A sharded model on a device that is stood in for, its optimizer and its checker."""
 
     checker: Checker
     model: nn.Module
@@ -188,7 +188,7 @@ class Run:
 
 @contextlib.contextmanager
 def begun(steps: Steps) -> Iterator[Run]:
-    """The model of `steps`, sharded."""
+    """Context manager that shards the model of `steps`."""
     with checked(steps.num_ranks) as checker:
         torch.manual_seed(0)
         model = steps.build()
@@ -203,7 +203,7 @@ def begun(steps: Steps) -> Iterator[Run]:
 
 
 def trained(steps: Steps) -> Checker:
-    """What the steps of a rank, and an evaluation after them, let the checker find; `waits` are those of the last step."""
+    """Run the steps of a rank and an evaluation, and return the checker, whose `waits` are those of the last step."""
     with begun(steps) as run:
         for step in range(steps.num_steps):
             if step == steps.num_steps - 1:

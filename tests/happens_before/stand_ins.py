@@ -38,7 +38,7 @@ READ_BY_HOST = ("aten._local_scalar_dense", "aten.equal")
 
 
 class Kernels(TorchDispatchMode):
-    """Every operator is a kernel of the current stream, on the memory of its tensors."""
+    """Dispatch mode that records every operator as a kernel of the current stream."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Kernels(TorchDispatchMode):
 
 
 def plain_tensors(tree: Any) -> list[Tensor]:
-    """Those that have memory of their own."""
+    """Return the tensors in `tree` that have memory."""
     found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
     return [tensor for tensor in found if type(tensor).__name__ != "FakeTensor"]
 
@@ -87,7 +87,7 @@ def key(tensor: Tensor) -> int:
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """As NCCL's: collectives run on the current stream and return nothing. Zeros arrive."""
+    """A process group like NCCL's: collectives run on the current stream and return nothing. Zeros arrive."""
 
     checker: Checker  # of the test that runs
 
@@ -147,7 +147,7 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 class Inline:
-    """In place of threads: work is done where it is handed out, which is one of the orders that threads may take."""
+    """Stands in for a thread pool: work runs in `submit`, which is one of the orders that threads may take."""
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -159,7 +159,7 @@ class Inline:
 
 
 class DeviceModule:
-    """What a side stream asks of `torch.cuda`."""
+    """The part of `torch.cuda` that side streams use."""
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
@@ -178,7 +178,7 @@ class DeviceModule:
 
 
 class PinnedCopy:
-    """Stands in for `HostCopy`: to read what has not been polled for is a wait of the host."""
+    """Stands in for `HostCopy`: a read without a poll before it counts as a wait of the host."""
 
     def __init__(self, checker: Checker, read: Callable[[Tensor], Any], tensors: list[Tensor]) -> None:
         self._event, self._read, self._tensors, self._is_polled = checker.current.record_event(), read, tensors, False
@@ -195,7 +195,7 @@ class PinnedCopy:
 
 @contextmanager
 def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
-    """Rank 0 of `num_ranks`, on a device that is stood in for; gives what watches over it."""
+    """Context manager in which this process is rank 0 of `num_ranks` on a device that is stood in for. Yields its checker."""
     checker, num_streams = Checker(), 0
     module = DeviceModule(checker)
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist

@@ -1,10 +1,11 @@
-"""No access of a device's memory is without order or after it is let go, whatever the strategy, precision, place and program."""
+"""No access of device memory lacks an order or comes after a free, for any strategy, precision, tier and program."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,18 +18,7 @@ from accordion.engine.streams import SideStream
 from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
-from tests.happens_before.programs import (
-    Blocks,
-    Experts,
-    Odd,
-    PlantedError,
-    Router,
-    Run,
-    Steps,
-    begun,
-    on_side,
-    trained,
-)
+from tests.happens_before.programs import Blocks, Experts, Odd, PlantedError, Run, Steps, begun, on_side, trained
 from tests.support.sample import sampled
 
 pytestmark = [
@@ -41,7 +31,7 @@ SCATTERED = replace(acc.FULL_SHARD, reduce="reduce_scatter")
 
 
 def steps(precision: acc.Precision | None = BF16, **options: object) -> Steps:
-    """Separate the options of `shard` from the others."""
+    """Return the `Steps` with these options, of which some are for `shard`."""
     own = {name: options.pop(name) for name in list(options) if name in Steps.__dataclass_fields__}
     if precision is not None:
         options["precision"] = precision
@@ -79,9 +69,9 @@ ON_DEVICE: dict[str, Steps] = {
     "tied": steps(build=programs.Tied),
     "read from outside": steps(build=programs.ReadsOutside),
     "nested units": steps(units={nn.Linear, "GPTBlock"}),
-    "some gradients absent": steps(build=lambda: Blocks(Router)),
+    "some gradients absent": steps(build=lambda: Blocks(programs.Router)),
 }
-# Of the host in a step: whether the forward is finite, and the backward; at its end, which gradients no rank had.
+# Waits of the host in a step: to check the forward and the backward for NaN; at its end, for gradients that no rank had.
 WAITS = {"full, finite": 2, "some gradients absent": 1}
 OFFLOADS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
     "states on the host": ({"optimizer": "host"}, {}),
@@ -123,7 +113,7 @@ def test_steps_on_the_device_are_ordered_and_the_host_waits_for_none(name):
 
 
 @pytest.mark.parametrize("name", sampled([*OFFLOADS, *IN_BACKWARD], USUAL.__contains__))
-def test_steps_of_what_lies_off_the_device_are_ordered(name, tmp_path):
+def test_steps_of_offloaded_parameters_are_ordered(name, tmp_path):
     places, options = OFFLOADS.get(name) or (IN_BACKWARD[name], {"clips": False})
     places = {what: place + str(tmp_path) if place == DISK else place for what, place in places.items()}
     offload = acc.Offload(**places, step_in_backward=name in IN_BACKWARD)
@@ -137,7 +127,7 @@ def test_steps_of_what_lies_off_the_device_are_ordered(name, tmp_path):
         acc.FULL_SHARD.__eq__,
     ),
 )
-def test_pieces_of_what_is_reduced_are_ordered(strategy):
+def test_reduces_in_chunks_are_ordered(strategy):
     with mock.patch.multiple(reduce, PIECE_BYTES=64 * 1024, CAST_BYTES=64 * 1024):
         assert_ordered(trained(steps(strategy=strategy)))
 
@@ -146,7 +136,7 @@ def test_pieces_of_what_is_reduced_are_ordered(strategy):
 
 
 def abandoned(run: Run, what: str) -> None:
-    """A step that raises in the forward or backward."""
+    """Run a step that raises in the forward or backward."""
     setattr(run.model, f"{what}_raises", True)
     with pytest.raises(PlantedError):
         run.loss().backward()
@@ -245,23 +235,15 @@ def an_evaluation_on_another_stream(run: Run) -> None:
 
 
 def a_block_on_a_side_stream(run: Run) -> None:
-    """As a tower beside a language model; its backward is shown on the main stream here, so only forwards count."""
+    """As a tower next to a language model; its backward runs on the main stream here, so only forwards count."""
     run.model.side = Stream(run.checker, "side")
     with torch.no_grad():
         run.loss()
         run.loss()
 
 
-def no_memory_for_tags(run: Run) -> None:
-    """The allocator refuses what a side stream needs for a moment; the loop goes on with the next batch."""
-    out_of_memory(run, DivergenceMonitor, "same_everywhere")
-
-
-def no_memory_for_a_sum(run: Run) -> None:
-    out_of_memory(run, reduce, "sum_rows")
-
-
-def out_of_memory(run: Run, owner: object, name: str) -> None:
+def out_of_memory(owner: object, name: str, run: Run) -> None:
+    """The allocator refuses memory that a side stream needs for a moment; the loop goes on with the next batch."""
     real, calls = getattr(owner, name), 0
 
     def second_fails(*args: object) -> object:
@@ -283,10 +265,11 @@ ODD: dict[str, tuple[Callable[[Run], None], dict[str, object]]] = {
     for program in (
         raises_then_goes_on, raises_then_steps, forward_raises, evaluates, two_forwards, grad_of_an_activation,
         backward_of_some_inputs, full_parameters, dropped_after_a_backward_that_raised, dropped_after_a_forward_that_raised,
-        the_step_on_another_stream, an_evaluation_on_another_stream, a_block_on_a_side_stream, no_memory_for_tags,
-        no_memory_for_a_sum,
+        the_step_on_another_stream, an_evaluation_on_another_stream, a_block_on_a_side_stream,
     )
 } | {
+    "no_memory_for_tags": (partial(out_of_memory, DivergenceMonitor, "same_everywhere"), {}),
+    "no_memory_for_a_sum": (partial(out_of_memory, reduce, "sum_rows"), {}),
     "the_step_on_another_stream, grad_op": (the_step_on_another_stream, {"strategy": acc.SHARD_GRAD_OP}),
     "an_evaluation_on_another_stream, optim": (an_evaluation_on_another_stream, {"strategy": acc.SHARD_OPTIM}),
     "two_forwards, hybrid_optim": (two_forwards, {"strategy": acc.HYBRID_SHARD_OPTIM}),
@@ -308,8 +291,8 @@ def test_odd_programs_are_ordered(name):
 # -- planted faults are found
 
 
-def found(**changes: object) -> set[str]:
-    """Kinds of problems of a few steps, with methods of side streams replaced."""
+def problems_with(**changes: object) -> set[str]:
+    """Return the kinds of problems of a few steps with methods of side streams replaced."""
     with mock.patch.multiple(SideStream, **changes):
         problems = trained(steps(num_steps=2)).problems
     kinds = ("does not wait for", "are dropped before", "are resized before")
@@ -317,15 +300,12 @@ def found(**changes: object) -> set[str]:
 
 
 def test_a_compute_stream_that_does_not_wait_for_side_streams_is_found():
-    assert found(lead=lambda self, event: self.compute()) == {
-        "does not wait for",
-        "are dropped before",
-        "are resized before",
-    }
+    kinds = {"does not wait for", "are dropped before", "are resized before"}
+    assert problems_with(lead=lambda self, event: self.compute()) == kinds
 
 
 def test_side_streams_that_do_not_wait_for_the_compute_stream_are_found():
-    assert "does not wait for" in found(follow=lambda self: self.compute())
+    assert "does not wait for" in problems_with(follow=lambda self: self.compute())
 
 
 def test_waits_of_the_host_are_counted():
@@ -337,8 +317,8 @@ def test_waits_of_the_host_are_counted():
     assert sum(run.checker.waits.values()) == 1
 
 
-def test_what_the_host_reads_of_pinned_memory_is_ordered():
-    """The checker itself: the host may read what a stream wrote once it has waited for that."""
+def test_reads_of_pinned_memory_by_the_host_are_ordered():
+    """The host may read values that a stream wrote once it has waited for that write."""
     for waits in (False, True):
         checker = Checker()
         side, pinned = Stream(checker, "side"), torch.zeros(8)

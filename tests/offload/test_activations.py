@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,18 @@ from accordion.offload.activations.offload import ActivationOffload
 from accordion.offload.activations.stores import HostActivationStore, joined
 from tests.devices import device
 from tests.inside import engine_in
+from tests.offload.test_faults import failing_calls
+from tests.offload.test_files import cpu_resources
 from tests.support import models
 from tests.support.checks import logged
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most
+from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
 ON_HOST = acc.Offload(activations="host")
-NUM_BLOCKS = 6  # more than pieces of host memory on the way to the disk
+NUM_BLOCKS = 6  # more than there are staging buffers for the disk
 
 
 def on_disk(path: Path, **options: Any) -> acc.Offload:
@@ -40,6 +41,12 @@ def on_disk(path: Path, **options: Any) -> acc.Offload:
 
 def activation_offload_of(model: nn.Module) -> ActivationOffload:
     return engine_in(model).context.shard_buffers.activation_offload
+
+
+def recomputed(mesh, offload: acc.Offload | None, num_blocks: int = NUM_BLOCKS) -> nn.Module:
+    """Return a sharded model whose blocks are all recomputed in the backward."""
+    model = models.seeded(num_blocks=num_blocks)
+    return acc.shard(model, mesh=mesh, checkpoint_activations="full", offload=offload)
 
 
 def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Tensor:
@@ -100,18 +107,17 @@ def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
     return losses + [local_of(v).clone() for v in params_of(model).values()]
 
 
-def counted(mesh) -> None:
+@on_world(1)
+def test_inputs_leave_the_device_into_host_memory_that_is_reused(mesh) -> None:
     """Live memory after a forward is less by the inputs of all blocks; the host stores them in memory that is reused."""
     live, activation_offload = [], None
     num_blocks, inputs = 6, 8 * 64 * 32 * 4
     for offload in (None, ON_HOST):
-        model = acc.shard(
-            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=offload
-        )
+        model = recomputed(mesh, offload, num_blocks)
         tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
         model(tokens).sum().backward()
         if offload is not None:
-            activation_offload = engine_in(model).context.shard_buffers.activation_offload
+            activation_offload = activation_offload_of(model)
             assert activation_offload.host_bytes == num_blocks * inputs
         with Allocations() as memory:
             loss = model(tokens).sum()
@@ -119,15 +125,13 @@ def counted(mesh) -> None:
             memory.mark("forward")
             loss.backward()
         live.append(memory.live("forward"))
-    assert activation_offload is not None
-    assert activation_offload.host_bytes == num_blocks * inputs, "the second step used what the first one took"
+    assert activation_offload.host_bytes == num_blocks * inputs, "the second step reuses the memory of the first one"
     saved = live[0] - live[1]
     assert (num_blocks - 1) * inputs - 4096 <= saved <= num_blocks * inputs + 4096, (live, inputs)
 
 
 def test_inputs_of_recomputed_units_off_the_device(world, tmp_path):
     world.run(2, same, tmp_path, [1], timeout_s=180)
-    world.run(1, counted)
 
 
 @pytest.mark.slow
@@ -137,24 +141,19 @@ def test_inputs_off_the_device_with_everything_else(world, which, tmp_path):
 
 
 @pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
-def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_path):
-    world.run(1, bounded, direct, tmp_path)
-
-
-def bounded(mesh, direct: int, path: Path) -> None:
+@on_world(1)
+def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tmp_path: Path) -> None:
     """Host memory is a few buffers and the file as large as all inputs; neither grows in later steps of the same shapes."""
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
-    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
-        model = acc.shard(
-            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
-        )
+    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(swap_file, "CHUNK_BYTES", 4096 * 3):
+        model = recomputed(mesh, on_disk(tmp_path), num_blocks)
         with logged() as messages:
             loss_of(model, 0, (8, 64)).backward()
     activation_offload = activation_offload_of(model)
     taken = stores.NUM_STAGES * inputs, num_blocks * inputs
     assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
-    said = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
-    assert any(said in m for m in messages)
+    report = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
+    assert any(report in m for m in messages)
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
         gc.collect()
@@ -172,27 +171,24 @@ def bounded(mesh, direct: int, path: Path) -> None:
     assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
     store._collect()
     assert store._free == [(0, store.file.num_bytes)], "all of it is free, in one part"
-    assert os.listdir(path) == []
+    assert os.listdir(tmp_path) == []
 
 
-def sizes_that_change(mesh, path: Path) -> None:
+@on_world(1)
+def test_inputs_of_many_shapes_take_the_memory_of_the_largest(mesh, tmp_path: Path) -> None:
     """Inputs of many shapes in turn take as much host memory or disk as the largest ones."""
-    for offload in (ON_HOST, on_disk(path)):
-        model = acc.shard(
-            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload
-        )
+    for offload in (ON_HOST, on_disk(tmp_path)):
+        model = recomputed(mesh, offload)
         for length in (40, 8, 33, 64, 1, 57, 64):
             loss_of(model, 0, (8, length)).backward()
         activation_offload, largest = activation_offload_of(model), 8 * 64 * 32 * 4
-        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), (
-            "a piece that grew has an eighth to spare"
-        )
+        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), "buffers that grew are larger"
         assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
 
 
 def test_inputs_that_grow_a_little_rarely_allocate_memory():
     """Replacing a buffer means waiting for the device and pinning memory."""
-    store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
+    store, made, page = HostActivationStore(cpu_resources()), [], 4096
     for num_pages in range(100, 200):
         slot = store.take(num_pages * page)
         made.extend([] if slot._buffer in made else [slot._buffer])
@@ -201,37 +197,26 @@ def test_inputs_that_grow_a_little_rarely_allocate_memory():
     assert len(made) <= 8
 
 
-def test_inputs_of_many_shapes_take_the_memory_of_the_largest(world, tmp_path):
-    world.run(1, sizes_that_change, tmp_path)
+def test_adjacent_free_ranges_are_joined():
     assert joined([(4, 8), (0, 4), (12, 16)]) == [(0, 8), (12, 16)]
 
 
 # -- faults
 
 
-@contextmanager
-def failing(call: str, number: int) -> Iterator[None]:
-    def broken(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with mock.patch.object(os, call, broken):
-        yield
-
-
-def broken_disk(mesh, path: Path) -> None:
+@on_world(1)
+def test_a_disk_of_activations_that_fails_is_named(mesh, tmp_path: Path) -> None:
     """A failed write, a failed read and a changed page raise an error that names the folder; the next step is correct."""
     faults = [
-        (("pwritev", errno.ENOSPC), rf"of the swap file in {path} could not be written: No space left on device"),
-        (("preadv", errno.EIO), rf"of the swap file in {path} could not be read: Input/output error"),
-        (None, rf"of the swap file in {path} are not what was written there"),
+        (("pwritev", errno.ENOSPC), rf"of the swap file in {tmp_path} could not be written: No space left on device"),
+        (("preadv", errno.EIO), rf"of the swap file in {tmp_path} could not be read: Input/output error"),
+        (None, rf"of the swap file in {tmp_path} are not what was written there"),
     ]
     wanted = None
     for fault, message in [(None, None), *faults]:
-        model = acc.shard(
-            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
-        )
+        model = recomputed(mesh, on_disk(tmp_path))
         if wanted is not None and fault is not None:
-            with failing(*fault), pytest.raises(acc.OffloadError, match=message):
+            with failing_calls(*fault), pytest.raises(acc.OffloadError, match=message):
                 loss_of(model, 1).backward()
         elif wanted is not None:
             loss = loss_of(model, 1)
@@ -249,39 +234,31 @@ def broken_disk(mesh, path: Path) -> None:
         found = [local_of(p.grad).clone() for p in model.parameters()]
         wanted = found if wanted is None else wanted
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), message
-    assert os.listdir(path) == []
+    assert os.listdir(tmp_path) == []
 
 
-def no_place(mesh, path: Path) -> None:
+@on_world(2)
+def test_activations_without_a_folder_or_with_budgets_are_refused(mesh, tmp_path: Path) -> None:
     with pytest.raises(acc.OffloadError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
-    for one, another in ((ON_HOST, on_disk(path)), (acc.Offload(), ON_HOST)):
+    for one, another in ((ON_HOST, on_disk(tmp_path)), (acc.Offload(), ON_HOST)):
         mine = one if mesh.get_rank() else another
         with pytest.raises(acc.DivergenceError, match="different models or settings"):
             acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=mine)
     for options in ({"device_bytes": 10}, {"host_bytes": 10}):
         with pytest.raises(acc.UsageError, match=r"_bytes=10\) limits how much .* \(activations do not count\)"):
-            on_disk(path, **options)
-    offload = on_disk(path, optimizer="host", device_bytes=2**40)  # everything else is nearer
-    model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload)
+            on_disk(tmp_path, **options)
+    offload = on_disk(tmp_path, optimizer="host", device_bytes=2**40)  # everything else is nearer
+    model = recomputed(mesh, offload)
     loss_of(model, 1).backward()
     (store,) = activation_offload_of(model)._stores.values()
     assert store.file._is_summed
-    assert store.file.folder == path
-
-
-def test_a_disk_of_activations_that_fails_is_named(world, tmp_path):
-    (tmp_path / "a").mkdir()
-    world.run(1, broken_disk, tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    world.run(2, no_place, tmp_path / "b")
+    assert store.file.folder == tmp_path
 
 
 def full(mesh, folder: Path) -> None:
     """A disk without space for the inputs of a forward is named in an error; with space again, training goes on."""
-    model = acc.shard(
-        models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(folder)
-    )
+    model = recomputed(mesh, on_disk(folder))
     for shape in ((1, 8), (8, 64)):
         filler = fill(folder)
         with pytest.raises(acc.OffloadError, match=rf"{folder} has no room for [0-9]+ bytes of what is offloaded"):
@@ -296,10 +273,11 @@ def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
         world.run(1, full, folder)
 
 
-def in_order(mesh) -> None:
+@on_world(1)
+def test_inputs_of_another_forward_are_not_copied_back_together(mesh) -> None:
     """Inputs of another forward are not copied back together; a write into an input that is being copied is an error."""
     model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=ON_HOST)
-    activation_offload = engine_in(model).context.shard_buffers.activation_offload
+    activation_offload = activation_offload_of(model)
     offloaded = []
     for value in (1.0, 2.0, 3.0):
         offloaded.append(activation_offload.offload(torch.full((4,), value, device=device()), "host"))
@@ -316,13 +294,9 @@ def in_order(mesh) -> None:
         activation_offload.offload(torch.zeros(4, device=device()), "host")
 
 
-def nothing_recomputed(mesh) -> None:
+@on_world(1)
+def test_activations_without_recomputation_are_refused(mesh) -> None:
     with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
         acc.shard(models.plain(), mesh=mesh, offload=ON_HOST)
-
-
-def test_activations_without_recomputation_are_refused(world):
-    world.run(1, nothing_recomputed)
-    world.run(1, in_order)
     with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk'\) is no place; did you mean 'disk:/path'?"):
         acc.Offload(activations="disk")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
@@ -16,7 +13,7 @@ from accordion.offload.estimate import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_equal, go_on, logged, mesh_of, one_loss, under
+from tests.support.checks import assert_equal, go_on, logged, mesh_of, one_loss, under
 from tests.support.offloads import HOST, MIXED, OPTIMIZER, SCENARIOS, disk, disk_of_all, fresh, places, same_as_without
 from tests.support.ranked import on_world
 from tests.support.reference import local_of
@@ -75,18 +72,13 @@ def test_shards_and_gradients_are_in_one_allocation(mesh) -> None:
 @on_world(1)
 def test_gradients_that_are_added_on_the_cpu_do_not_use_the_landing_buffer(mesh) -> None:
     """On the CPU added gradients do not use the landing buffer, which does not become resident."""
-    found = []
-    for offload in (None, HOST):
-        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
-        if offload is not None:
-            landed = engine_in(model).context.shard_buffers._landing.fill_(7)
-        for micro in range(3):
-            one_loss(model, micro).backward()
-        found.append({name: local_of(p.grad).clone() for name, p in model.named_parameters()})
-    assert_equal(*found)
-    assert len(landed)
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    landing = engine_in(model).context.shard_buffers._landing.fill_(7)
+    for micro in range(3):
+        one_loss(model, micro).backward()
+    assert len(landing)
     if device().type == "cpu":
-        assert bool((landed == 7).all())
+        assert bool((landing == 7).all())
 
 
 @on_world(2)
@@ -143,77 +135,6 @@ def test_estimates_equal_what_is_allocated(mesh, tmp_path: Path) -> None:
         assert len(held) == 2 * len(on_host), name
         num_bytes = sum(local_of(v).nbytes for v in held)
         assert num_bytes <= said.host_states <= 1.1 * num_bytes + 4096 * len(held), name
-
-
-# -- what callers do
-
-
-@on_world(2)
-def test_callers_see_the_same_as_without_offload(mesh, tmp_path: Path) -> None:
-    """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints work, with weights tied in and across units."""
-    found = []
-    for options in (
-        {},
-        {"offload": HOST},
-        {"offload": disk_of_all(tmp_path)},
-        {"offload": disk_of_all(tmp_path, step="device")},
-    ):
-        with torch.device("meta"):
-            model = Blocks()
-        model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
-        torch.manual_seed(3)
-        acc.initialise(model)
-        assert model.last.weight is model.first.weight
-        seen: list[Any] = []
-        model.first.weight.register_post_accumulate_grad_hook(
-            lambda p, seen=seen: seen.append(local_of(p.grad).clone())
-        )
-        model.blocks[0].weight.register_hook(lambda g, seen=seen: seen.append(local_of(g).clone()))
-        x = torch.full((3, 8), 0.5 + dist.get_rank(), device=device())
-        seen += [local_of(g).clone() for g in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
-        for _ in range(2):
-            model(x).square().mean().backward()
-        seen.append(acc.clip_grad_norm_(model, 0.1))
-        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        with torch.no_grad():
-            seen.append(model(x))
-        with acc.full_params(model, write=True), torch.no_grad():
-            model.blocks[1].weight.mul_(1.5)
-        with torch.no_grad():
-            seen.append(model(x))
-        state = {name: value.clone() for name, value in acc.full_state_dict(model, rank0_only=False).items()}
-        model(x).square().mean().backward()
-        optimizer.step()
-        model.load_state_dict(state)
-        with torch.no_grad():
-            seen.append(model(x))
-        acc.synchronize(model)
-        seen += [local_of(v).clone() for v in model.state_dict().values()]
-        seen += [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
-        assert_at_rest(model)
-        found.append(seen)
-    for i, values in enumerate(zip(*found, strict=True)):
-        assert all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]), i
-
-
-class Blocks(nn.Module):
-    """A model with weights tied between units and inside one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.last = nn.Linear(8, 8)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.last(x)
 
 
 @on_world(2)

@@ -63,8 +63,11 @@ def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def failing_calls(call: str, number: int, model: torch.nn.Module) -> Iterator[None]:
-    with mock.patch.object(os, call, side_effect=OSError(number, os.strerror(number))):
+def failing_calls(call: str, number: int, model: torch.nn.Module | None = None) -> Iterator[None]:
+    def broken(*_: Any) -> int:  # a new error each time, without the frames of earlier ones
+        raise OSError(number, os.strerror(number))
+
+    with mock.patch.object(os, call, broken):
         yield
 
 
@@ -153,10 +156,7 @@ def test_what_cannot_be_offloaded_is_named_and_leaves_the_model_as_it_was(mesh) 
 
 
 def pin_on(module: Any) -> list[str]:
-    class Owner:
-        pass
-
-    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8, device=device())
+    owner, memory = torch.nn.Identity(), torch.empty(4096, dtype=torch.uint8, device=device())
 
     def launch() -> None:  # the first one after an error of the runtime raises that
         module.calls.append("launch")
@@ -203,6 +203,17 @@ def test_memory_that_one_rank_cannot_pin_is_an_error_on_all(mesh) -> None:
 
 def test_memory_is_unpinned_when_its_owner_goes():
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
+
+
+def test_pinned_memory_is_dropped_although_its_device_never_ends(monkeypatch):
+    monkeypatch.setattr(arena, "SETTLE_S", 0.0)
+    ends, unpinned, driver, owner = threading.Event(), threading.Event(), FakeAccelerator(0), torch.nn.Identity()
+    monkeypatch.setattr(driver, "cudaHostUnregister", lambda _: unpinned.set())
+    arena.pin(owner, torch.empty(4096, dtype=torch.uint8), driver, ends.wait, lambda: None)
+    del owner
+    assert not unpinned.is_set()
+    ends.set()
+    assert unpinned.wait(60)
 
 
 PINS = """

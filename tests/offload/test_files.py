@@ -7,6 +7,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
 from accordion.offload import swap_file
 from accordion.offload.arena import Arena
+from accordion.offload.host_shards import Resources
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
-from accordion.offload.step.pipelines import NUM_BUFFERS, DiskPipeline, HostPipeline
-from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, aligned_buffer, check_folder
 from tests.support.disks import fill, mounted
 
 PAGE = swap_file.ALIGN_BYTES
@@ -173,17 +176,15 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
 
 
 def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path):
-    keys = {"a": torch.float32, "b": torch.float32}
     sizes = [5000, 1, 1024, 2048, 3, 0]
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += -(-size // 1024) * 1024
-    block = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
+    *starts, numel = accumulate((-(-size // 1024) * 1024 for size in sizes), initial=0)
+    allocator = FileAllocator(tmp_path, 8 * numel, checksums=False)
+    runs = {name: allocator.take(numel, torch.float32) for name in "ab"}
+    block = chunks.StateBlock(runs, numel, itemsize=4, max_numel=2048)
     tensors = [torch.zeros(size) for size in sizes]
-    entries = [Entry(0, t, t, t, {}) for t in tensors]
     todos = [
-        chunks.ParamStep(e, chunks.StatePlace(block, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)
+        chunks.ParamStep(Entry(0, t, t, t, {}), chunks.StatePlace(t, block, start, {}), frozenset())
+        for t, start in zip(tensors, starts, strict=True)
     ]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
     for chunk in chunks.chunks_of(stepped):
@@ -208,20 +209,18 @@ def test_several_requests_are_in_flight(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        disk_pipeline = DiskPipeline(parts, pool, buffers())
-        for which in range(NUM_BUFFERS):
-            _, (view, *_) = disk_pipeline.take(which)
-            assert not view.any()
+        over_device(parts, pool).run(add_one)
+        assert bool((todo.place.shown["a"] == 1).all())
         pipeline = HostPipeline(pool, buffers())
         for future in [pipeline.start(part, add_one) for part in parts]:
             future.result(60)
-    assert bool((todo.place.shown["a"] == 1).all())
+    assert bool((todo.place.shown["a"] == 2).all())
 
 
 def test_chunks_are_read_while_one_is_stepped_and_one_is_stepped_at_a_time(tmp_path):
     """The first step waits until other chunks are read; no two chunks are stepped at a time; all are written once."""
     todo, parts = made_chunks(tmp_path, 3 * NUM_BUFFERS)
-    file, begun, stepping = todo.place.block.store, threading.Event(), threading.Semaphore(1)
+    file, begun, stepping = todo.place.block.runs["a"].file, threading.Event(), threading.Semaphore(1)
 
     def step(chunk: chunks.Chunk, views: list[Tensor]) -> None:
         assert stepping.acquire(blocking=False), "two are stepped at a time"
@@ -273,8 +272,8 @@ def test_a_chunk_that_fails_frees_its_buffer(tmp_path):
             pipeline.start(parts[0], add_one)
 
 
-def test_abandon_returns_when_no_read_is_under_way(tmp_path, monkeypatch):
-    """The first of several reads fails at once; `abandon` returns when the others have ended."""
+def test_an_error_is_raised_when_no_read_is_under_way(tmp_path, monkeypatch):
+    """The first of several reads fails at once; its error is raised when the others have ended."""
     _, parts = made_chunks(tmp_path, NUM_BUFFERS)
     real, failed, ended = os.preadv, threading.Event(), []
 
@@ -289,26 +288,36 @@ def test_abandon_returns_when_no_read_is_under_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", preadv)
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        disk_pipeline = DiskPipeline(parts, pool, buffers())
         with pytest.raises(OffloadError, match="could not be read"):
-            disk_pipeline.take(0)
-        disk_pipeline.abandon()
+            over_device(parts, pool).run(add_one)
         assert len(ended) == NUM_BUFFERS - 1
 
 
 def made_chunks(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
     """Return the step of a parameter with a state of zeros in a file, and its chunks of four pages."""
     numel = num * PAGE
-    block = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
-    own, shown = torch.zeros(numel), block.store.mapped(0, numel, torch.float32)
-    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.StatePlace(block, 0, {"a": shown}), frozenset({"a"}))
+    run = FileRange(SwapFile(path, 4 * numel), 0, numel, torch.float32)
+    block, own = chunks.StateBlock({"a": run}, numel, itemsize=4, max_numel=PAGE), torch.zeros(numel)
+    place = chunks.StatePlace(own, block, 0, {"a": run.mapped()})
+    todo = chunks.ParamStep(Entry(0, own, own, own, {}), place, frozenset({"a"}))
     parts = list(chunks.chunks_of([todo]))
     assert len(parts) == num
     return todo, parts
 
 
-def buffers() -> list[Tensor]:
-    return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
+def buffers(num: int = NUM_BUFFERS, num_tensors: int = 1) -> list[Tensor]:
+    return [aligned_buffer(4 * PAGE * num_tensors) for _ in range(num)]
+
+
+def over_device(parts: list[chunks.Chunk], pool: ThreadPoolExecutor) -> DevicePipeline:
+    """Return a pipeline whose device is the CPU, which copies the state, the parameter and its gradient."""
+    return DevicePipeline(parts, cpu_resources(pool), buffers(), buffers(NUM_DEVICE_BUFFERS, num_tensors=3))
+
+
+def cpu_resources(pool: ThreadPoolExecutor | None = None) -> Resources:
+    device = torch.device("cpu")
+    streams = {name: SideStream(device, None) for name in ("fetch_stream", "store_stream")}
+    return Resources(device=device, pool=lambda: pool, make_arena=Arena, checksums=False, **streams)
 
 
 def add_one(chunk: chunks.Chunk, views: list[Tensor]) -> None:

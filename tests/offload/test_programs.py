@@ -17,17 +17,26 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, go_on, one_loss
+from tests.support.checks import PlantedError, assert_at_rest, go_on, one_loss
 from tests.support.offloads import HOST, MIXED, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
 Program = Callable[..., list[Any]]
 PROGRAMS: dict[str, Program] = {}
+USUAL: list[
+    tuple[int, str, str]
+] = []  # (number of ranks, tier, program) that `make test` runs; `make test-all` runs all
 
 
-def program(run: Program) -> Program:
-    PROGRAMS[run.__name__] = run
-    return run
+def program(*tiers: str, num_ranks: int = 1) -> Callable[[Program], Program]:
+    """Register a program, and the `tiers` and `num_ranks` with which `make test` runs it."""
+
+    def register(run: Program) -> Program:
+        PROGRAMS[run.__name__] = run
+        USUAL.extend((num_ranks, tier, run.__name__) for tier in tiers)
+        return run
+
+    return register
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -46,7 +55,7 @@ def end_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]
     return found
 
 
-@program
+@program("all on disk")
 def unscales_and_clips(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Use a scaler that writes into the gradients, gradient accumulation, an overflow, and torch's own clipping."""
     model = shard(models.plain())
@@ -78,7 +87,7 @@ class Raises(torch.autograd.Function):
         raise PlantedError("in the middle of a backward")
 
 
-@program
+@program("mixed")
 def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Raise in the middle of a backward right after a step; then clear the gradients it left, or add to them."""
     model = shard(models.plain())
@@ -100,7 +109,7 @@ def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> l
     return end_of(model, optimizer)
 
 
-@program
+@program("disk")
 def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Use two optimizers with some parameters of every unit each, of which one steps every second time."""
     model = shard(models.plain())
@@ -117,7 +126,7 @@ def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[An
     return end_of(model, first, second)
 
 
-@program
+@program("host")
 def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     model = shard(models.plain())
     optimizer = adamw(model)
@@ -130,7 +139,7 @@ def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list
     return end_of(model, optimizer)
 
 
-@program
+@program("streamed")
 def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Evaluate, average full parameters, take state dicts and change hyperparameters, all right after a step."""
     model = shard(models.plain())
@@ -162,7 +171,7 @@ def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> li
     return found + list(average.values()) + end_of(model, optimizer)
 
 
-@program
+@program("budgets", num_ranks=2)
 def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Save in the background right after a step and before others: the checkpoint has the result of that step."""
     model = shard(models.plain())
@@ -184,7 +193,7 @@ def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
     return found + end_of(model, optimizer)
 
 
-@program
+@program("all on disk")
 def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Train two models in turn, and with one optimizer for both; then delete one while its step is under way."""
     a, b = shard(models.plain()), shard(models.seeded(3, tied=True))
@@ -207,7 +216,7 @@ def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     return found + end_of(b, second)
 
 
-@program
+@program("mixed")
 def adds_a_group(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Add parameters after a step; step without any gradient; step with a closure."""
     model = shard(models.plain())
@@ -229,7 +238,7 @@ def adds_a_group(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
     return found + end_of(model, optimizer)
 
 
-@program
+@program("disk")
 def goes_on_from_a_state_dict(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """Take a state dict right after a step, step twice more, and load it into the same and a new optimizer."""
     model = shard(models.tied())
@@ -251,10 +260,128 @@ def goes_on_from_a_state_dict(mesh, shard: Callable[..., nn.Module], path: Path)
     return found + end_of(model, other)
 
 
-PLACES = ("all on disk", "mixed", "disk", "host", "streamed", "budgets")
+@program("host", "disk", "streamed", num_ranks=2)
+def scales_a_fused_step(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """A scaler sets the scale and overflow as attributes of a fused optimizer, and removes them before units are stepped."""
+    model = shard(models.plain(), precision=acc.Precision(params=torch.float16))
+    lr = torch.tensor(1e-2, device=device())
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=lr, fused=True))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
+    found: list[Any] = []
+    for step in range(5):
+        loss = one_loss(model, step) * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+        found.append(loss.item())
+    return [*found, scaler.get_scale(), *acc.full_state_dict(model, rank0_only=False).values()]
 
 
-def in_places(mesh, path: Path, names: list[str], places: list[str]) -> None:
+@program("disk", num_ranks=2)
+def steps_without_states(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    model = shard(models.plain())
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    go_on(model, optimizer, range(2))
+    return end_of(model, optimizer)
+
+
+@program("all on disk", num_ranks=2)
+def writes_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Write into a parameter, a gradient and a state, which counts; a gradient that is kept does not change."""
+    model = shard(models.plain())
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    kept = []
+    for step in range(3):
+        one_loss(model, step).backward()
+        one_loss(model, step + 5).backward()
+        acc.clip_grad_norm_(model, 0.05)
+        local_of(model.head.weight.grad).mul_(2)
+        kept.append(model.norm.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        acc.synchronize(model)
+        with torch.no_grad():
+            local_of(model.norm.weight).mul_(1.25)
+        optimizer.state_dict()["state"][0]["exp_avg"].mul_(0.5)
+    return [*end_of(model), *(local_of(grad).clone() for grad in kept)]
+
+
+@program("all on disk")
+def writes_without_a_version(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Clip by foreach operators on DTensors, which increment no tensor version: that is no disk error."""
+    model = shard(models.plain())
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(2):
+        one_loss(model, step).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        acc.synchronize(model)
+        optimizer.zero_grad()
+    return end_of(model)
+
+
+class Blocks(nn.Module):
+    """A model with weights tied between units and inside one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+@program("host", "all on disk", "streamed", num_ranks=2)
+def looks_at_everything(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Use hooks, autograd.grad, clipping, writes, state dicts and a load, with weights tied in and across units."""
+    with torch.device("meta"):
+        model = Blocks()
+    model = shard(model, precision=acc.Precision(params=torch.bfloat16))
+    torch.manual_seed(3)
+    acc.initialise(model)
+    assert model.last.weight is model.first.weight
+    seen: list[Any] = []
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(local_of(p.grad).clone()))
+    model.blocks[0].weight.register_hook(lambda g: seen.append(local_of(g).clone()))
+    x = torch.full((3, 8), 0.5 + dist.get_rank(), device=device())
+    seen += [local_of(g).clone() for g in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
+    for _ in range(2):
+        model(x).square().mean().backward()
+    seen.append(acc.clip_grad_norm_(model, 0.1))
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    with torch.no_grad():
+        seen.append(model(x))
+    with acc.full_params(model, write=True), torch.no_grad():
+        model.blocks[1].weight.mul_(1.5)
+    with torch.no_grad():
+        seen.append(model(x))
+    state = {name: value.clone() for name, value in acc.full_state_dict(model, rank0_only=False).items()}
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        seen.append(model(x))
+    seen += end_of(model, optimizer)
+    assert_at_rest(model)
+    return seen
+
+
+TIERS = ("all on disk", "mixed", "disk", "host", "streamed", "budgets")
+
+
+def in_tiers(mesh, path: Path, names: list[str], tiers: list[str]) -> None:
     """Run each program in each tier; the budgets of ranks differ."""
     rank = dist.get_rank()
     offloads = {
@@ -267,23 +394,24 @@ def in_places(mesh, path: Path, names: list[str], places: list[str]) -> None:
     }
     for name in names:
         wanted = PROGRAMS[name](mesh, partial(acc.shard, mesh=mesh), path / name)
-        for place in places:
-            shard = partial(acc.shard, mesh=mesh, offload=offloads[place])
-            found = PROGRAMS[name](mesh, shard, path / f"{name} {place}")
+        for tier in tiers:
+            shard = partial(acc.shard, mesh=mesh, offload=offloads[tier])
+            found = PROGRAMS[name](mesh, shard, path / f"{name} {tier}")
             pairs = enumerate(zip(found, wanted, strict=True))
             wrong = [
                 i for i, (a, b) in pairs if not (torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) else a == b)
             ]
-            assert not wrong, (name, place, wrong)
+            assert not wrong, (name, tier, wrong)
 
 
-def test_programs_in_a_place_each(world, tmp_path):
-    for i, place in enumerate(PLACES):
-        num_ranks = 2 if place == "budgets" else 1
-        world.run(num_ranks, in_places, tmp_path, list(PROGRAMS)[i :: len(PLACES)], [place])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_programs_in_some_tiers(world, num_ranks, tmp_path):
+    for tier in TIERS:
+        names = [name for ranks, usual, name in USUAL if (ranks, usual) == (num_ranks, tier)]
+        world.run(num_ranks, in_tiers, tmp_path, names, [tier])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_in_every_place(world, name, tmp_path):
-    world.run(2, in_places, tmp_path, [name], list(PLACES), timeout_s=600)
+def test_programs_in_every_tier(world, name, tmp_path):
+    world.run(2, in_tiers, tmp_path, [name], list(TIERS), timeout_s=600)

@@ -100,32 +100,6 @@ def test_a_gather_waits_for_the_step_of_its_own_unit(mesh) -> None:
     assert order == ["embed.weight", "blocks.0", "blocks.1", "blocks.2"] * 2
 
 
-@on_world(2)
-def test_a_gradient_scaler_is_exact_during_the_next_forward(mesh, tmp_path: Path) -> None:
-    """A scaler sets the scale and overflow as attributes of a fused optimizer, and removes them before units are stepped."""
-    results = []
-    for offload in (None, HOST, disk(tmp_path), disk_of_all(tmp_path, step="device")):
-        model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
-        optimizer = acc.wrap_optimizer(
-            torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device()), fused=True)
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
-        losses = []
-        for step in range(5):
-            loss = one_loss(model, step) * (float("inf") if step == 2 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(loss.item())
-        results.append((losses, scaler.get_scale(), acc.full_state_dict(model, rank0_only=False)))
-    for losses, scale, params in results[1:]:
-        assert (losses, scale) == results[0][:2]
-        assert_equal(params, results[0][2])
-
-
 # -- in the backward
 
 

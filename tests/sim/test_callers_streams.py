@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
 WIDTH = 64
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
 
 class Beside(nn.Module):
-    """A tower computes on the stream `aside` while the blocks do on the caller's, as a vision tower may."""
+    """A model whose tower computes on the stream `aside` while its blocks compute on the caller's, as a vision tower may."""
 
     def __init__(self, num_in_tower: int) -> None:
         super().__init__()
@@ -60,8 +61,16 @@ class Beside(nn.Module):
         return x
 
 
-def trains_as_without_sharding(mesh, num_in_tower: int, strategy: str, frozen: bool, shared: bool = False) -> None:
-    """`frozen`: the tower is. `shared`: its first block is the first of the others too."""
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("num_in_tower", "frozen", "shared"),
+    [(1, False, False), (1, True, False), (3, False, False), (3, True, False), (1, False, True)],
+)
+@on_world(2)
+def test_a_tower_on_a_stream_of_its_own_trains_as_without_sharding(
+    mesh, num_in_tower: int, frozen: bool, shared: bool, strategy: str
+) -> None:
+    """`frozen`: the tower is. `shared`: its first block is also the first of the others, so both streams read its weights."""
     device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
     torch.manual_seed(0)
     alone = Beside(num_in_tower)
@@ -74,12 +83,11 @@ def trains_as_without_sharding(mesh, num_in_tower: int, strategy: str, frozen: b
     for step in range(4):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         for m, optimizer in zip((alone, model), optimizers, strict=True):
-            given = x.to(device) if m is model else x
-            m(given).square().mean().backward()
+            m(x.to(device) if m is model else x).square().mean().backward()
             optimizer.step()
             if (
                 m is model
-            ):  # else strict mode fills the tower's gradients, which are of its stream, while the step reads them
+            ):  # else strict mode fills the gradients of the tower, on its stream, while the step reads them
                 model.aside.wait_stream(torch.accelerator.current_stream())
             optimizer.zero_grad()
         with torch.no_grad():
@@ -87,15 +95,3 @@ def trains_as_without_sharding(mesh, num_in_tower: int, strategy: str, frozen: b
     torch.accelerator.synchronize()
     for (name, own), want in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.full_tensor().cpu(), want, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("num_in_tower", [1, 3])
-def test_a_tower_on_a_stream_of_its_own_trains_as_without_sharding(world, num_in_tower, strategy, frozen):
-    world.run(2, trains_as_without_sharding, num_in_tower, strategy, frozen)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_block_that_both_streams_read_stands_until_both_have_read_it(world, strategy):
-    world.run(2, trains_as_without_sharding, 1, strategy, False, shared=True)

@@ -18,43 +18,36 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from tests.devices import device
 from tests.inside import engine_in
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
 
 
-def time_outs(mesh) -> list[timedelta]:
-    """Of the groups over which a model gathers and reduces."""
+@on_world(4)
+def test_the_second_communicator_waits_as_long_as_the_jobs_own(mesh) -> None:
     axis = engine_in(acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)).context.shard
     assert axis.gather.group is not axis.reduce.group
-    return [
+    gathering, reducing = (
         communicator.group._get_backend(torch.device(device().type)).options._timeout
         for communicator in (axis.gather, axis.reduce)
-    ]
+    )
+    assert gathering == reducing != timedelta(minutes=30), "the job's is not torch's default"
 
 
-def test_the_second_communicator_waits_as_long_as_the_jobs_own(world):
-    for gathering, reducing in world.run(world.num_ranks, time_outs):
-        assert gathering == reducing != timedelta(minutes=30), "the job's is not torch's default"
-
-
-def num_groups(mesh, num_models: int) -> int:
-    """How many process groups models add that are sharded over one mesh and collected, one after the other."""
+@on_world(3)
+def test_models_over_one_mesh_share_its_communicators(mesh) -> None:
+    """Models are sharded and garbage-collected one after the other."""
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
-    for _ in range(num_models):
+    for _ in range(4):
         model = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)
         model(torch.ones(2, 8, device=device())).sum().backward()
-    return len(groups) - before
-
-
-def test_models_over_one_mesh_share_its_communicators(world):
-    for added in world.run(3, num_groups, 4):
-        assert added <= 1
+    assert len(groups) - before <= 1
 
 
 @contextmanager
 def mesh_of(library: str) -> Iterator[DeviceMesh]:
-    """A mesh of all ranks, which communicate through a library of that name; so do the groups that are made inside."""
+    """Context manager that yields a mesh of all ranks, whose groups, and those created inside, use a library of that name."""
     with mock.patch.dict(os.environ, SIM_CCL_NAME=library):
         yield DeviceMesh.from_group(dist.new_group(), "sim")
 
@@ -79,8 +72,11 @@ class Block(nn.Module):
 NUM_BLOCKS = 3
 
 
-def waits_and_launches(mesh, library: str, reduce: str) -> tuple[list[int], int]:
-    """Of each of four steps how often the host waits; of the last one how many collectives are launched."""
+@pytest.mark.parametrize("reduce", ["exchange", "reduce_scatter"])
+@pytest.mark.parametrize("library", ["nccl", "nccl2", "a vendor's"])
+@on_world(4)
+def test_every_library_of_a_device_is_left_to_its_streams(mesh, library: str, reduce: str) -> None:
+    """torch 2.15 makes an nccl2 where NCCL is asked for, which does not coalesce: there more is packed."""
     torch.manual_seed(0)
     with mesh_of(library) as own:
         model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)]).to(device())
@@ -99,13 +95,6 @@ def waits_and_launches(mesh, library: str, reduce: str) -> tuple[list[int], int]
         waits.append(torch.sim.num_waits() - before)
     torch.accelerator.synchronize()
     events = torch.sim.trace(False)
-    return waits, sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in events)
-
-
-@pytest.mark.parametrize("reduce", ["exchange", "reduce_scatter"])
-@pytest.mark.parametrize("library", ["nccl", "nccl2", "a vendor's"])
-def test_every_library_of_a_device_is_left_to_its_streams(world, library, reduce):
-    """torch 2.15 makes an nccl2 where NCCL is asked for, which does not coalesce: there more is packed."""
-    for waits, launches in world.run(world.num_ranks, waits_and_launches, library, reduce):
-        assert waits[1:] == [0, 0, 0]
-        assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"
+    launches = sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in events)
+    assert waits[1:] == [0, 0, 0]
+    assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.offload import arena
 from tests.devices import device
 from tests.inside import engine_in
 from tests.safety.test_exit import ALONE, assert_each_exits_alone
 from tests.support.fails_alone import Block, Model
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
 
@@ -25,7 +24,7 @@ def test_a_rank_that_fails_alone_exits_at_once(tmp_path):
 
 
 waits: list[str] = []
-"""Of the host, since the last pass that failed."""
+"""Waits of the host since the last pass that failed."""
 
 
 def fail() -> None:
@@ -46,7 +45,7 @@ def trained(model: nn.Module, steps: int) -> list[Tensor]:
 
 
 def waits_after(model: nn.Module, fails: str, then: Callable[[], None]) -> list[str]:
-    """From the error of a pass until `then` has returned."""
+    """Return the waits of the host from the error of a pass until `then` has returned."""
     gc.collect()
     model.fails = f"{fails}, absent gradients"
     with pytest.raises(ValueError, match="planted"):
@@ -57,7 +56,13 @@ def waits_after(model: nn.Module, fails: str, then: Callable[[], None]) -> list[
     return list(waits)
 
 
-def after_failures(mesh, fails: str, offload: acc.Offload | None) -> tuple[list[str], list[str]]:
+OFFLOADS = [None, acc.Offload(params="host", optimizer="host"), acc.Offload(activations="host")]
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("offload", OFFLOADS, ids=["none", "host", "activations"])
+@on_world(2)
+def test_the_host_waits_for_nothing_after_a_pass_that_failed(mesh, fails: str, offload: acc.Offload | None) -> None:
     """Fail, go on as a model that did not fail, fail again, and end the model."""
     models = []
     for _ in range(2):
@@ -69,36 +74,8 @@ def after_failures(mesh, fails: str, offload: acc.Offload | None) -> tuple[list[
         trained(model, 2)
         models.append(model)
     model, other = models
-    recovers = waits_after(model, fails, engine_in(model).recover)
+    assert waits_after(model, fails, engine_in(model).recover) == []
     model.zero_grad()
     for mine, same in zip(trained(model, 2), trained(other, 2), strict=True):
         assert torch.equal(mine, same)
-    return recovers, waits_after(model, fails, engine_in(model).dismantle)
-
-
-OFFLOADS = [None, acc.Offload(params="host", optimizer="host"), acc.Offload(activations="host")]
-
-
-@pytest.mark.parametrize("fails", ["forward", "backward"])
-@pytest.mark.parametrize("offload", OFFLOADS, ids=["none", "host", "activations"])
-def test_the_host_waits_for_nothing_after_a_pass_that_failed(world, fails, offload):
-    assert world.run(2, after_failures, fails, offload) == [([], []), ([], [])]
-
-
-def test_pinned_memory_is_dropped_although_its_device_never_ends(monkeypatch):
-    ends, given_back = threading.Event(), threading.Event()
-
-    class Runtime:
-        def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
-            return 0
-
-        def cudaHostUnregister(self, _: int) -> None:  # noqa: N802
-            given_back.set()
-
-    monkeypatch.setattr(arena, "SETTLE_S", 0.0)
-    owner = Block(16)
-    arena.pin(owner, torch.empty(4096, dtype=torch.uint8, device="cpu"), Runtime(), lambda: ends.wait(), lambda: None)
-    del owner
-    assert not given_back.is_set()
-    ends.set()
-    assert given_back.wait(60)
+    assert waits_after(model, fails, engine_in(model).dismantle) == []

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import device
 from tests.inside import units_of
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
-MOST_TEMPORARY = 4096  # bytes of a side stream's own: what comparing tags takes
+MOST_TEMPORARY = 4096  # bytes that the comparison of tags allocates on a side stream
 
 
 def traced(function) -> list[tuple]:
-    """(kind, name, stream, bytes, begin, end) of all that `function` has the device do."""
+    """Return (kind, name, stream, bytes, begin, end) of each event of the device during `function()`."""
     torch.accelerator.synchronize()
     torch.sim.trace(True)
     function()
@@ -27,7 +28,7 @@ def traced(function) -> list[tuple]:
 
 
 class Experts(nn.Module):
-    """Fused experts whose number does not divide over ranks: cut on another dim, and all the larger."""
+    """Fused experts whose number does not divide over ranks, so that they are sharded on another dim."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ def small_blocks() -> nn.Module:
     )
 
 
-def comparisons(mesh) -> list[int]:
-    """Of one step after the other how often tags were compared."""
+@on_world(2)
+def test_tags_are_compared_until_ranks_have_gone_on_alike_for_some_steps_and_after_every_surprise(mesh) -> None:
     model = acc.shard(small_blocks(), mesh, units={nn.Sequential})
     x, compared = torch.randn(4, 16, device=device()), []
     for step in range(8):
@@ -83,18 +84,14 @@ def comparisons(mesh) -> list[int]:
         events = traced(lambda: one_step(model, x))
         model.zero_grad()
         compared.append(sum(kind == "kernel" and "assert" in name for kind, name, *_ in events))
-    return compared
+    assert compared[0] > 0
+    assert compared[5] == 0
+    assert compared[6] > 0
 
 
-def test_tags_are_compared_until_ranks_have_gone_on_alike_for_some_steps_and_after_every_surprise(world):
-    for compared in world.run(2, comparisons):
-        assert compared[0] > 0
-        assert compared[5] == 0
-        assert compared[6] > 0
-
-
-def unpacks_dense_rows(mesh) -> None:
-    """What CUDA unpacks with one kernel: of rows with gaps it would copy every tensor by itself."""
+@on_world(2)
+def test_small_parameters_are_unpacked_from_rows_without_gaps(mesh) -> None:
+    """CUDA unpacks such rows with one kernel; from rows with gaps it would copy each tensor by itself."""
     model, plain, given = acc.shard(small_blocks(), mesh, units={nn.Sequential}), torch.split_with_sizes_copy, []
 
     def unpack(rows: Tensor, sizes: list[int], dim: int, out: list[Tensor]) -> None:
@@ -106,15 +103,11 @@ def unpacks_dense_rows(mesh) -> None:
     assert set(given) == {(True, True, True)}
 
 
-def test_small_parameters_are_unpacked_from_rows_without_gaps(world):
-    world.run(2, unpacks_dense_rows)
-
-
 FROZEN = [torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn, torch.int8, torch.bool, torch.bfloat16]
 
 
 class Table(nn.Module):
-    """A layer beside frozen tensors of any dtype: one that travels alone, and a small one."""
+    """A layer with frozen parameters of any dtype: one that is sent alone, and a small one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -128,7 +121,9 @@ class Table(nn.Module):
         return x + self.layer(x)
 
 
-def gathers_frozen(mesh, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", FROZEN, ids=str)
+@on_world(2)
+def test_frozen_parameters_of_any_dtype_are_gathered(mesh, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(Table(dtype), Table(dtype))
     model = acc.shard(copy.deepcopy(alone), mesh, units={Table})
@@ -141,20 +136,12 @@ def gathers_frozen(mesh, dtype: torch.dtype) -> None:
         assert torch.equal(full.cpu().view(torch.uint8), alone.state_dict()[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("dtype", FROZEN, ids=str)
-def test_frozen_parameters_of_any_dtype_are_gathered(world, dtype):
-    world.run(2, gathers_frozen, dtype)
-
-
-def long_names(mesh) -> None:
-    """As adapters in a vision tower have them."""
+@on_world(2)
+def test_a_unit_may_have_a_long_name(mesh) -> None:
+    """As adapters in a vision tower have."""
     name = "base_model_model_vision_tower_vision_model_encoder_layers_" * 6
     model = nn.Sequential()
     for i in range(3):
         model.add_module(f"{name}{i}", nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
     one_step(acc.shard(model, mesh, units={nn.Sequential}), torch.randn(2, 16).to(device()))
     torch.accelerator.synchronize()
-
-
-def test_a_unit_may_have_a_long_name(world):
-    world.run(2, long_names)

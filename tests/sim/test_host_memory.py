@@ -41,10 +41,7 @@ def trained(mesh, offload, folder):
         torch.set_default_device(None)
 
 
-PLACES = ["device", "host", "disk:{}"]
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["device", "host", "disk:{}"])
 def test_a_default_device_changes_nothing(world, tmp_path, place):
     place = place.format(tmp_path)
     offload = acc.Offload(optimizer=place, **({} if place == "device" else {"params": place, "grads": place}))
@@ -59,11 +56,10 @@ def test_a_default_device_changes_nothing(world, tmp_path, place):
         torch.testing.assert_close(found[0][name], tensor)
 
 
-def scaled(mesh, offload, wrapped):
-    """Gradients after `unscale_`, over and over: the scale is copied to the host without a wait by torch's scaler."""
+def scaled(mesh, offload):
+    """Return the gradients after each of ten `unscale_`: torch's scaler copies the scale to the host without a wait."""
     model = acc.shard(blocks(), mesh, offload=offload, precision=acc.Precision(params=torch.float16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = acc.wrap_optimizer(optimizer) if wrapped else optimizer
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
     found = []
     for _ in range(10):
@@ -79,8 +75,8 @@ def scaled(mesh, offload, wrapped):
 @pytest.mark.parametrize("place", ["host", "disk:{}"])
 def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
     offload = acc.Offload(optimizer="host", grads=place.format(tmp_path))
-    on_device = world.run(2, scaled, acc.Offload(), True)[0][0]
-    for found in world.run(2, scaled, offload, True):
+    on_device = world.run(2, scaled, acc.Offload())[0][0]
+    for found in world.run(2, scaled, offload):
         for grads in found:
             for grad, expected in zip(grads, on_device, strict=True):
                 assert torch.equal(grad, expected)
@@ -99,7 +95,7 @@ assert bytes(copy) == bytes(data.cpu().numpy())
 
 
 def test_a_save_in_the_background_pins_what_it_copies_and_no_more():
-    """Torch's own pinned memory comes in powers of two: 5 MiB would pin 8, and the machine gives 6."""
+    """Torch's pinned allocator rounds up to powers of two: it would pin 8 MiB for 5, and this machine allows 6."""
     done = run_python("-c", BACKGROUND, SIM_PIN_LIMIT=str(6 << 20), SIM_DEVICES="1")
     assert done.returncode == 0, done.stderr
 
@@ -109,7 +105,7 @@ def sleeps():
 
 
 def offloaded_inputs(mesh, offload):
-    """Gradients of a forward that was followed by another one, to which nobody goes back; what leaves, leaves late."""
+    """Return the gradients of a forward after another forward without a backward; copies to the host run late."""
     model = models.seeded(num_blocks=6)
     model = acc.shard(model, mesh, offload=offload, checkpoint_activations="full", debug="streams")
     with mock.patch.object(_torch, "sleep_on_device", sleeps):

@@ -12,6 +12,7 @@ import accordion as acc
 from accordion.engine.communicator import Communicator, Pending
 from tests.devices import device
 from tests.inside import engine_in
+from tests.support.ranked import on_mesh
 
 pytestmark = pytest.mark.sim
 UNITS = 6
@@ -23,8 +24,10 @@ def blocks() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(UNITS)])
 
 
-def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
-    """The reduces of one backward in which those between nodes are slow: (axis, stream, begin, end)."""
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_what_goes_over_nodes_holds_up_neither_the_backward_nor_the_reduce_inside_of_one(mesh, strategy: str) -> None:
+    """Reduces between nodes are slow in this backward."""
     model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
     context = engine_in(model).context
     between, x = context.replicate.reduce, torch.randn(4, 32, device=device())
@@ -47,23 +50,18 @@ def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
     with mock.patch.multiple(Communicator, **{name: slowly(name) for name in plain}):
         loss.backward()
     torch.accelerator.synchronize()
-    streams = {context.reduce_stream.stream.stream_id: "inside", context.replicate_stream.stream.stream_id: "between"}
-    return [
-        (streams[stream], stream, begin, end)
-        for kind, name, stream, _, begin, end in torch.sim.trace(False)
-        if kind == "kernel" and name.startswith("ccl_") and stream in streams
-    ]
+    events = torch.sim.trace(False)
+    inside, between = (
+        [end for kind, name, on, _, _, end in events if kind == "kernel" and name.startswith("ccl_") and on == stream]
+        for stream in (context.reduce_stream.stream.stream_id, context.replicate_stream.stream.stream_id)
+    )
+    assert len(inside) == len(between) == UNITS
+    assert inside[3] < between[1], "the fourth reduce inside a node waited for the second between nodes"
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
-def test_what_goes_over_nodes_holds_up_neither_the_backward_nor_the_reduce_inside_of_one(world, strategy):
-    for found in world.run_mesh((2, 2), ("replicate", "shard"), reduces, strategy):
-        inside, between = ([(a, b) for axis, _, a, b in found if axis == which] for which in ("inside", "between"))
-        assert len(inside) == len(between) == UNITS
-        assert inside[3][1] < between[1][1], "the fourth reduce inside a node waited for the second between nodes"
-
-
-def trains(mesh, strategy: str) -> None:
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_gradients_are_those_without_sharding(mesh, strategy: str) -> None:
     model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
     alone = blocks()
     for _ in range(3):
@@ -73,8 +71,3 @@ def trains(mesh, strategy: str) -> None:
             m(x.to(device()) if m is model else x).square().mean().backward()
         for own, want in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(own.grad.full_tensor().cpu(), want.grad)
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
-def test_gradients_are_those_without_sharding(world, strategy):
-    world.run_mesh((2, 2), ("replicate", "shard"), trains, strategy)

@@ -1,4 +1,4 @@
-"""The simulator itself: its numbers are the CPU's, and what an accelerator makes of a missing wait is seen."""
+"""The simulator itself: it computes the CPU's numbers, and a missing wait shows as it does on an accelerator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
 TRIES = 20
@@ -121,7 +123,7 @@ def test_memory_comes_as_nan_and_blocks_are_used_again():
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_copies_to_the_host(pinned):
-    """To pinned memory the host does not wait, and sees what was there before until it does."""
+    """The host does not wait for a copy to pinned memory, and reads the old values until it does."""
     host = torch.zeros(1000, pin_memory=pinned)
     x = torch.ones(1000, device="sim")
     torch.accelerator.synchronize()
@@ -143,22 +145,26 @@ def test_asserts_take_texts_of_less_than_255_bytes():
         torch._assert_async(torch.ones((), dtype=torch.bool, device="sim"), "x" * 255)
 
 
-def test_waits_of_the_host_are_told():
-    told = []
+def test_waits_of_the_host_are_reported():
+    waits = []
     x = torch.ones(3, device="sim")
-    torch.sim.tell_waits(lambda why, stream: told.append(why))
+    torch.sim.tell_waits(lambda why, stream: waits.append(why))
     try:
         y = x + x
-        assert not told
+        assert not waits
         assert y.sum().item() == 6
         torch.accelerator.synchronize()
     finally:
         torch.sim.tell_waits(None)
-    assert told == ["item", "device.synchronize"]
+    assert waits == ["item", "device.synchronize"]
 
 
-def sharded(mesh) -> None:
-    """torch's own FSDP on the simulator and on the CPU."""
+@pytest.mark.skipif(
+    os.environ.get("SIM_POISON") == "2", reason="torch's FSDP fails if memory is filled when it is freed"
+)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@on_world(4)
+def test_torchs_fsdp_equals_the_cpus_bit_for_bit(mesh) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank, count = dist.get_rank(), mesh.size()
@@ -173,16 +179,9 @@ def sharded(mesh) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(
-    os.environ.get("SIM_POISON") == "2", reason="torch's FSDP fails where memory is filled when it is let go"
-)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-def test_torchs_fsdp_equals_the_cpus_bit_for_bit(world):
-    world.run(world.num_ranks, sharded)
-
-
-def early_and_late(mesh) -> int:
-    """How often a sum before the wait for a collective was another than the one after, of ten times."""
+@on_world(4)
+def test_a_missing_wait_for_a_collective_is_seen(mesh) -> None:
+    """A sum before the wait for a collective differs from the sum after it, at least once in ten times."""
     wrong = 0
     for _ in range(10):
         x = torch.ones(1000, device="sim")
@@ -191,16 +190,9 @@ def early_and_late(mesh) -> int:
         work.wait()
         assert x.sum().item() == 1000 * mesh.size()
         wrong += int(early.item() != 1000 * mesh.size())
-    return wrong
+    assert wrong
 
 
-def test_a_missing_wait_for_a_collective_is_seen(world):
-    assert all(world.run(world.num_ranks, early_and_late))
-
-
-def seed_of_delays(mesh) -> int:
-    return sys.modules["sim_C"].rank()
-
-
-def test_each_rank_has_delays_of_its_own(world):
-    assert world.run(world.num_ranks, seed_of_delays) == list(range(world.num_ranks))
+@on_world(4)
+def test_each_rank_has_delays_of_its_own(mesh) -> None:
+    assert sys.modules["sim_C"].rank() == dist.get_rank()

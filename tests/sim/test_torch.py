@@ -33,7 +33,7 @@ def ids(*shape: int, high: int = 9) -> Callable[[], Tensor]:
 
 LAYERS = {"Conv": (4, 6, 3), "ConvTranspose": (4, 6, 3), "BatchNorm": (4,), "MaxPool": (2,)}  # of 1 to 3 dims
 Input = tuple[int, ...] | Callable[[], Tensor]
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Input, ...]]] = {  # how it is made, what it is called with
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Input, ...]]] = {  # name -> (constructor, inputs)
     **{
         f"{kind} {options}": (lambda kind=kind, options=options: getattr(nn, kind)(5, 6, **options), ((3, 4, 5),))
         for kind in ("RNN", "LSTM", "GRU")
@@ -107,7 +107,7 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {  # of a (4, 6)
 
 
 def values(module: nn.Module, inputs: list[Tensor], device: str) -> list[Tensor | None]:
-    """Outputs, gradients and buffers of a call."""
+    """Return the outputs, gradients and buffers of a call."""
     module = module.to(device)
     inputs = [x.to(device).detach().requires_grad_(x.is_floating_point()) for x in inputs]
     outs = [out for out in tree_leaves(module(*inputs)) if isinstance(out, Tensor)]

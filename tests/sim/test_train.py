@@ -29,14 +29,14 @@ TINY = [
     "train",
     "--model.preset",
     "llama-tiny",
-    "--data.path",
-    TEXT,
     "--data.seq_len",
     "32",
     "--train.micro_batch",
     "2",
+    "--launch.device",
+    "sim",
 ]
-TINY += ["--launch.device", "sim", *forked.UNTRACKED]
+TINY += ["--data.path", TEXT, *forked.UNTRACKED]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_run_saves_and_goes_on_with_the_same_curve(place, tmp_path, capfd, fla
 
 
 class Watched:
-    """Prints the waits of the host in each step, and if the device still had the step's work before it when the host was through.
+    """Prints the waits of the host in each step, and "ahead" if the host finished the step before the device.
 
     The loss of rank 1 for the data of the second step is NaN.
     """
@@ -103,7 +103,7 @@ class Watched:
 
 
 def watched(words: list[str]) -> None:
-    """What each rank runs."""
+    """Run the command `words` in a rank, watched."""
     watch = Watched()
     with (
         mock.patch.object(Steps, "take", lambda steps, number: watch.take(steps, number)),
@@ -120,7 +120,7 @@ def run_watched(run_dir: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_the_host_gives_a_step_to_the_device_before_the_last_one_is_done(place, tmp_path, capfd, precision):
-    """It waits for the figures of the step before, where those have not come, with a forward and a backward in the queue."""
+    """It waits at most for the metrics of the step before, with a forward and a backward in the queue."""
     found = run_watched(tmp_path, "--shard.precision", precision)
     said = capfd.readouterr().out
     steps = re.findall(r"step (\d): (\w+), waits: ([^;]*);", said)
@@ -133,7 +133,7 @@ def test_the_host_gives_a_step_to_the_device_before_the_last_one_is_done(place, 
 
 
 def test_a_step_that_is_not_finite_is_left_out_alike_whenever_that_is_read(place, tmp_path, capfd):
-    """One run saves behind each step, so that each is read at once; the other reads it behind the next one's backward."""
+    """One run saves after each step, so that it reads each at once; the other reads it after the next backward."""
     options = ["--shard.precision", "bf16", "--checkpoint.background", "false", "--checkpoint.keep", "6"]
     runs = {}
     for name, every in (("at once", 1), ("later", 6)):

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device, here
 from tests.support import families
+from tests.support.ranked import on_world
+from tests.weights.test_pretrained import of_rank, write
 
 WIDTH, RANK = 24, 4
 SPREAD = 1 / math.sqrt(3 * WIDTH)  # of a uniform draw within 1 / sqrt(width)
@@ -140,14 +141,10 @@ def initialised(mesh: Any, kind: str) -> dict[str, Tensor]:
     with pytest.raises(acc.UsageError, match=rf"1 adapters .* base_model.model.{layer}: init_lora_weights='pissa'"):
         acc.initialise(model)
     assert not any(p.to_local().any() for p in model.parameters())
-    return whole(acc_initialised(tuned(kind), mesh))
-
-
-def acc_initialised(model: nn.Module, mesh: Any) -> nn.Module:
-    model = acc.shard(model, mesh)
+    model = acc.shard(tuned(kind), mesh)
     torch.manual_seed(3)
     acc.initialise(model)
-    return model
+    return whole(model)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -204,7 +201,7 @@ def loaded(mesh: Any, path: Path, kind: str) -> None:
         torch.testing.assert_close(model(x), plain(x))
     else:
         assert (found["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
-    # What has a value keeps it.
+    # Parameters with a value keep it.
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_" in name or ".gate." in name:
@@ -220,7 +217,7 @@ def saved(path: Path, kind: str) -> None:
         n.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.q_proj.inside"): t
         for n, t in model.state_dict().items()
     }
-    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, path / "model.safetensors")
+    write(path, {n: t.clone() for n, t in tensors.items()})
 
 
 @pytest.mark.parametrize("kind", ["plain", "llama"])
@@ -231,39 +228,31 @@ def test_meta_parameters_that_a_load_ignores_are_initialised(world, tmp_path, ki
     world.run(2, loaded, tmp_path, kind)
 
 
-def left_zero(mesh: Any, path: Path) -> None:
+@on_world(2)
+def test_ignored_parameters_that_nothing_initialises_are_named(mesh: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    tensors = plain_model().state_dict()
+    folder = of_rank(
+        mesh, tmp_path, {n.replace("0.", "0.inside.", 1) if n[0] == "0" else n: t for n, t in tensors.items()}
+    )
     with torch.device("meta"):
-        model = nn.Sequential(plain_model()[0], nn.ReLU(), plain_model()[2])
-        model[0] = Adapter(model[0])
-        model = Tuner(nn.Sequential(Bare(model[0]), model[1], model[2]))
+        model = plain_model()
+        model = Tuner(nn.Sequential(Bare(Adapter(model[0])), model[1], model[2]))
     names = dict(model.named_parameters())
     assert "base_model.model.0.extra" in names
     model = acc.shard(model, mesh)
     with pytest.raises(acc.AccordionError, match=r"1 buffers and parameters .* base_model.model.0.extra; compute them"):
-        acc.load_pretrained(model, path, ignore=["*lora_*", "*.extra"])
+        acc.load_pretrained(model, folder, ignore=["*lora_*", "*.extra"])
     assert not model.base_model.model[2].weight.to_local().any()
 
 
-def test_ignored_parameters_that_nothing_initialises_are_named(world, tmp_path):
-    torch.manual_seed(1)
-    tensors = plain_model().state_dict()
-    save_file(
-        {n.replace("0.", "0.inside.", 1) if n[0] == "0" else n: t for n, t in tensors.items()},
-        tmp_path / "model.safetensors",
-    )
-    world.run(2, left_zero, tmp_path)
-
-
-def zero_on_purpose(mesh: Any, path: Path) -> None:
+@on_world(2)
+def test_a_real_parameter_of_zeros_is_kept(mesh: Any, tmp_path: Path) -> None:
     """A parameter that is real and zero has a value, and is not initialised."""
+    folder = of_rank(mesh, tmp_path, plain_model().state_dict())
     model = plain_model()
     with torch.no_grad():
         model[0].bias.zero_()
     model = acc.shard(model, mesh)
-    acc.load_pretrained(model, path, ignore=["0.bias"])
+    acc.load_pretrained(model, folder, ignore=["0.bias"])
     assert not whole(model)["0.bias"].any()
-
-
-def test_a_real_parameter_of_zeros_is_kept(world, tmp_path):
-    saved(tmp_path, "plain")
-    world.run(2, zero_on_purpose, tmp_path)

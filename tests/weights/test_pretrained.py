@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,21 +287,18 @@ def test_all_misfits_are_named_in_one_message_on_every_rank(world, tmp_path):
         assert [word for word in wanted if word not in found[0].get(name, "")] == [], (name, found[0].get(name))
 
 
-def refused_family(mesh: Any, folder: str) -> str:
-    with pytest.raises(acc.CheckpointError) as error:
-        loaded("mixtral", folder, mesh)
-    return str(error.value)
-
-
-def test_a_lost_expert_is_named(world, tmp_path, family_folders):
+@on_world(2)
+def test_a_lost_expert_is_named(mesh: Any, tmp_path: Path, family_folders: dict[str, str]) -> None:
     with safe_open(Path(family_folders["mixtral"]) / HF_SINGLE, "pt") as file:
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     lost = [key for key in state if "layers.0" in key and "experts.1.w2" in key]
-    folder = write(tmp_path, {key: tensor for key, tensor in state.items() if key not in lost})
-    for text in world.run(2, refused_family, folder):
-        assert "1 that do not fit: model.layers.0.mlp.experts.down_proj is float32 (7, 32, 48) in the folder" in text
-        assert "(from model.layers.0.block_sparse_moe.experts.0.w2.weight, " in text
-        assert "float32 (8, 32, 48) in the model" in text
+    folder = of_rank(mesh, tmp_path, {key: tensor for key, tensor in state.items() if key not in lost})
+    with pytest.raises(acc.CheckpointError) as error:
+        loaded("mixtral", folder, mesh)
+    text = str(error.value)
+    assert "1 that do not fit: model.layers.0.mlp.experts.down_proj is float32 (7, 32, 48) in the folder" in text
+    assert "(from model.layers.0.block_sparse_moe.experts.0.w2.weight, " in text
+    assert "float32 (8, 32, 48) in the model" in text
 
 
 @on_world(2)
@@ -322,9 +321,13 @@ def test_a_buffer_that_nothing_computes_is_named(mesh: Any, tmp_path: Path) -> N
     assert model.mask.is_meta
 
 
-def downloaded(mesh: Any, folder: str) -> list[str]:
+@pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
+@on_world(2)
+def test_a_name_of_the_hub_is_downloaded(mesh: Any, tmp_path: Path) -> None:
     """Load by a name of the hub, with a hub that cannot be reached and with one that returns a folder."""
-    huggingface_hub = pytest.importorskip("huggingface_hub")
+    import huggingface_hub
+
+    folder = of_rank(mesh, tmp_path, models.seeded(5, vocab=19).state_dict())
     asked: list[str] = []
 
     def give(name: str, **options: Any) -> str:
@@ -333,20 +336,13 @@ def downloaded(mesh: Any, folder: str) -> list[str]:
             raise OSError("no network")
         return folder
 
-    before, huggingface_hub.snapshot_download = huggingface_hub.snapshot_download, give
-    try:
-        model = acc.shard(models.seeded(vocab=19), mesh)
+    model = acc.shard(models.seeded(vocab=19), mesh)
+    with mock.patch.object(huggingface_hub, "snapshot_download", give):
         with pytest.raises(acc.CheckpointError, match="no network"):
             load_pretrained(model, "nobody/nothing")
         load_pretrained(model, "owner/name")
-    finally:
-        huggingface_hub.snapshot_download = before
-    return asked + unlike(model, models.seeded(5, vocab=19))
-
-
-def test_a_name_of_the_hub_is_downloaded(world, tmp_path):
-    folder = write(tmp_path, models.seeded(5, vocab=19).state_dict())
-    assert world.run(2, downloaded, folder) == [["nobody/nothing", "owner/name"]] * 2
+    assert asked == ["nobody/nothing", "owner/name"]
+    assert unlike(model, models.seeded(5, vocab=19)) == []
 
 
 # -- conversions
@@ -381,9 +377,9 @@ def test_lazy_tensors_compute_what_tensors_do(tmp_path):
 
 
 class Anonymous(threading.Thread):
-    """The most memory of this process that no file backs, sampled every millisecond.
+    """Measures the peak of this process's anonymous memory, sampled every millisecond.
 
-    Not the resident set: pages of mapped files count there, which are the system's cache and go when memory is asked for.
+    The resident set includes pages of mapped files, which are cache of the system and freed when memory is needed.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from accordion.generate.writer import TextWriter, WrittenText
 from accordion.models.stored import StoredModel, computing, dtype_of, meta_model, tokenizer_of
 from accordion.train.launch import RankPlace, join_group
 from accordion.weights.export import load_exported
-from accordion.weights.meta_start import load_saved
+from accordion.weights.pretrained import load_saved
 
 AS_STORED = acc.Precision(reduce=None, master=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

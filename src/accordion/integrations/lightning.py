@@ -43,7 +43,7 @@ from accordion.shard.api import entry_point
 from accordion.sharding import Sharding
 from accordion.state import no_sync, settle
 from accordion.weights.initialise import initialise
-from accordion.weights.meta_start import source_of
+from accordion.weights.pretrained import source_of
 
 MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those of `ShardArguments.applied`
 META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder

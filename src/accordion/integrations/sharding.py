@@ -24,7 +24,7 @@ from accordion.safety.same_on_ranks import first_ranks
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
 from accordion.sharding import Sharding
-from accordion.weights.meta_start import fill_from_source
+from accordion.weights.pretrained import fill_from_source
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names
 

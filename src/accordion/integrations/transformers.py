@@ -22,8 +22,7 @@ from accordion.integrations.states import why_incomplete
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk
-from accordion.weights.meta_start import remember_source
-from accordion.weights.pretrained import local_folder
+from accordion.weights.pretrained import local_folder, remember_source
 
 SHARDED = "sharded"  # name of our checkpoint in a checkpoint folder of the Trainer
 Model = TypeVar("Model", bound=nn.Module)

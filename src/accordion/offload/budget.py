@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -50,11 +50,16 @@ class Shape:
         return self.laid_out_bytes if streams else self.trained_bytes
 
     @cached_property
+    def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
+        """The shards that are gathered in another dtype, and their dtypes; None without any."""
+        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
+        return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
+
+    @cached_property
     def shard_buffer_bytes(self) -> int:
         """Bytes of the shards in host memory, with a copy in the gathered dtype for those of another dtype."""
-        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
         rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
-        return rows + (allocated_bytes(some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else 0)
+        return rows + (allocated_bytes(*self._masters) if self._masters else 0)
 
     @cached_property
     def slots_bytes(self) -> int:
@@ -74,9 +79,7 @@ class Shape:
     @cached_property
     def paged_bytes(self) -> int:
         """Bytes of the shards on disk, each beginning at a page, with a copy for those gathered in another dtype."""
-        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
-        cuts = [self.msg.cuts[i] for i in wide]
-        return self.row_bytes + paged_bytes(replace(self.msg, cuts=tuple(cuts)), [self.dtypes[i] for i in wide])
+        return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
 
 
 Shapes = Sequence[Sequence[Shape]]
@@ -120,10 +123,7 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
     num_bytes_in: dict[Path, int] = {}
     for offload, groups in zip(offloads, shapes, strict=True):
         for s in groups if offload.offloads else ():
-            for place, num_bytes in (
-                (offload.params, s.paged_bytes),
-                (offload.rest_of_grads, s.landing_bytes),
-            ):
+            for place, num_bytes in ((offload.params, s.paged_bytes), (offload.rest_of_grads, s.landing_bytes)):
                 folder = folder_of(place)
                 if folder is not None:
                     num_bytes_in[folder] = num_bytes_in.get(folder, 0) + num_bytes
@@ -175,7 +175,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        _promote(result, movable, [partial_replace(params=DEVICE), lambda _: whole], on_device, policy.device_bytes)
+        nearer = [lambda offload: _without_budgets(offload, params=DEVICE), lambda _: whole]
+        _promote(result, movable, nearer, on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
     for i in movable if policy.device_bytes is None and not policy.uses_disk else ():
@@ -186,20 +187,24 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
             f"host_bytes={policy.host_bytes} is less than the {on_host()} bytes of a rank that must be on the "
             "host; raise it, pass optimizer='disk:/path' or device_bytes, or use more ranks."
         )
-    nearer = [partial_replace(**{kind: HOST}, only_from_disk=kind) for kind in ("params", "grads", "optimizer")]
-    _promote(result, movable, nearer, on_host, policy.host_bytes)
+    _promote(
+        result,
+        movable,
+        [partial(_to_host, kind) for kind in ("params", "grads", "optimizer")],
+        on_host,
+        policy.host_bytes,
+    )
     return result
 
 
-def partial_replace(*, only_from_disk: str | None = None, **places: str) -> Nearer:
-    """Return a function that replaces tiers of an `Offload` and drops its budgets, if its kind `only_from_disk` is on disk."""
+def _to_host(kind: str, offload: Offload) -> Offload:
+    """Return `offload` with the kind of data `kind` on the host if it is on disk."""
+    is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
+    return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 
-    def nearer(offload: Offload) -> Offload:
-        if only_from_disk is not None and folder_of(getattr(offload, only_from_disk) or HOST) is None:
-            return offload
-        return replace(offload, **places, device_bytes=None, host_bytes=None)  # type: ignore[arg-type]
 
-    return nearer
+def _without_budgets(offload: Offload, **places: str) -> Offload:
+    return replace(offload, **places, device_bytes=None, host_bytes=None)  # type: ignore[arg-type]
 
 
 def _promote(

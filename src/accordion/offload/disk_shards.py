@@ -13,10 +13,8 @@ from accordion.engine.layout import Message
 from accordion.engine.shards import local_view, own_storage
 from accordion.engine.streams import Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.host_shards import OffDeviceShards, Resources
-from accordion.offload.swap_file import FileAllocator, FileRange
-
-CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
+from accordion.offload.host_shards import GroupMemory, OffDeviceShards
+from accordion.offload.swap_file import FileAllocator, Values, in_chunks
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +48,22 @@ class StagingBuffer:
             future.result()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskPlace:
+    """The place of one group of the unit with index `unit` on disk and, for gathers, in a staging buffer."""
+
+    unit: int
+    allocator: FileAllocator  # of the file for shards
+    staging_buffer: StagingBuffer
+    start: int  # offset of the group in the staging buffer, in bytes
+    read_ahead: Callable[[], None]  # starts reading the shards of the unit that is gathered next
+
+
 class DiskShards(OffDeviceShards):
     """The shards of one group on disk: `locals` are mapped from the file, and gathers read rows from a staging buffer.
 
     The file has first all rows, in the gathered dtype, then the masters of another dtype; each begins at a page. So the rows
     are one range of the file, which is read for a gather. A step reads and writes the file directly, not through the mapping.
-
-    Args: `staging_buffer`: (buffer, offset in bytes of this group); `place`: (index of the unit, function that reads ahead).
     """
 
     off_device = True
@@ -67,37 +74,28 @@ class DiskShards(OffDeviceShards):
         rank: int,
         dtypes: Sequence[torch.dtype],
         gathered: torch.dtype,
-        resources: Resources,
-        *,
-        allocator: FileAllocator,
-        staging_buffer: tuple[StagingBuffer, int],
-        place: tuple[int, Callable[[], None]],
+        memory: GroupMemory,
+        place: DiskPlace,
     ) -> None:
-        self._unit, self._read_ahead = place
-        self._staging_buffer, start = staging_buffer
-        self._rows = [allocator.take(c.shard_numel, gathered) for c in msg.cuts]
+        self._unit, self._read_ahead, self._staging_buffer = place.unit, place.read_ahead, place.staging_buffer
+        self._rows = [place.allocator.take(c.shard_numel, gathered) for c in msg.cuts]
         self._shards = [
-            row if dtype == gathered else allocator.take(c.shard_numel, dtype)
+            row if dtype == gathered else place.allocator.take(c.shard_numel, dtype)
             for row, c, dtype in zip(self._rows, msg.cuts, dtypes, strict=True)
         ]
         pairs = list(zip(msg.cuts, self._shards, self._rows, strict=True))
         self.locals = [own_storage(local_view(shard.mapped(), c, rank)) for c, shard, _ in pairs]
         self._mapped_rows = [own_storage(local_view(row.mapped(), c, rank)) for c, _, row in pairs]
         self._low = self._rows[0].offset
-        self._high = self._rows[-1].offset + page_aligned(self._rows[-1].numel * gathered.itemsize)
-        self._memory = self._staging_buffer.memory[start : start + self._high - self._low]
-        self.padded = [
-            self._memory[r.offset - self._low :][: r.numel * gathered.itemsize].view(gathered) for r in self._rows
-        ]
-        self.pack_row, self.dtype, self.flats = None, gathered, []
-        self.tag = resources.allocate(msg.num_flags, gathered)
+        self._high = self._rows[-1].offset + page_aligned(self._rows[-1].nbytes)
+        self._memory = self._staging_buffer.memory[place.start : place.start + self._high - self._low]
+        self.padded = [self._memory[r.offset - self._low :][: r.nbytes].view(gathered) for r in self._rows]
+        self.pack_row, self.dtype, self.flats = None, gathered, []  # no memory of its own
+        self.tag = memory.allocate(msg.num_flags, gathered)
         # (`times` of the staging buffer, version of the shards) of the last read.
         self._staged: tuple[int, int] | None = None
-        self._set_up(msg, rank, dtypes, resources)
-        self._pool = resources.pool
-
-    def num_bytes(self) -> int:
-        return 0  # of memory
+        self._set_up(msg, rank, dtypes, memory)
+        self._pool = memory.resources.pool
 
     def write_rows(self) -> None:
         for shard, row, local, mapped in zip(self._shards, self._rows, self.locals, self._mapped_rows, strict=True):
@@ -108,10 +106,10 @@ class DiskShards(OffDeviceShards):
     def flush(self) -> None:
         self._rows[0].file.flush()
 
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         return None if self._shards[i] is self._rows[i] else self._rows[i]
 
-    def shard_range(self, i: int) -> FileRange | None:
+    def shard(self, i: int) -> Values:
         return self._shards[i]
 
     def refresh(self, version: int) -> Transfer | None:
@@ -130,10 +128,8 @@ class DiskShards(OffDeviceShards):
         for transfer in self._reading:  # the last gather of this unit may still copy from the buffer
             transfer.synchronize()
         self._staged = (times, version)
-        file = self._rows[0].file
-        for at in range(0, self._high - self._low, CHUNK_BYTES):
-            part = self._memory[at : at + CHUNK_BYTES]
-            self._staging_buffer.filling.append(self._pool().submit(file.read, self._low + at, part))
+        reads = in_chunks(self._rows[0].file.read, self._low, self._memory)
+        self._staging_buffer.filling += [self._pool().submit(read) for read in reads]
 
     def synchronize(self) -> None:
         super().synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
 
@@ -14,7 +14,7 @@ from accordion import _torch
 from accordion.engine.shards import own_storage
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.swap_file import FileRange
+from accordion.offload.swap_file import CopyToDisk, FileRange
 
 
 class Gradients:
@@ -53,7 +53,7 @@ class Gradients:
         to: list[Tensor] = []
         source: list[Tensor] = []
         result: list[Tensor | None] = []
-        writes: list[tuple[Slot, Tensor]] = []
+        writes: list[Callable[[], None]] = []
         for i, row, is_added in zip(chosen, rows, adding, strict=True):
             if row is None:
                 result.append(None)
@@ -66,7 +66,7 @@ class Gradients:
             if not is_added and self.slots[i].is_on_disk(grad):
                 target = landing
                 if row.numel():
-                    writes.append((self.slots[i], self._landing[i]))
+                    writes.append(partial(self.slots[i].write, self._landing[i]))
             to.append(target)
             source.append(row)
             result.append(grad)
@@ -75,12 +75,9 @@ class Gradients:
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
         transfer = self._side_stream.copy(copies, source, "copies gradients to the host", after)
         if writes:
-            transfer = cast(Transfer, DiskWrites(transfer, writes, None if self._side_stream.late else self._pool()))
+            late = self._side_stream.late
+            transfer = cast(Transfer, CopyToDisk(transfer, writes, self._pool(), late=late))
         return result, transfer
-
-    def file_range(self, i: int, grad: Tensor) -> FileRange | None:
-        """Return the file range of `grad`, the gradient of parameter `i`; None if it is in memory."""
-        return self.slots[i].file_range if self.slots[i].is_on_disk(grad) else None
 
 
 class Slot:
@@ -112,28 +109,3 @@ class Slot:
         """If the slot is on disk, write changes that a caller made to the gradient to the file."""
         if self.file_range is not None and self._memory.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))
-
-
-class DiskWrites:
-    """A copy of gradients to the landing buffer, followed by writes to the disk; has the `synchronize` of a `Transfer`."""
-
-    def __init__(self, transfer: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
-        self._transfer, self._writes = transfer, writes
-        self._started: Future[list[Future[None]]] | None = None
-        if pool is not None:  # with debug="streams" the copy runs only when it is waited for
-            self._started = pool.submit(self._start, pool)
-
-    def _start(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
-        # One thread waits for the copy of all gradients, so that the other threads are free for other work.
-        self._transfer.block()
-        return [pool.submit(slot.write, landing) for slot, landing in self._writes]
-
-    def synchronize(self) -> None:
-        self._transfer.synchronize()
-        if self._started is not None:
-            for future in self._started.result():
-                future.result()
-        else:
-            for slot, landing in self._writes:
-                slot.write(landing)
-        self._started, self._writes = None, []

@@ -15,25 +15,34 @@ from accordion import _torch
 from accordion.engine.layout import Message, message
 from accordion.engine.shards import NO_VERSION, Allocate, FlatShards, ShardBuffer, flats_of, local_view, zeros_on
 from accordion.engine.streams import SideStream, Transfer
-from accordion.offload.arena import page_aligned
+from accordion.offload.arena import ArenaMaker, page_aligned
 from accordion.offload.gradient_slots import Gradients, Slot
 from accordion.offload.step.optimizer_copy import flat_of
-from accordion.offload.swap_file import FileAllocator, FileRange
+from accordion.offload.swap_file import FileAllocator, Values
 
 ALIGNED_ITEMSIZE = 4  # for buffers that are never gathered: it only determines at which offsets tensors begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Memory, streams and threads for the shard buffer of one group off the device."""
+    """Streams, threads and a source of host memory for all that is offloaded from one model."""
+
+    device: torch.device
+    fetch_stream: SideStream  # for copies to the device
+    store_stream: SideStream  # for copies to the host
+    pool: Callable[[], ThreadPoolExecutor]  # threads that read and write files
+    make_arena: ArenaMaker
+    checksums: bool  # of the pages of files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemory:
+    """Memory for the shard buffer of one group off the device."""
 
     allocate: Allocate
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
     grads: FileAllocator | None  # of the file for gradients; None if they are in host memory
-    device: torch.device
-    fetch_stream: SideStream  # for copies to the device
-    store_stream: SideStream  # for copies to the host
-    pool: Callable[[], ThreadPoolExecutor]
+    resources: Resources
 
 
 class OffDeviceShards(ShardBuffer):
@@ -44,15 +53,16 @@ class OffDeviceShards(ShardBuffer):
 
     is_memory_of_locals = False
 
-    def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], resources: Resources) -> None:
+    def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], memory: GroupMemory) -> None:
         """Create everything but the shards. Subclasses call this after they have set `locals`."""
-        if resources.grads is None:
+        if memory.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
-            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, resources.allocate).locals]
+            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, memory.allocate).locals]
         else:
-            file_ranges = [resources.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            file_ranges = [memory.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
-        self.grads = Gradients(slots, resources.landing, self.locals, resources.store_stream, resources.pool)
+        store_stream, pool = memory.resources.store_stream, memory.resources.pool
+        self.grads = Gradients(slots, memory.landing, self.locals, store_stream, pool)
         self._row_version = NO_VERSION  # version of the shards that the rows hold
         self._reading: list[Transfer] = []
         self.steps: list[Callable[[], None]] = []  # steps under way; each returns when it has ended
@@ -101,15 +111,20 @@ class OffDeviceShards(ShardBuffer):
         """Cast `locals` into the rows. No transfer may read the rows meanwhile."""
 
     @abstractmethod
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         """Return the row of parameter `i`, (numel,), which a step must write too; None if its shard itself is gathered."""
+
+    def shard(self, i: int) -> Values:
+        """Return the elements of the shard of parameter `i`, (numel,)."""
+        return flat_of(self.locals[i], self.locals[i])
+
+    def stored(self, i: int) -> list[Values]:
+        """Return where the shard, the gradient and the row of parameter `i` are stored, as far as a step uses them."""
+        slot, row = self.grads.slots[i], self.row(i)
+        return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
     def flush(self) -> None:
         """If the shards are on disk, write changes that callers made to `locals` to the file."""
-
-    def shard_range(self, i: int) -> FileRange | None:
-        """Return the file range of the shard of parameter `i`; None if it is in host memory."""
-        return None
 
 
 class HostShards(OffDeviceShards):
@@ -125,36 +140,36 @@ class HostShards(OffDeviceShards):
         rank: int,
         dtypes: Sequence[torch.dtype],
         gathered: torch.dtype,
-        resources: Resources,
+        memory: GroupMemory,
         *,
         keeps: bool,
     ) -> None:
-        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), resources.allocate)
+        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), memory.allocate)
         self._cast = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         stepped = [dtypes[i] for i in self._cast]
         self.locals, self.flats = list(self._rows.locals), list(self._rows.flats)
         if self._cast:
-            masters = FlatShards(some_of(msg, self._cast), rank, stepped, resources.allocate)
+            masters = FlatShards(some_of(msg, self._cast), rank, stepped, memory.allocate)
             self.flats += masters.flats
             for i, local in zip(self._cast, masters.locals, strict=True):
                 self.locals[i] = local
         self._device_rows = (
-            FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(resources.device)) if keeps else None
+            FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(memory.resources.device)) if keeps else None
         )
         source = self._rows if self._device_rows is None else self._device_rows
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.off_device = self._device_rows is None
         self.tag = self._rows.tag
-        self._fetch_stream = resources.fetch_stream
+        self._fetch_stream = memory.resources.fetch_stream
         self._device_version = NO_VERSION  # version of the shards in `_device_rows`
-        self._set_up(msg, rank, dtypes, resources)
+        self._set_up(msg, rank, dtypes, memory)
 
     def write_rows(self) -> None:
         if self._cast:
             rows = self._rows.locals
             _torch.foreach_copy_([rows[i] for i in self._cast], [self.locals[i] for i in self._cast])
 
-    def row(self, i: int) -> Tensor | FileRange | None:
+    def row(self, i: int) -> Values | None:
         return flat_of(self._rows.locals[i], self._rows.locals[i]) if i in self._cast else None
 
     def refresh(self, version: int) -> Transfer | None:

@@ -7,23 +7,26 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from accordion.engine.shards import own_storage
+from accordion.engine.streams import Transfer
 from accordion.errors import OffloadError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
 PREFIX = ".accordion-swap-"
+CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
 
 
 @cache
@@ -165,19 +168,31 @@ def sums_of(memory: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A 1-D tensor in a file, `numel` elements that begin at a page, at `offset` bytes; nothing else uses its last page."""
+    """A 1-D tensor in a file: `numel` elements from `offset` bytes on. Slices of it are ranges too."""
 
     file: SwapFile
     offset: int
     numel: int
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __getitem__(self, elements: slice) -> FileRange:
+        start, stop, _ = elements.indices(self.numel)
+        return FileRange(self.file, self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
+
     def mapped(self) -> Tensor:
         return self.file.mapped(self.offset, self.numel, self.dtype)
 
 
+Values: TypeAlias = Tensor | FileRange
+"""A 1-D tensor in memory or in a file."""
+
+
 class FileAllocator:
-    """Divides a new file of `num_bytes` bytes in `folder` into ranges of whole pages, each taken once."""
+    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once."""
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
@@ -187,6 +202,83 @@ class FileAllocator:
         self._used += page_aligned(numel * dtype.itemsize)
         assert self._used <= self.file.num_bytes, "the file is sized for all that is taken from it"
         return file_range
+
+
+def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) -> list[Callable[[], None]]:
+    """Split `call(offset, memory)`, a read or write of whole pages, into calls of at most `CHUNK_BYTES` each."""
+    starts = range(0, memory.numel(), CHUNK_BYTES)
+    return [partial(call, offset + at, memory[at : at + CHUNK_BYTES]) for at in starts]
+
+
+class DiskCalls:
+    """Reads or writes of a file, `calls`, on threads. One thread waits until `after` returns, so that the others are free."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
+    ) -> None:
+        self._pool, self._calls = pool, calls
+        self._started = pool.submit(self._start, after)
+
+    def _start(self, after: Callable[[], None]) -> list[Future[None]]:
+        after()
+        calls, self._calls = self._calls, ()
+        return [self._pool.submit(call) for call in calls]
+
+    def wait(self, *_: Any) -> None:
+        """Wait for all calls, as `Work.wait` of a collective; ignores arguments. Raise the error of a call that failed."""
+        self.settle()
+        try:
+            for future in self._started.result():
+                future.result()
+        except OffloadError as error:
+            failed = error.with_traceback(None)
+        else:
+            return
+        # A new error: the traceback of a raised one refers to the caller's frames, and these to the graph with this object.
+        raise OffloadError(*failed.args) from failed.__cause__
+
+    def settle(self) -> None:
+        """Wait for all calls, and ignore errors."""
+        wait([self._started])
+        if self._started.exception() is None:
+            wait(self._started.result())
+
+
+class CopyToDisk:
+    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file; has methods of a `Transfer`.
+
+    With `late` the copy runs only when it is waited for, so the writes begin after that.
+    """
+
+    def __init__(
+        self, transfer: Transfer, writes: Sequence[Callable[[], None]], pool: ThreadPoolExecutor, *, late: bool
+    ) -> None:
+        self._transfer, self._writes, self._pool = transfer, writes, pool
+        self._calls: DiskCalls | None = None
+        if not late:
+            self._begin()
+
+    def _begin(self) -> None:
+        writes, self._writes = self._writes, ()
+        if writes:
+            self._calls = DiskCalls(self._pool, writes, self._transfer.block)
+
+    def land(self) -> None:
+        self._transfer.land()
+        self._begin()
+
+    def synchronize(self) -> None:
+        """Let the host wait until the memory can be reused: until all is written, or copied if the writes were cancelled."""
+        self.land()
+        if self._calls is None:
+            self._transfer.block()
+        else:
+            self._calls.wait()
+
+    def cancel(self) -> list[DiskCalls]:
+        """Cancel the writes if they have not begun. Return those under way."""
+        self._writes = ()
+        return [] if self._calls is None else [self._calls]
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:

@@ -26,8 +26,8 @@ from accordion.engine.unit import Unit
 from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
-from accordion.offload.disk_shards import DiskShards, StagingBuffer
-from accordion.offload.host_shards import HostShards, OffDeviceShards, Resources, paged_bytes
+from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer
+from accordion.offload.host_shards import GroupMemory, HostShards, OffDeviceShards, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
 from accordion.offload.step.step_in_backward import InBackward
@@ -92,18 +92,12 @@ class Tiers:
     def states_of(self, optimizer: Optimizer) -> States:
         """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
         if optimizer not in self.states:
-            side_streams = self._context.fetch_stream, self.store_stream
-            self.states[optimizer] = States(
-                self._context.device, lambda: self.pool, side_streams, self._checksums, self._make_arena
-            )
+            self.states[optimizer] = States(self._resources())
         return self.states[optimizer]
 
     @cached_property
     def activation_offload(self) -> ActivationOffload:
-        side_streams = self._context.fetch_stream, self.store_stream
-        return ActivationOffload(
-            self._context.device, side_streams, lambda: self.pool, self._checksums, self._make_arena
-        )
+        return ActivationOffload(self._resources())
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -156,36 +150,34 @@ class Tiers:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
         start = self._landing_used.get(unit, 0)
         self._landing_used[unit] = stop = start + paged_bytes(msg, dtypes)
-        resources = Resources(
+        memory = GroupMemory(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
             grads=self._allocator(offload.rest_of_grads),
+            resources=self._resources(),
+        )
+        allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
+        if allocator is None or staging_buffer is None:
+            return HostShards(msg, rank, dtypes, gathered, memory, keeps=offload.params == DEVICE)
+        start = self._staging_used.get(unit, 0)
+        self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
+        place = DiskPlace(
+            unit=unit,
+            allocator=allocator,
+            staging_buffer=staging_buffer,
+            start=start,
+            read_ahead=partial(self.read_ahead, unit),
+        )
+        return DiskShards(msg, rank, dtypes, gathered, memory, place)
+
+    def _resources(self) -> Resources:
+        return Resources(
             device=self._context.device,
             fetch_stream=self._context.fetch_stream,
             store_stream=self.store_stream,
             pool=lambda: self.pool,
-        )
-        allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
-        if allocator is None or staging_buffer is None:
-            return HostShards(msg, rank, dtypes, gathered, resources, keeps=offload.params == DEVICE)
-        start = self._staging_used.get(unit, 0)
-        self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
-        reference = weakref.ref(self)
-
-        def read_ahead() -> None:
-            tiers = reference()
-            if tiers is not None:
-                tiers.read_ahead(unit)
-
-        return DiskShards(
-            msg,
-            rank,
-            dtypes,
-            gathered,
-            resources,
-            allocator=allocator,
-            staging_buffer=(staging_buffer, start),
-            place=(unit, read_ahead),
+            make_arena=self._make_arena,
+            checksums=self._checksums,
         )
 
     def _allocator(self, place: str) -> FileAllocator | None:

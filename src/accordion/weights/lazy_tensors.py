@@ -43,6 +43,14 @@ class Rows:
 
         return Rows(shape, self.dtype, fill)
 
+    def unsqueeze(self, dim: int) -> Rows:
+        dim %= len(self.shape) + 1
+
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :]))
+
+        return Rows(torch.Size([*self.shape[:dim], 1, *self.shape[dim:]]), self.dtype, fill)
+
     def whole(self) -> Tensor:
         into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(into, (0,) * into.dim())
@@ -116,15 +124,7 @@ def as_rows(value: Any) -> Rows:
 def _stack(tensors: Iterable[Any], dim: int = 0) -> Rows:
     parts = [as_rows(t) for t in tensors]
     dim %= len(parts[0].shape) + 1
-    if len({part.shape for part in parts}) > 1:
-        raise ValueError(f"tensors of the shapes {[tuple(part.shape) for part in parts]} do not stack")
-
-    def fill(into: Tensor, at: tuple[int, ...]) -> None:
-        for i, piece in enumerate(into.unbind(dim)):
-            parts[at[dim] + i].fill(piece, (*at[:dim], *at[dim + 1 :]))
-
-    shape = parts[0].shape
-    return Rows(torch.Size([*shape[:dim], len(parts), *shape[dim:]]), parts[0].dtype, fill)
+    return _cat([part.unsqueeze(dim) for part in parts], dim)
 
 
 def _cat(tensors: Iterable[Any], dim: int = 0) -> Rows:

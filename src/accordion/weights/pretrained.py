@@ -1,4 +1,4 @@
-"""Loads pretrained weights from safetensors: every rank reads its own rows, directly into its shards."""
+"""Fills sharded models, also from the meta device, from safetensors or checkpoints: each rank reads its own rows alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, without_wrappers
 from accordion.checkpoint.format import holds
+from accordion.checkpoint.load import load
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
@@ -31,6 +32,7 @@ INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # the last two: weights
 # Buffers that old versions of transformers saved and new ones compute.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SOURCE = "_accordion_weights"  # attribute of a module with the folder of its weights
 COMPARE_BYTES = 16 * 2**20  # largest part of a tensor that is read at a time to compare two tensors
 
 
@@ -65,13 +67,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
         with materialised_buffers(model, engine) as buffers:
             check_adapters(model, left_out)
             left = team.agree(lambda: buffers.compute_left(ignore=filled, params=computed | left_out, seed=seed))
-            if left:
-                kinds = "buffers and parameters" if left_out else "buffers"
-                raise UsageError(
-                    f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: "
-                    f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
-                    "meta device."
-                )
+            _refuse_left(left, "buffers and parameters" if left_out else "buffers", str(source))
 
             def read() -> None:
                 wanted = names_of(model)
@@ -84,6 +80,49 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
             team.agree(read)
             if left_out:
                 follow_loaded(model, left_out)
+
+
+def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Fill a model that `shard` returned from the checkpoint at `path`, as `load` does; called by all ranks together.
+
+    The model may be on the meta device: buffers that checkpoints do not contain are computed by the modules' own code.
+    Raises `CheckpointError` as `load` does, and `UsageError` if a buffer has no such code.
+    """
+    engine = sharded_engine(model, "load")
+    with torch.no_grad():
+        saved = {id(value) for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)}
+    with materialised_buffers(model, engine) as buffers:
+        left = Team.of(model.parameters()).agree(lambda: buffers.compute_left(ignore=saved))
+        _refuse_left(left, "buffers", "checkpoints")
+        load(path, model)
+
+
+def _refuse_left(left: list[str], kinds: str, source: str) -> None:
+    """Raise `UsageError` if there are tensors `left` that neither `source` nor the code of a module gives a value."""
+    if left:
+        raise UsageError(
+            f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
+            "compute them in the `reset_parameters` of their modules, or build these modules off the meta device."
+        )
+
+
+def remember_source(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Store the path of its weights in `model`, for `fill_from_source` of this model or of one that it is a part of."""
+    vars(model)[SOURCE] = os.fspath(folder)
+
+
+def source_of(model: nn.Module) -> str | None:
+    """Return the folder that `remember_source` stored in `model` or a module in it; None if there is none any more."""
+    return next((vars(module)[SOURCE] for module in model.modules() if SOURCE in vars(module)), None)
+
+
+def fill_from_source(model: nn.Module) -> None:
+    """Load the weights of a sharded model from the folder that `source_of` returns, and forget the folder. Collective."""
+    folder = source_of(model)
+    if folder is not None:
+        load_pretrained(model, folder)
+        for module in model.modules():
+            vars(module).pop(SOURCE, None)
 
 
 def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
@@ -115,7 +154,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundTensor:
+class StoredRows:
     """The values in a folder for one tensor of a model. `stored_as`: names in the folder, several if they are combined."""
 
     rows: Rows
@@ -126,7 +165,7 @@ class FoundTensor:
 class Matched:
     """The tensors of a folder matched with those of a model."""
 
-    stored: dict[str, FoundTensor]  # by the model's names
+    stored: dict[str, StoredRows]  # by the model's names
     first: dict[int, str]  # id of a model's tensor -> the first of its names in `stored`
     ties: list[tuple[str, str]]  # (first name, other name) of each tied tensor of the model that the folder has twice
     computed: set[int]  # ids of parameters that transformers never saves and the model's own code computes
@@ -144,7 +183,7 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
-) -> tuple[dict[str, FoundTensor], set[int]]:
+) -> tuple[dict[str, StoredRows], set[int]]:
     """Return (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes)."""
     matched = match(model, folder, rows_of_folder(folder), ignore)
     wanted, unequal = names_of(model), []
@@ -226,7 +265,7 @@ def copies_of_layers(model: nn.Module) -> dict[str, str]:
     return originals
 
 
-def _misfits(tensors: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) -> list[str]:
     result = []
     for name, f in tensors.items():
         tensor = wanted[name]
@@ -251,7 +290,7 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 
 def _named(
     model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
-) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
+) -> tuple[dict[str, StoredRows], list[str], list[str]]:
     """Return (name in `wanted` -> stored tensor, stored names that `wanted` lacks, error texts of conversions)."""
     tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
@@ -265,7 +304,7 @@ def _named(
         elif name in tensors:
             wrong.append(f"{key} and {', '.join(tensors[name].stored_as)} both stand for {name}")
         else:
-            tensors[name] = FoundTensor(stored[key], (key,))
+            tensors[name] = StoredRows(stored[key], (key,))
     return tensors, left, wrong
 
 
@@ -285,7 +324,7 @@ def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) ->
 
 def _converted(
     model: Any, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
-) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
+) -> tuple[dict[str, StoredRows], list[str], list[str]]:
     """Do the work of `_named` by the rules with which transformers renames, merges and splits tensors of other versions."""
     from transformers import conversion_mapping, core_model_loading
 
@@ -293,7 +332,7 @@ def _converted(
     renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    tensors: dict[str, FoundTensor] = {}
+    tensors: dict[str, StoredRows] = {}
     extra, wrong = [], []
     makers: dict[str, tuple[Any, list[str]]] = {}
     for key in sorted(stored, key=core_model_loading.dot_natural_key):
@@ -305,7 +344,7 @@ def _converted(
         if name not in wanted or (pattern is None and name in tensors):
             extra.append(key)
         elif pattern is None:
-            tensors[name] = FoundTensor(stored[key], (key,))
+            tensors[name] = StoredRows(stored[key], (key,))
         else:
             maker, keys = makers.setdefault(name, (deepcopy(by_pattern[pattern]), []))
             maker.add_tensor(name, key, pattern, stored[key])
@@ -319,7 +358,7 @@ def _converted(
                         f"{', '.join(keys)} and {', '.join(tensors[target].stored_as)} both stand for {target}"
                     )
                 elif target in wanted:
-                    tensors[target] = FoundTensor(rows, tuple(keys))
+                    tensors[target] = StoredRows(rows, tuple(keys))
                 else:
                     wrong.append(f"{', '.join(keys)} become {target}, which the model does not have")
         except Exception as error:  # operations of transformers raise errors of many kinds

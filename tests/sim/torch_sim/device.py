@@ -12,7 +12,7 @@ import torch
 
 
 def index_of(device: Any = None) -> int:
-    """Of a device, a string, a number or None: the current one."""
+    """Return the index of `device`, which is a device, a string or a number; None for the current one."""
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -26,7 +26,7 @@ class Stream(torch.Stream):
         return super().__new__(cls, torch.device("sim", index_of(device)), priority=priority)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """As CUDA's, of events of the device's own class too, which torch's method refuses."""
+        """Record an event as CUDA does, also of this device's own class, which torch's method refuses."""
         if event is None:
             return super().record_event()
         event.record(self)
@@ -42,7 +42,7 @@ class Event(torch.Event):
 
 
 class StreamContext(contextlib.ContextDecorator):
-    """The stream is current inside; None changes nothing."""
+    """Context manager that makes a stream the current one; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -59,7 +59,7 @@ class StreamContext(contextlib.ContextDecorator):
 
 
 class Device:
-    """The device is current inside; None and negative numbers change nothing."""
+    """Context manager that makes a device the current one; None and negative numbers change nothing."""
 
     def __init__(self, device: Any) -> None:
         self._index, self._before = -1 if device is None else index_of(device), -1
@@ -74,12 +74,12 @@ class Device:
 
 
 def module(extension: Any) -> ModuleType:
-    """`torch.sim`: the names of `torch.cuda` that libraries use, and those that only a simulator has."""
-    found = ModuleType("torch.sim")
+    """Return `torch.sim`: the names of `torch.cuda` that libraries use, and those that only a simulator has."""
+    sim = ModuleType("torch.sim")
     for part in (_devices(extension), _streams(), _random(extension), _memory(extension), _simulator(extension)):
-        vars(found).update(part)
-    found.memory = found  # type: ignore[attr-defined]
-    return found
+        vars(sim).update(part)
+    sim.memory = sim  # type: ignore[attr-defined]
+    return sim
 
 
 def _devices(extension: Any) -> dict[str, Any]:
@@ -151,23 +151,23 @@ def _random(extension: Any) -> dict[str, Any]:
 def _memory(extension: Any) -> dict[str, Any]:
     memory = torch.accelerator.memory
 
-    def told(key: str) -> Callable[[Any], int]:
+    def stat(key: str) -> Callable[[Any], int]:
         return lambda device=None: memory.memory_stats(index_of(device)).get(key, 0)
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return torch.accelerator.get_memory_info(index_of(device))
 
-    runtime = SimpleNamespace(  # what `torch.cuda.cudart()` is asked for
+    runtime = SimpleNamespace(  # the used part of `torch.cuda.cudart()`
         cudaHostRegister=lambda at, size, flags=0: extension.pin(at, size),
         cudaHostUnregister=lambda at: extension.unpin(at),
         cudaGetErrorString=lambda code: f"sim error {code}",
         cudaMemGetInfo=mem_get_info,
     )
     return {
-        "memory_allocated": told("allocated_bytes.all.current"),
-        "max_memory_allocated": told("allocated_bytes.all.peak"),
-        "memory_reserved": told("reserved_bytes.all.current"),
-        "max_memory_reserved": told("reserved_bytes.all.peak"),
+        "memory_allocated": stat("allocated_bytes.all.current"),
+        "max_memory_allocated": stat("allocated_bytes.all.peak"),
+        "memory_reserved": stat("reserved_bytes.all.current"),
+        "max_memory_reserved": stat("reserved_bytes.all.peak"),
         "reset_peak_memory_stats": lambda device=None: memory.reset_peak_memory_stats(index_of(device)),
         "memory_stats": lambda device=None: memory.memory_stats(index_of(device)),
         "mem_get_info": mem_get_info,
@@ -177,7 +177,7 @@ def _memory(extension: Any) -> dict[str, Any]:
 
 
 def _simulator(extension: Any) -> dict[str, Any]:
-    """What no other device has: README.md tells of each."""
+    """Return the functions that no other device has, which README.md lists."""
     return {
         "_sleep": lambda cycles: extension.sleep(int(cycles) // 1000),  # at 1 GHz, as `torch.cuda._sleep`
         "num_waits": lambda: extension.num_waits(),
@@ -190,13 +190,13 @@ def _simulator(extension: Any) -> dict[str, Any]:
 
 
 def process_group(extension: Any) -> Callable[..., Any]:
-    """Makes a group of `init_process_group("cpu:gloo,sim:simccl")`: gloo's, on streams of the device."""
+    """Return the function that creates the group of `init_process_group("cpu:gloo,sim:simccl")`: gloo on device streams."""
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
         from torch.distributed import ProcessGroupGloo
 
         gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
-        said = os.environ.get("SIM_CCL_NAME", "nccl")  # what libraries ask for: it is treated as NCCL is
-        return extension.Ccl(gloo, said, rank, size, int(timeout.total_seconds() * 1000))
+        name = os.environ.get("SIM_CCL_NAME", "nccl")  # libraries look for it, and treat the group as NCCL's
+        return extension.Ccl(gloo, name, rank, size, int(timeout.total_seconds() * 1000))
 
     return make

@@ -1,4 +1,4 @@
-"""The extension from its C++ source: one file, by the compiler of this machine, kept under a name that tells its contents."""
+"""Builds the extension from its C++ source with this machine's compiler; the folder's name is a hash of the contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = ["-O1", "-std=c++20", "-fPIC", "-shared", "-w", "-DUSE_DISTRIBUTED", "-D
 
 
 class NotBuiltError(ImportError):
-    """The simulator cannot be built here; the text says what is missing."""
+    """Raised if the simulator cannot be built here; the text names what is missing."""
 
 
 def compiler() -> str | None:
@@ -28,7 +28,7 @@ def compiler() -> str | None:
 
 
 def why_not() -> str | None:
-    """Why the simulator cannot be built on this machine, in a sentence; None if it can, or has been."""
+    """Return the reason why the simulator cannot be built on this machine, as a sentence; None if it can, or was built."""
     if built().exists():
         return None
     if compiler() is None:
@@ -39,17 +39,17 @@ def why_not() -> str | None:
 
 
 def built() -> Path:
-    """Where the extension of this source, torch, Python and compiler flags lies or will lie."""
+    """Return the path of the extension for this source, torch, Python and compiler flags; it may not exist yet."""
     import torch
 
-    told = hashlib.sha256(f"{torch.__version__} {sys.version} {FLAGS}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version} {FLAGS}".encode())
     for path in sorted(SOURCE.iterdir()):
-        told.update(path.name.encode() + path.read_bytes())
-    return KEPT / told.hexdigest()[:16] / "sim_C.so"
+        digest.update(path.name.encode() + path.read_bytes())
+    return KEPT / digest.hexdigest()[:16] / "sim_C.so"
 
 
 def build() -> Path:
-    """The path of the extension, compiled now if that was not done before: a minute and 3 GB of memory.
+    """Return the path of the extension. Compiles it if that was not done before, which takes a minute and 3 GB of memory.
 
     Raises `NotBuiltError` if there is no compiler or it refuses the source. Processes that ask together wait for one.
     """

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from accordion.config import folder_of
-from accordion.engine.streams import SideStream, Transfer
+from accordion.engine.streams import Transfer
 from accordion.errors import OffloadError, UsageError
 from accordion.offload.activations.stores import (
     DiskActivationStore,
     DiskSlot,
     HostActivationStore,
     HostSlot,
-    Stored,
     room_for,
 )
-from accordion.offload.arena import ArenaMaker
+from accordion.offload.host_shards import Resources
+from accordion.offload.swap_file import CopyToDisk
 
 log = logging.getLogger("accordion")
 
 
 class ActivationOffload:
-    """Offloads the inputs of a model's recomputed units into stores that are created in the first forward and reused.
+    """Offloads the inputs of a model's recomputed units into stores that are created in the first forward and reused."""
 
-    `side_streams`: (for copies to the device, for copies from the device).
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        side_streams: tuple[SideStream, SideStream],
-        pool: Callable[[], ThreadPoolExecutor],
-        checksums: bool,
-        make_arena: ArenaMaker,
-    ) -> None:
-        self.device, self._side_streams, self._pool, self._checksums = device, side_streams, pool, checksums
-        self._make_arena = make_arena
+    def __init__(self, resources: Resources) -> None:
+        self.resources = resources
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._reported_bytes = (0, 0)  # (host, disk) in the last log message
         self._last: weakref.ref[OffloadedInput] | None = None
-        self._storing: tuple[Transfer | Stored, Tensor, int] | None = None  # copy under way, input and its version
+        self._storing: tuple[Transfer | CopyToDisk, Tensor, int] | None = None  # copy under way, input and its version
 
     @property
     def host_bytes(self) -> int:
@@ -59,13 +46,10 @@ class ActivationOffload:
         """Start copying the input `tensor` to the tier `place`. First finishes the copy of the last input, to free its memory."""
         self.finish_store()
         if place not in self._stores:
-            folder, common = folder_of(place), (self.device, self._side_streams)
-            if folder is None:
-                self._stores[place] = HostActivationStore(*common, self._make_arena)
-            else:
-                self._stores[place] = DiskActivationStore(
-                    folder, *common, self._pool, self._checksums, self._make_arena
-                )
+            folder = folder_of(place)
+            self._stores[place] = (
+                HostActivationStore(self.resources) if folder is None else DiskActivationStore(folder, self.resources)
+            )
         slot = self._stores[place].take(room_for(tensor.nbytes))
         offloaded = OffloadedInput(self, tensor, slot, self._last)
         self._last, self._storing = weakref.ref(offloaded), (offloaded.storing, tensor, tensor._version)
@@ -92,7 +76,7 @@ class ActivationOffload:
 
     def report(self, error: OffloadError) -> None:
         """Report `error` to the other ranks, which may be waiting for this rank in the backward."""
-        self._side_streams[0].waiter.tell(f"failed: {type(error).__name__}: {error}")
+        self.resources.fetch_stream.waiter.tell(f"failed: {type(error).__name__}: {error}")
 
 
 class OffloadedInput:
@@ -120,7 +104,7 @@ class OffloadedInput:
         if self._live is None and self._fetched is None:
             self._owner.finish_store()
             tensor = torch.empty_strided(
-                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.device
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.resources.device
             )
             self._fetched = self._slot.fetch(tensor), tensor
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from accordion.engine.communicator import Communicator, Pending
-from accordion.engine.streams import SideStream, Steps, Transfer
+from accordion.engine.streams import Steps, Transfer
 from accordion.errors import OffloadError
-from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker, page_aligned
-from accordion.offload.disk_shards import CHUNK_BYTES
-from accordion.offload.swap_file import SwapFile
+from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
+from accordion.offload.host_shards import Resources
+from accordion.offload.swap_file import CopyToDisk, DiskCalls, SwapFile, in_chunks
 
 GROWTH = 8  # a buffer that replaces a smaller one is larger than requested by 1 / GROWTH
 NUM_STAGES = 3  # host buffers for a file: one is copied into, one is written or read, one waits
@@ -29,10 +27,8 @@ class HostActivationStore:
 
     disk_bytes = 0
 
-    def __init__(
-        self, device: torch.device, side_streams: tuple[SideStream, SideStream], make_arena: ArenaMaker = Arena
-    ) -> None:
-        self._device, self.side_streams, self._make_arena = device, side_streams, make_arena
+    def __init__(self, resources: Resources) -> None:
+        self.resources = resources
         self.host_bytes = 0
         self._free: list[Arena] = []
 
@@ -50,7 +46,7 @@ class HostActivationStore:
             del largest
             # Larger than requested: if lengths grew a little in each step, each step would pin new memory and wait for it.
             num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
-        buffer = self._make_arena(num_bytes, self._device)
+        buffer = self.resources.make_arena(num_bytes, self.resources.device)
         self.host_bytes += num_bytes
         return HostSlot(self, buffer)
 
@@ -67,19 +63,21 @@ class HostSlot:
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
         """Start copying the input `tensor` to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
-        return self._store.side_streams[1].copy(copying(shaped(self._buffer.memory, like), tensor), [tensor], STORES)
+        return self._store.resources.store_stream.copy(
+            copying(shaped(self._buffer.memory, like), tensor), [tensor], STORES
+        )
 
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input into `into`, on the device, of the shape and strides of `like`."""
         copies = copying(into, shaped(self._buffer.memory, into))
-        self._fetch = self._store.side_streams[0].copy(copies, [into], FETCHES)
+        self._fetch = self._store.resources.fetch_stream.copy(copies, [into], FETCHES)
         return self._fetch
 
     def free(self, is_fetched: bool) -> None:
         """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
         if is_fetched and self._fetch is not None:
-            self._fetch.join(self._store.side_streams[1])
+            self._fetch.join(self._store.resources.store_stream)
             self._fetch.land()
         self._store.give(self._buffer)
 
@@ -90,20 +88,10 @@ class DiskActivationStore:
     The file grows if no free range is large enough: in the first forwards, and when inputs get larger.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        side_streams: tuple[SideStream, SideStream],
-        pool: Callable[[], ThreadPoolExecutor],
-        checksums: bool,
-        make_arena: ArenaMaker,
-    ) -> None:
-        self._device, self.side_streams, self._pool = device, side_streams, pool
-        self._make_arena = make_arena
-        self.file = SwapFile(folder, 0, checksums=checksums)
+    def __init__(self, folder: Path, resources: Resources) -> None:
+        self.resources, self.file = resources, SwapFile(folder, 0, checksums=resources.checksums)
         self._free: list[tuple[int, int]] = []  # (start, stop) in bytes of free ranges, sorted, adjacent ones joined
-        self._released: deque[tuple[int, int, list[Moves]]] = deque()  # free when their reads and writes have ended
+        self._released: deque[tuple[int, int, list[DiskCalls]]] = deque()  # free when their reads and writes have ended
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
 
     @property
@@ -139,7 +127,7 @@ class DiskActivationStore:
             self._free.append((start, stop))
         self._free = joined(self._free)
 
-    def give(self, start: int, stop: int, moves: list[Moves]) -> None:
+    def give(self, start: int, stop: int, moves: list[DiskCalls]) -> None:
         """Free a range of the file, in bytes, once `moves` have ended; callable on any thread."""
         self._released.append((start, stop, moves))
 
@@ -150,15 +138,8 @@ class DiskActivationStore:
         stage.clear()
         if stage.buffer is None or stage.buffer.num_bytes < num_bytes:
             stage.buffer = None  # free the smaller one before allocating
-            stage.buffer = self._make_arena(num_bytes, self._device)
+            stage.buffer = self.resources.make_arena(num_bytes, self.resources.device)
         return stage
-
-    def move(self, call: Callable[[int, Tensor], None], start: int, memory: Tensor, after: Callable[[], None]) -> Moves:
-        """Once `after` returns, call `call(offset, part)` on threads for all parts of `memory`, 1-D uint8, from `start` on."""
-        parts = [
-            partial(call, start + at, memory[at : at + CHUNK_BYTES]) for at in range(0, memory.numel(), CHUNK_BYTES)
-        ]
-        return Moves(self._pool(), after, parts)
 
 
 class Stage:
@@ -180,58 +161,26 @@ class Stage:
         return self.buffer.memory[:num_bytes]
 
 
-class Moves:
-    """Reads or writes of a file, `parts`, on threads. One thread waits until `after` returns, so that the others are free."""
-
-    def __init__(
-        self, pool: ThreadPoolExecutor, after: Callable[[], None], parts: Sequence[Callable[[], None]]
-    ) -> None:
-        self._pool, self._parts = pool, parts
-        self._started = pool.submit(self._start, after)
-
-    def _start(self, after: Callable[[], None]) -> list[Future[None]]:
-        after()
-        parts, self._parts = self._parts, ()
-        return [self._pool.submit(part) for part in parts]
-
-    def wait(self, *_: Any) -> None:
-        """Wait for all parts, as `Work.wait` of a collective; ignores arguments. Raise the error of a part that failed."""
-        self.settle()
-        try:
-            for future in self._started.result():
-                future.result()
-        except OffloadError as error:
-            failed = error.with_traceback(None)
-        else:
-            return
-        # A new error: the traceback of a raised one refers to the caller's frames, and these to the graph with this object.
-        raise OffloadError(*failed.args) from failed.__cause__
-
-    def settle(self) -> None:
-        """Wait for all parts, and ignore errors."""
-        wait([self._started])
-        if self._started.exception() is None:
-            wait(self._started.result())
-
-
 class DiskSlot:
     """A range of the file for one input, with its reads and writes under way."""
 
     def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
         self._stage: Stage | None = None
-        self._stored: Stored | None = None
+        self._stored: CopyToDisk | None = None
         self._fetch: Transfer | None = None
-        self._reads: Moves | None = None
+        self._reads: DiskCalls | None = None
         self._is_wanted = True
 
-    def store(self, tensor: Tensor, like: Tensor) -> Stored:
+    def store(self, tensor: Tensor, like: Tensor) -> CopyToDisk:
         """Start copying the input `tensor` to the host and writing it to the file. `like`: as for `HostSlot.store`."""
-        stage = self.activation_store.stage(self.num_bytes)
-        memory = stage.memory(self.num_bytes)
-        copy = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
-        self._stage, self._stored, stage.content = stage, Stored(self.activation_store, self.start, memory, copy), self
-        stage.uses.append(partial(self._end, self._stored.finish))
+        store, resources = self.activation_store, self.activation_store.resources
+        self._stage = stage = store.stage(self.num_bytes)
+        memory, stage.content = stage.memory(self.num_bytes), self
+        copy = resources.store_stream.copy(copying(shaped(memory, like), tensor), [tensor], STORES)
+        writes = in_chunks(store.file.write, self.start, memory)
+        self._stored = CopyToDisk(copy, writes, resources.pool(), late=resources.store_stream.late)
+        stage.uses.append(partial(self._end, self._stored.synchronize))
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
@@ -240,9 +189,10 @@ class DiskSlot:
         assert self._stored is not None, "what is fetched was stored"
         store, stage, reads = self.activation_store, self._stage, None
         if stage.content is not self:
-            self._stored.finish()  # the write has ended, because its buffer was reused: this raises its error
+            self._stored.synchronize()  # the write has ended, because its buffer was reused: this raises its error
             stage = store.stage(self.num_bytes)
-            reads = store.move(store.file.read, self.start, stage.memory(self.num_bytes), lambda: None)
+            calls = in_chunks(store.file.read, self.start, stage.memory(self.num_bytes))
+            reads = DiskCalls(store.resources.pool(), calls)
         memory, self._reads = shaped(stage.memory(self.num_bytes), into), reads
 
         def steps() -> Steps:  # on a device the copy waits for compute work that was started before the reads only
@@ -250,7 +200,7 @@ class DiskSlot:
                 yield Pending(Communicator(None, torch.device("cpu")), [reads])
             into.copy_(memory, non_blocking=True)
 
-        self._fetch = store.side_streams[0].start(steps(), [into], FETCHES)
+        self._fetch = store.resources.fetch_stream.start(steps(), [into], FETCHES)
         stage.uses.append(partial(self._end, self._fetch.synchronize))
         return self._fetch
 
@@ -270,39 +220,6 @@ class DiskSlot:
             self._end(self._fetch.land)  # the next use of the stage waits for the copy
         moves += [] if self._reads is None else [self._reads]
         self.activation_store.give(self.start, self.start + self.num_bytes, moves)
-
-
-class Stored:
-    """A copy of an input to a host buffer, followed by its write to the file; has the method `land` of a `Transfer`."""
-
-    def __init__(self, store: DiskActivationStore, start: int, memory: Tensor, transfer: Transfer) -> None:
-        self._transfer = transfer
-        self._move: Callable[[], Moves] | None = partial(store.move, store.file.write, start, memory, transfer.block)
-        self._writes: Moves | None = None
-        if not store.side_streams[1].late:  # with debug="streams" the copy runs only when it is waited for
-            self._begin()
-
-    def _begin(self) -> None:
-        move, self._move = self._move, None
-        if move is not None:
-            self._writes = move()
-
-    def land(self) -> None:
-        self._transfer.land()
-        self._begin()
-
-    def finish(self) -> None:
-        """Wait until the host buffer can be reused: until the write has ended, or the copy if the write was cancelled."""
-        self.land()
-        if self._writes is None:
-            self._transfer.block()
-        else:
-            self._writes.wait()
-
-    def cancel(self) -> list[Moves]:
-        """Cancel the write if it has not begun. Return the writes under way."""
-        self._move = None
-        return [] if self._writes is None else [self._writes]
 
 
 def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

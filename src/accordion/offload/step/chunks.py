@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from accordion.engine.shards import own_storage
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, local_of, write_back
-from accordion.offload.swap_file import FileRange, SwapFile
+from accordion.offload.swap_file import FileRange, Values
 
 CHUNK_NUMEL = 2**21  # largest chunk: 8 MiB of each float32 state
 LEAST_NUMEL = 2**16  # smallest chunk: with four requests of 256 KiB in flight disks still reach their full speed
@@ -22,32 +20,20 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory for the states of several parameters, on the host or on the device; has the method `mapped` of a `SwapFile`."""
-
-    whole: Tensor  # 1-D uint8
-    owner: object = None  # keeps the memory pinned
-
-    def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a (numel,) tensor that shares this memory, from `offset` bytes on."""
-        return own_storage(self.whole[offset : offset + numel * dtype.itemsize].view(dtype))
-
-
-@dataclass(frozen=True, slots=True)
 class StateBlock:
-    """States of the parameters of one unit, param group and dtype: for each state a contiguous run of `numel` elements.
+    """States of the parameters of one unit, param group and dtype.
 
-    Args: `keys`: name -> dtype of the states that have the parameter's shape; `starts`: name -> offset of the run in bytes;
-    `itemsize`: the smallest of parameter, gradient, row (a copy in the gathered dtype) and states; `max_numel`: elements of the
-    largest chunk; `total_bytes`: bytes per element of parameter, gradient and row; `disk_bytes`: those of them on disk.
+    Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of parameter,
+    gradient, row (a copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk; `steps_on_device`:
+    chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and row; `disk_bytes`:
+    those of them on disk.
     """
 
-    store: SwapFile | Memory
+    runs: dict[str, Values]
     numel: int
-    keys: dict[str, torch.dtype]
-    starts: dict[str, int]
     itemsize: int
     max_numel: int
+    steps_on_device: bool = False
     disk_bytes: int = 0
     total_bytes: int = 0
 
@@ -58,18 +44,21 @@ class StateBlock:
 
     def buffer_bytes(self, *, on_device: bool) -> int:
         """Return the bytes of the largest chunk in a buffer of the device, or else of the host."""
-        in_buffer = on_device or isinstance(self.store, SwapFile)
-        states = sum(dtype.itemsize for dtype in self.keys.values()) if in_buffer else 0
+        states = sum(run.dtype.itemsize for run in self.runs.values() if on_device or isinstance(run, FileRange))
         return ((self.total_bytes if on_device else self.disk_bytes) + states) * min(self.max_numel, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """The position of one parameter's states: elements [start, start + number of its elements) of each run of `block`."""
+    """The position of the states of `param`: elements [start, start + number of its elements) of each run of `block`."""
 
+    param: Tensor
     block: StateBlock
     start: int
     shown: dict[str, Tensor]  # name -> the state in the shape of the shard, as `optimizer.state` shows it
+    shard_buffer: tuple[OffDeviceShards, int] | None = (
+        None  # with the parameter's index there; None if it is on the device
+    )
 
 
 @dataclass(slots=True)
@@ -79,38 +68,42 @@ class ParamStep:
     entry: Entry
     place: StatePlace
     present: frozenset[str]  # names of the states that exist already; others begin as zeros
-    shard_buffer: tuple[OffDeviceShards, int] | None = None  # with its index there; None if it is on the device
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
+
+    def spans(self, low: int, high: int) -> list[Span]:
+        """Return the elements [low, high) of the shard, of its gradient and, if the step must write it too, of its row."""
+        entry, (shard_buffer, i) = self.entry, self.place.shard_buffer or (None, 0)
+        shard, grad, row = flat_of(entry.local, entry.local), flat_of(entry.grad, entry.local), None
+        if shard_buffer is not None:
+            slot = shard_buffer.grads.slots[i]
+            shard, row = shard_buffer.shard(i), shard_buffer.row(i)
+            grad = slot.file_range if slot.file_range is not None and slot.is_on_disk(entry.grad) else grad
+        spans = [Span(shard[low:high], reads=True, writes=True), Span(grad[low:high], reads=True, writes=False)]
+        return spans if row is None else [*spans, Span(row[low:high], reads=False, writes=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A 1-D range of elements that the step of a chunk uses, in `memory` or at `offset` bytes of `file`."""
+    """Values that the step of a chunk uses."""
 
-    dtype: torch.dtype
-    numel: int
+    values: Values
     reads: bool  # the step needs the values
     writes: bool  # the step changes the values
-    memory: Tensor | None = None
-    file: SwapFile | None = None
-    offset: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes in a buffer and in a file, in whole pages."""
-        return page_aligned(self.numel * self.dtype.itemsize)
+        return page_aligned(self.values.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of a parameter. `local`, `grad`, `row`: indices in `Chunk.spans` of its shard, gradient and row."""
+    """Elements [low, high) of a parameter. `spans`: the part of `Chunk.spans` that `ParamStep.spans` returned for it."""
 
     todo: ParamStep
     low: int
     high: int
-    local: int
-    grad: int
-    row: int | None
+    spans: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ class Chunk:
     start: int
     stop: int
     parts: list[ChunkPart]
-    spans: list[Span]  # first one for each state, in the order of `block.keys`, then those of each part
+    spans: list[Span]  # first one for each state, in the order of `block.runs`, then those of each part
 
 
 def chunk_numel(itemsize: int, total: int) -> int:
@@ -161,53 +154,32 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
         if low < high:
             cut.append((todo, low - first, high - first))
     spans, parts = list[Span](), list[ChunkPart]()
-    for key, dtype in block.keys.items():
-        reads, at = any(key in todo.present for todo, _, _ in cut), block.starts[key] + start * dtype.itemsize
-        if isinstance(block.store, SwapFile):
-            spans.append(Span(dtype, stop - start, reads, True, file=block.store, offset=at))
-        else:
-            spans.append(Span(dtype, stop - start, reads, True, memory=block.store.mapped(at, stop - start, dtype)))
+    for key, run in block.runs.items():
+        spans.append(Span(run[start:stop], reads=any(key in todo.present for todo, _, _ in cut), writes=True))
     for todo, low, high in cut:
-        entry, at, (shard_buffer, i) = todo.entry, len(spans), todo.shard_buffer or (None, 0)
-        shard = grad = row = None
-        if shard_buffer is not None:
-            shard, row = shard_buffer.shard_range(i), shard_buffer.row(i)
-            grad = shard_buffer.grads.file_range(i, entry.grad)
-        spans.append(_span_of(shard or flat_of(entry.local, entry.local), low, high, writes=True))
-        spans.append(_span_of(grad or flat_of(entry.grad, entry.local), low, high, writes=False))
-        if row is not None:
-            spans.append(_span_of(row, low, high, writes=True, reads=False))
-        parts.append(ChunkPart(todo, low, high, at, at + 1, None if row is None else at + 2))
+        own = todo.spans(low, high)
+        parts.append(ChunkPart(todo, low, high, slice(len(spans), len(spans) + len(own))))
+        spans += own
     return Chunk(block, start, stop, parts, spans)
-
-
-def _span_of(whole: Tensor | FileRange, low: int, high: int, *, writes: bool, reads: bool = True) -> Span:
-    """Return the `Span` of the elements [low, high) of `whole`."""
-    if isinstance(whole, FileRange):
-        at = whole.offset + low * whole.dtype.itemsize
-        return Span(whole.dtype, high - low, reads, writes, file=whole.file, offset=at)
-    return Span(whole.dtype, high - low, reads, writes, memory=whole[low:high])
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
     """Step the parameters of `chunk` in place. `views`: one 1-D tensor for each of its spans, all on one device."""
     work = []
-    blocks = dict(zip(chunk.block.keys, views, strict=False))
+    blocks = dict(zip(chunk.block.runs, views, strict=False))
     for part in chunk.parts:
-        todo, local = part.todo, views[part.local].detach()
-        local.grad = views[part.grad]
+        todo, (local, grad, *rows) = part.todo, views[part.spans]
+        local = local.detach()
+        local.grad = grad
         at = todo.place.start + part.low - chunk.start
         shaped = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
-        state = {
-            k: optimizer_copy.scalar(todo.entry.group, k, v, local)
-            for k, v in todo.entry.state.items()
-            if k not in blocks
-        }
-        work.append((part, local, {k: shaped.get(k, state.get(k)) for k in todo.entry.state}, shaped))
+        group, states = todo.entry.group, todo.entry.state.items()
+        state = {k: shaped[k] if k in shaped else optimizer_copy.scalar(group, k, v, local) for k, v in states}
+        work.append((part, local, state, shaped, rows))
     states = optimizer_copy.step(
-        [(part.todo.entry.group, part.todo.entry.param, local, state) for part, local, state, _ in work]
+        [(part.todo.entry.group, part.todo.entry.param, local, state) for part, local, state, _, _ in work]
     )
-    for part, local, _, shaped in work:
+    for part, local, _, shaped, rows in work:
         new_states = states.get(local, {})
         for key, value in new_states.items():
             if key in shaped:
@@ -221,8 +193,8 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
                 )
         # Keep the mapped state in place of a tensor that was just copied into it.
         part.todo.states = {k: part.todo.place.shown.get(k, v) if k in shaped else v for k, v in new_states.items()}
-        if part.row is not None:
-            views[part.row].copy_(local)
+        for row in rows:
+            row.copy_(local)
 
 
 def finish(todo: ParamStep) -> None:

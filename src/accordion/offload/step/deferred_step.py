@@ -66,16 +66,15 @@ def refuse_unwrapped(optimizer: Optimizer) -> None:
 
     These are parameters that are stepped in the backward or chunk by chunk.
     """
-    for group in optimizer.param_groups:
-        for engine, unit in owners_of(group["params"]):
-            offload = tiers_of(engine).offloads[unit.index]
-            if offload.streams or offload.step_in_backward:
-                is_whole = isinstance(optimizer, torch.optim.LBFGS)
-                raise UsageError(
-                    f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step "
-                    "that reads from disk, copies to the device or runs in the backward; "
-                    + ("leave out that Offload." if is_whole else "pass the optimizer to wrap_optimizer.")
-                )
+    for _, _, engine, unit in owned_by(optimizer):
+        offload = tiers_of(engine).offloads[unit.index]
+        if offload.streams or offload.step_in_backward:
+            is_whole = isinstance(optimizer, torch.optim.LBFGS)
+            raise UsageError(
+                f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step "
+                "that reads from disk, copies to the device or runs in the backward; "
+                + ("leave out that Offload." if is_whole else "pass the optimizer to wrap_optimizer.")
+            )
 
 
 def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
@@ -92,10 +91,15 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[Engine, Unit]]:
     return [owner for owner in map(owner_of, params) if owner is not None]
 
 
+def owned_by(optimizer: Optimizer) -> list[tuple[int, Tensor, Engine, Unit]]:
+    """Return (index of its param group, parameter, engine, unit) of each offloaded parameter of `optimizer`."""
+    params = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    return [(i, p, *owner) for i, p in params if (owner := owner_of(p)) is not None]
+
+
 def engines_of(optimizer: Optimizer) -> list[Engine]:
     """Return the engines of the offloaded parameters of `optimizer`, each once."""
-    owners = [owner for group in optimizer.param_groups for owner in owners_of(group["params"])]
-    return list({id(engine): engine for engine, _ in owners}.values())
+    return list({id(engine): engine for _, _, engine, _ in owned_by(optimizer)}.values())
 
 
 class UnitStep:
@@ -114,7 +118,40 @@ class UnitStep:
     ) -> None:
         self._optimizer_copy, self._todos, self._states = optimizer_copy, todos, states
         self.entries, self.shard_buffers = entries, shard_buffers
+        self._running: Future[None] | None = None
+        self._values: list[tuple[Tensor, Tensor]] = []  # (parameter, its value) until a late step begins
         self._chunk_steps: list[Future[None]] = []
+
+    def begin(self, tiers: Tiers) -> None:
+        """Start the step on the thread. With debug="streams" it runs when it is waited for; until then the parameters are NaN."""
+        if not tiers.late:
+            self._running = tiers.stepper.submit(self.run)
+            return
+        self._values = [(entry.local, entry.local.clone()) for entry in self.entries]
+        for local, _ in self._values:
+            if local.is_floating_point():
+                local.fill_(float("nan"))
+
+    def wait(self, engine: Engine) -> None:
+        """Wait until all parameters are stepped and written, then show their new states in `optimizer.state`."""
+        start = time.perf_counter()
+        with reported(engine):
+            if self._running is not None:
+                self._running.result()
+            elif self._values:
+                with torch.no_grad():
+                    for local, value in self._values:
+                        local.copy_(value)
+                self._values = []
+                for shard_buffer in self.shard_buffers:
+                    shard_buffer.flush()
+                self.run()
+            for future in self._chunk_steps:
+                future.result()
+            for todo in self._todos:
+                finish(todo)
+        self._chunk_steps, self._todos = [], ()
+        tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
         """Step the parameters whose states are in memory, and start the steps of all chunks."""
@@ -129,61 +166,28 @@ class UnitStep:
             self._chunk_steps = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
         self.entries = ()
 
-    def finish(self) -> None:
-        """Wait until all chunks are stepped and written, then show their new states in `optimizer.state`."""
-        for future in self._chunk_steps:
-            future.result()
-        for todo in self._todos:
-            finish(todo)
-        self._chunk_steps, self._todos = [], ()
-
-
-class LateStep:
-    """The step of a unit for debug="streams": it runs when `result` is called; until then the parameters are NaN."""
-
-    def __init__(self, job: UnitStep) -> None:
-        self._job: UnitStep | None = job
-        self._values = [(e.local, e.local.clone()) for e in job.entries]
-        for local, _ in self._values:
-            if local.is_floating_point():
-                local.fill_(float("nan"))
-
-    def result(self) -> None:
-        job, self._job = self._job, None
-        if job is None:
-            return
-        with torch.no_grad():
-            for local, value in self._values:
-                local.copy_(value)
-        self._values.clear()
-        for shard_buffer in job.shard_buffers:
-            shard_buffer.flush()
-        job.run()
-
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
     """Allocate the states of parameters that are stepped chunk by chunk and have none. Return the used optimizer copy.
 
     Returns None if no parameter is stepped chunk by chunk. Raises `OffloadError` or `UsageError` if there is no room.
     """
-    for group in optimizer.param_groups:
-        for engine, unit in owners_of(group["params"] if group.get("capturable") else ()):
-            if tiers_of(engine).offloads[unit.index].stepped_on == HOST:
-                raise UsageError(
-                    f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
-                    f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
-                )
+    owned = owned_by(optimizer)
+    for group, _, engine, unit in owned:
+        if optimizer.param_groups[group].get("capturable") and tiers_of(engine).offloads[unit.index].stepped_on == HOST:
+            raise UsageError(
+                f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
+                f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
+            )
     optimizer_copy = None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
         if tiers.in_backward is not None:
             tiers.in_backward.steps_with(optimizer, kind)
-        owned = [(i, p, owner_of(p)) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
-        of_engine = [(i, p, owner[1]) for i, p, owner in owned if owner is not None and owner[0] is engine]
         wanted = [
-            Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p))
-            for i, p, unit in of_engine
-            if tiers.offloads[unit.index].streams
+            Wanted(unit.index, tiers.offloads[unit.index], group, p, local_of(p), tiers.shard_buffer_of(unit, p))
+            for group, p, owner, unit in owned
+            if owner is engine and tiers.offloads[unit.index].streams
         ]
         if wanted:
             optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
@@ -302,40 +306,12 @@ def _start(
         with torch.no_grad():
             step_entries(optimizer_copy, in_memory)
     if states is not None and on_device:
-        # The thread may be stepping another unit with the same buffers: wait for it here; `over_device` waits for its chunks.
+        # The thread may be stepping another unit with the same buffers: wait for it here; `step_on_device` waits for its chunks.
         if tiers.in_backward is not None and not tiers.late:
             tiers.stepper.submit(lambda: None).result()
         with reported(engine):
-            step_on_device(optimizer_copy, on_device, states)
+            states.step_on_device(on_device, partial(step_chunk, optimizer_copy))
     for job in jobs:
-        running: Future[None] | LateStep = LateStep(job) if tiers.late else tiers.stepper.submit(job.run)
+        job.begin(tiers)
         for shard_buffer in job.shard_buffers:
-            shard_buffer.defer(partial(_wait, engine, running, job))
-
-
-def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
-    """Step parameters on the device chunk by chunk, and wait until all chunks are copied back and written."""
-    chunks = list(chunks_of(todos))
-    pipeline = states.over_device(chunks)
-    count = len(chunks)
-    chunks.clear()
-    try:
-        with torch.no_grad():
-            for which in range(count):
-                chunk, views = pipeline.take(which)
-                step_chunk(optimizer_copy, chunk, views)
-                pipeline.give(which)
-        pipeline.finish()
-    except BaseException:
-        pipeline.abandon()
-        raise
-    for todo in todos:
-        finish(todo)
-
-
-def _wait(engine: Engine, running: Future[None] | LateStep, job: UnitStep) -> None:
-    start = time.perf_counter()
-    with reported(engine):
-        running.result()
-        job.finish()
-    tiers_of(engine).waited_s += time.perf_counter() - start
+            shard_buffer.defer(partial(job.wait, engine))

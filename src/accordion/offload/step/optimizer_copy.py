@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -118,7 +118,7 @@ class OptimizerCopy:
         values.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
         param_ids = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
         attributes = {k: v for k, v in vars(clone).items() if k not in ("state", "param_groups", *HOOKS)}
-        return [*values, {k: v for k, v in attributes.items() if not _holds(v, param_ids)}]
+        return [*values, {k: v for k, v in attributes.items() if param_ids.isdisjoint(map(id, _leaves(v)))}]
 
     def write_after(self, optimizer: Optimizer) -> None:
         """Write the values of `after` into `optimizer`, as its own step would."""
@@ -179,17 +179,18 @@ def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
     return type(tree)(exchange(item, swap) for item in tree) if type(tree) in (tuple, set) else tree
 
 
-def _holds(tree: Any, ids: set[int]) -> bool:
-    items = [*tree, *tree.values()] if isinstance(tree, dict) else tree if type(tree) in (list, tuple, set) else ()
-    return id(tree) in ids or any(_holds(item, ids) for item in items)
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield what nested lists, tuples, sets and dicts have, keys of dicts too; `tree` itself if it is none of these."""
+    if not isinstance(tree, (list, tuple, set, dict)):
+        yield tree
+        return
+    for item in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
+        yield from _leaves(item)
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
     """Return True if a state is a tensor of the shape of `local`, or has one in nested lists and dicts."""
-    if isinstance(tree, Tensor):
-        return tree.dim() > 0 and tree.shape == local.shape
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return any(has_elements(item, local) for item in items)
+    return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in _leaves(tree))
 
 
 def _same(a: Any, b: Any) -> bool:

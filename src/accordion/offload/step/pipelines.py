@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.streams import SideStream, Transfer
+from accordion.engine.streams import Transfer
+from accordion.offload.host_shards import Resources
 from accordion.offload.step.chunks import Chunk, Span
+from accordion.offload.swap_file import FileRange
 
 NUM_BUFFERS = 4  # host buffers: the chunk in one is stepped, those in the others are read or written
 NUM_DEVICE_BUFFERS = 3  # the chunk in one is stepped, one is copied in, one is copied out
@@ -39,17 +41,13 @@ class HostPipeline:
         Blocks until a buffer is free, so that other work for the threads waits for a few chunks, not for all chunks of a step.
         """
         buffer = self._free.get()
-        if any(not span.reads for span in chunk.spans[: len(chunk.block.keys)]):
+        if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
             # so such chunks are stepped on the calling thread.
-            future: Future[None] = Future()
-            try:
-                self._run(chunk, buffer, step)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            return future
+            self._run(chunk, buffer, step)
+            ended: Future[None] = Future()
+            ended.set_result(None)
+            return ended
         try:
             return self._pool.submit(self._run, chunk, buffer, step)
         except BaseException:  # the interpreter exits: other callers that wait for a buffer must get this error too
@@ -72,49 +70,95 @@ class HostPipeline:
             self._free.put(buffer)
 
 
-class DiskPipeline:
-    """Reads chunks into host buffers in their order and writes them back, on threads, while the caller steps one of them."""
+class DevicePipeline:
+    """Steps chunks on the device, in their order, through buffers of the host and of the device.
 
-    def __init__(self, chunks: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
+    Threads read chunks into `host_buffers` and write them back. While one chunk is stepped, the next is copied to the device on
+    one side stream and the last one back on another. All copies are started by the thread that runs forward and backward.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        resources: Resources,
+        host_buffers: Sequence[Tensor],
+        device_buffers: Sequence[Tensor],
+    ) -> None:
         self._chunks: list[Chunk | None] = list(chunks)
-        self._pool, self._buffers = pool, buffers
-        self._ready: list[Future[None]] = [
-            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(chunks)))
+        self._pool, self._host_buffers, self._device_buffers = resources.pool(), host_buffers, device_buffers
+        self._fetch_stream, self._store_stream = resources.fetch_stream, resources.store_stream
+        self._fetched: dict[
+            int, tuple[Transfer, list[Tensor]]
+        ] = {}  # number of the chunk -> copy, tensors on the device
+        self._stores: dict[int, Transfer] = {}  # index of the device buffer -> the last copy from it to the host
+        self._refills: list[Future[None]] = [
+            self._pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(self._chunks)))
         ]
 
-    def _views(self, which: int, chunk: Chunk) -> list[Tensor]:
-        return views_of(chunk, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
+    def run(self, step: Callable[[Chunk, list[Tensor]], None]) -> None:
+        """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written."""
+        try:
+            for which in range(len(self._chunks)):
+                self._fetch(which)
+                self._fetch(which + 1)
+                transfer, views = self._fetched[which]
+                transfer.land()
+                step(self._chunk(which), views)
+                self._store(which)
+            for transfer in self._stores.values():
+                transfer.synchronize()
+            for future in self._refills:
+                future.result()
+        except BaseException:
+            # Their buffers are reused or freed after this.
+            for transfer in [*self._stores.values(), *(transfer for transfer, _ in self._fetched.values())]:
+                transfer.synchronize()
+            wait(self._refills)
+            raise
+
+    def _chunk(self, which: int) -> Chunk:
+        chunk = self._chunks[which]
+        assert chunk is not None, "a chunk is stepped once"
+        return chunk
+
+    def _host_views(self, which: int, chunk: Chunk) -> list[Tensor]:
+        return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
         """Once `after` returns, write the chunk `stepped` and read chunk number `which` into its buffer."""
         if after is not None:
             after()
         if stepped is not None:
-            write(stepped, self._views(which, stepped))
+            write(stepped, self._host_views(which, stepped))
         chunk = self._chunks[which] if which < len(self._chunks) else None
         if chunk is not None:
-            read(chunk, self._views(which, chunk))
+            read(chunk, self._host_views(which, chunk))
 
-    def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
-        """Wait for chunk number `which`. Return it and the tensor of each of its spans. Call once for each, in order."""
-        self._ready[which % NUM_BUFFERS].result()
-        chunk = self._chunks[which]
-        assert chunk is not None, "a chunk is taken once"
-        return chunk, self._views(which, chunk)
+    def _fetch(self, which: int) -> None:
+        """Start copying chunk number `which` to the device, once it is read, unless that was started already."""
+        if which >= len(self._chunks) or which in self._fetched:
+            return
+        self._refills[which % NUM_BUFFERS].result()
+        chunk, slot = self._chunk(which), which % NUM_DEVICE_BUFFERS
+        if slot in self._stores:
+            self._stores.pop(slot).join(self._fetch_stream)
+        buffer = self._device_buffers[slot]
+        views, host_views = views_of(chunk, buffer, buffer.device), self._host_views(which, chunk)
+        pairs = [(v, h) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.reads]
+        transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the device")
+        self._fetched[which] = transfer, views
 
-    def give(self, which: int, after: Callable[[], None]) -> None:
-        """Write chunk number `which` back once `after` returns, and read a later one into its buffer."""
-        chunk, self._chunks[which] = self._chunks[which], None  # which also frees the gradients
-        self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, after, which + NUM_BUFFERS)
-
-    def finish(self) -> None:
-        """Wait until all chunks are written."""
-        for future in self._ready:
-            future.result()
-
-    def abandon(self) -> None:
-        """Wait until no read or write is under way, after an error; ignores their errors."""
-        wait(self._ready)
+    def _store(self, which: int) -> None:
+        """Start copying chunk number `which`, which was stepped, to the host; then write it and read a later one."""
+        (_, views), chunk = self._fetched.pop(which), self._chunk(which)
+        host_views = self._host_views(which, chunk)
+        pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
+        transfer = self._store_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the host")
+        if self._store_stream.late:
+            transfer.synchronize()
+        self._stores[which % NUM_DEVICE_BUFFERS] = transfer
+        self._chunks[which] = None  # which also frees the gradients
+        self._refills[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, transfer.block, which + NUM_BUFFERS)
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
@@ -125,94 +169,29 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
     result: list[Tensor] = []
     at = 0
     for span in chunk.spans:
-        memory = span.memory
-        if memory is None or (device is not None and (memory.device != device or device.type == "cpu")):
+        values = span.values
+        if isinstance(values, FileRange) or (device is not None and (values.device != device or device.type == "cpu")):
             assert buffer is not None, "there are buffers if a span needs one"
-            memory = buffer[at : at + span.numel * span.dtype.itemsize].view(span.dtype)
+            values = buffer[at : at + values.nbytes].view(values.dtype)
             at += span.num_bytes
-        result.append(memory)
+        result.append(values)
     return result
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
     """Read the spans of `chunk` that are in files into `views`, and set states on the host that do not exist yet to zero."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
-        if span.file is not None and span.reads:
-            span.file.read(span.offset, whole_pages(view, span))
-        elif not span.reads and i < len(chunk.block.keys) and view.device.type == "cpu":
+        if isinstance(span.values, FileRange) and span.reads:
+            span.values.file.read(span.values.offset, whole_pages(view, span))
+        elif not span.reads and i < len(chunk.block.runs) and view.device.type == "cpu":
             view.zero_()  # a new state; on a device, this thread's stream would not be ordered after the others
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
     """Write the changed spans of `chunk` that are in files from `views`."""
     for span, view in zip(chunk.spans, views, strict=True):
-        if span.file is not None and span.writes:
-            span.file.write(span.offset, whole_pages(view, span))
-
-
-class DevicePipeline:
-    """Copies the chunks of a `DiskPipeline` through device buffers, for a step on the device.
-
-    While one chunk is stepped, the next is copied in on one side stream and the last one out on another. All copies are
-    started by the thread that runs forward and backward. `count`: number of chunks; `side_streams`: to the device, and back.
-    """
-
-    def __init__(
-        self,
-        disk_pipeline: DiskPipeline,
-        count: int,
-        buffers: list[Tensor],
-        side_streams: tuple[SideStream, SideStream],
-    ) -> None:
-        self._disk_pipeline, self._count, self._buffers = disk_pipeline, count, buffers
-        self._fetch_stream, self._store_stream = side_streams
-        # number of the chunk -> copy to the device, chunk, its tensors there, its tensors on the host
-        self._fetched: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
-        self._stores: dict[int, Transfer] = {}  # index of the buffer -> the last copy from it to the host
-
-    def _fetch(self, which: int) -> None:
-        if which >= self._count or which in self._fetched:
-            return
-        chunk, host_views = self._disk_pipeline.take(which)
-        slot = which % NUM_DEVICE_BUFFERS
-        store = self._stores.pop(slot, None)
-        if store is not None:
-            store.join(self._fetch_stream)
-        buffer = self._buffers[slot]
-        views = views_of(chunk, buffer, buffer.device)
-        pairs = [(v, h) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.reads]
-        transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the device")
-        self._fetched[which] = (transfer, chunk, views, host_views)
-
-    def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
-        """Return chunk number `which` and the tensor of each of its spans, on the device. Call once for each, in order."""
-        self._fetch(which)
-        self._fetch(which + 1)
-        transfer, chunk, views, _ = self._fetched[which]
-        transfer.land()
-        return chunk, views
-
-    def give(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host and writing it back."""
-        _, chunk, views, host_views = self._fetched.pop(which)
-        pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
-        transfer = self._store_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the host")
-        if self._store_stream.late:
-            transfer.synchronize()
-        self._stores[which % NUM_DEVICE_BUFFERS] = transfer
-        self._disk_pipeline.give(which, transfer.block)
-
-    def finish(self) -> None:
-        """Wait until all chunks are copied to the host and written."""
-        for transfer in self._stores.values():
-            transfer.synchronize()
-        self._disk_pipeline.finish()
-
-    def abandon(self) -> None:
-        """After an error, wait for all copies, reads and writes under way, so that their buffers can be reused or freed."""
-        for transfer in [*self._stores.values(), *(transfer for transfer, *_ in self._fetched.values())]:
-            transfer.synchronize()
-        self._disk_pipeline.abandon()
+        if isinstance(span.values, FileRange) and span.writes:
+            span.values.file.write(span.values.offset, whole_pages(view, span))
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accordion.config import DEVICE, Offload, folder_of
-from accordion.engine.streams import SideStream
-from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
-from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel
+from accordion.engine.shards import own_storage, zeros_on
+from accordion.offload.arena import ALIGN_BYTES, Arena
+from accordion.offload.host_shards import OffDeviceShards, Resources
+from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
-from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, DiskPipeline, HostPipeline
-from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values, aligned_buffer
 
 log = logging.getLogger("accordion")
 
@@ -38,20 +38,14 @@ class Wanted:
 class States:
     """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        pool: Callable[[], Any],
-        side_streams: tuple[SideStream, SideStream],
-        checksums: bool,
-        make_arena: ArenaMaker,
-    ) -> None:
-        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
-        self._make_arena = make_arena
-        self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which it keeps alive
+    def __init__(self, resources: Resources) -> None:
+        self._resources, self._device = resources, resources.device
+        self._places: dict[int, StatePlace] = {}  # by id of the parameter, which the place keeps alive
+        self._blocks: list[StateBlock] = []
+        self._arenas: list[Arena] = []  # which keep memory of states pinned
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
-        self.host_pipeline = HostPipeline(pool(), [])  # for chunks that are stepped on the host
+        self.host_pipeline = HostPipeline(resources.pool(), [])  # for chunks that are stepped on the host
         self.host_bytes = 0  # host memory allocated for states
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
@@ -65,8 +59,8 @@ class States:
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest single read or write of states in a file."""
-        blocks = [place.block for _, place, _ in self._places.values() if isinstance(place.block.store, SwapFile)]
-        return max((min(a.max_numel, a.numel) * max(d.itemsize for d in a.keys.values()) for a in blocks), default=0)
+        pairs = [(b, run) for b in self._blocks for run in b.runs.values() if isinstance(run, FileRange)]
+        return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
         """Allocate the states of parameters that have none yet. Raise `OffloadError` or `UsageError` if there is no room."""
@@ -74,80 +68,71 @@ class States:
         for w in wanted:
             if id(w.param) not in self._places and w.local.numel():
                 by_block.setdefault((w.offload.optimizer, w.unit, w.group, w.local.dtype), []).append(w)
-        by_place: dict[str, list[list[Wanted]]] = {}
-        for (place, *_), members in by_block.items():
-            by_place.setdefault(place, []).append(members)
+        if not by_block:
+            return
         self._total = self._total or sum(w.local.numel() for members in by_block.values() for w in members)
-        probed: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
-        for place, blocks in by_place.items():
-            planned = []
-            for members in blocks:
-                first = members[0]
-                on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
-                key = first.group, first.local.dtype, on
-                if key not in probed:
-                    probed[key] = optimizer_copy.shaped_states(*key)
-                planned.append((members, probed[key]))
-            self._cover(place, planned)
-        if by_place:
-            self._size_buffers()
-            log.info(
-                "offload: optimizer states take %d bytes of host memory and %d bytes on disk, their buffers %d bytes on the "
-                "host and %d on the device",
-                self.host_bytes, sum(file.num_bytes for file in self.files), self.buffer_bytes,
-                sum(buffer.numel() for buffer in self._device_buffers),
-            )  # fmt: skip
+        by_place: dict[str, list[_Layout]] = {}
+        for (place, _, group, dtype), members in by_block.items():
+            on = self._device if members[0].offload.stepped_on == DEVICE else torch.device("cpu")
+            by_place.setdefault(place, []).append(_Layout(members, optimizer_copy.shaped_states(group, dtype, on)))
+        for place, layouts in by_place.items():
+            allocate = self._allocator(place, sum(layout.num_bytes for layout in layouts))
+            for layout in layouts:
+                self._allocate(layout, allocate)
+        self._size_buffers()
+        log.info(
+            "offload: optimizer states take %d bytes of host memory and %d bytes on disk, their buffers %d bytes on the "
+            "host and %d on the device",
+            self.host_bytes, sum(file.num_bytes for file in self.files), self.buffer_bytes,
+            sum(buffer.numel() for buffer in self._device_buffers),
+        )  # fmt: skip
 
-    def _cover(self, place: str, blocks: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
-        """Allocate the states of one tier: a block for the parameters and states (name -> dtype) of each item of `blocks`."""
-        planned, total = [], 0
-        for members, keys in blocks:
-            smallest, disk_bytes, total_bytes = _element_bytes(members)
-            itemsize = min([smallest, *(d.itemsize for d in keys.values())])
-            starts, numel, step = [], 0, ALIGN_BYTES // itemsize
-            for w in members:
-                starts.append(numel)
-                numel += -(-w.local.numel() // step) * step
-            planned.append((members, starts, numel, keys, itemsize, (disk_bytes, total_bytes), total))
-            total += sum(d.itemsize for d in keys.values()) * numel
-        store = self._store(place, total)
-        for members, starts, numel, keys, itemsize, element_bytes, base in planned:
-            bases = {}
-            for key, dtype in keys.items():
-                bases[key] = base
-                base += numel * dtype.itemsize
-            block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *element_bytes)
-            for w, start in zip(members, starts, strict=True):
-                shown = {}
-                for key, dtype in keys.items():
-                    flat = store.mapped(bases[key] + start * dtype.itemsize, w.local.numel(), dtype)
-                    shown[key] = flat.as_strided(w.local.shape, w.local.stride())
-                self._places[id(w.param)] = (w.param, StatePlace(block, start, shown), w)
-
-    def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
+    def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
+        """Return a function (numel, dtype) -> elements in the tier `place`, which has room for `num_bytes`."""
         folder = folder_of(place)
         if folder is not None:
-            self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
-            return self.files[-1]
+            allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
+            self.files.append(allocator.file)
+            return allocator.take
         if place == DEVICE:
-            return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
-        arena = self._make_arena(num_bytes, self._device)
+            return zeros_on(self._device)
+        self._arenas.append(self._resources.make_arena(num_bytes, self._device))
         self.host_bytes += num_bytes
-        return Memory(arena.take(num_bytes, torch.uint8), arena)
+        return self._arenas[-1].take
+
+    def _allocate(self, layout: _Layout, allocate: Callable[[int, torch.dtype], Values]) -> None:
+        runs = {key: allocate(layout.numel, dtype) for key, dtype in layout.keys.items()}
+        block = StateBlock(
+            runs=runs,
+            numel=layout.numel,
+            itemsize=layout.itemsize,
+            max_numel=chunk_numel(layout.itemsize, self._total),
+            steps_on_device=layout.members[0].offload.stepped_on == DEVICE,
+            disk_bytes=layout.disk_bytes,
+            total_bytes=layout.total_bytes,
+        )
+        self._blocks.append(block)
+        for w, start in zip(layout.members, layout.starts, strict=True):
+            shown = {}
+            for key, run in runs.items():
+                own = run[start : start + w.local.numel()]
+                flat = own.mapped() if isinstance(own, FileRange) else own_storage(own)
+                shown[key] = flat.as_strided(w.local.shape, w.local.stride())
+            self._places[id(w.param)] = StatePlace(w.param, block, start, shown, w.shard_buffer)
 
     def _size_buffers(self) -> None:
-        pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
         # Chunks stepped on the host are limited by the number of buffers, also if nothing of them is in a file.
-        least = {True: 0, False: ALIGN_BYTES}
-        largest = max(block.buffer_bytes(on_device=False) or least[is_on_device] for block, is_on_device in pairs)
-        over = max((block.buffer_bytes(on_device=True) for block, is_on_device in pairs if is_on_device), default=0)
+        largest = max(
+            b.buffer_bytes(on_device=False) or (0 if b.steps_on_device else ALIGN_BYTES) for b in self._blocks
+        )
+        over = max((b.buffer_bytes(on_device=True) for b in self._blocks if b.steps_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
-                self._pinned = self._make_arena(NUM_BUFFERS * largest, self._device)
+                self._pinned = self._resources.make_arena(NUM_BUFFERS * largest, self._device)
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
-            self.host_pipeline = HostPipeline(self._pool(), self._buffers)
+            self.host_pipeline = HostPipeline(self._resources.pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -155,7 +140,8 @@ class States:
 
     def adopt(self, state: Any) -> None:
         """Copy states that a load has put into `state`, the optimizer's, to this store, and put views of the store there."""
-        for p, place, _ in self._places.values():
+        for place in self._places.values():
+            p = place.param
             for key in place.shown if p in state else ():
                 value = state[p].get(key)
                 if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
@@ -173,34 +159,43 @@ class States:
         """Return the steps of the `entries` that are stepped chunk by chunk and have elements on this rank."""
         steps = []
         for entry in entries:
-            if id(entry.param) in self._places:
-                _, place, w = self._places[id(entry.param)]
-                if w.shard_buffer is not None:
-                    w.shard_buffer[0].grads.slots[w.shard_buffer[1]].settle()
-                present = frozenset(place.shown).intersection(entry.state)
-                steps.append(ParamStep(entry, place, present, w.shard_buffer))
+            place = self._places.get(id(entry.param))
+            if place is not None:
+                if place.shard_buffer is not None:
+                    shard_buffer, i = place.shard_buffer
+                    shard_buffer.grads.slots[i].settle()
+                steps.append(ParamStep(entry, place, frozenset(place.shown).intersection(entry.state)))
         return steps
 
-    def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
-        """Return a pipeline that steps `chunks` on the device. First waits for chunks on the host, which use the same buffers."""
-        self.host_pipeline.drain()
-        disk_pipeline = DiskPipeline(chunks, self._pool(), self._buffers)
-        return DevicePipeline(disk_pipeline, len(chunks), self._device_buffers, self._side_streams)
+    def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
+        """Call `step` for each chunk of `todos` on the device, and wait until all chunks are copied back and written."""
+        self.host_pipeline.drain()  # chunks on the host use the same buffers
+        pipeline = DevicePipeline(chunks_of(todos), self._resources, self._buffers, self._device_buffers)
+        with torch.no_grad():
+            pipeline.run(step)
+        for todo in todos:
+            finish(todo)
 
 
-def _element_bytes(members: Sequence[Wanted]) -> tuple[int, int, int]:
-    """Return (smallest itemsize, bytes per element on disk, bytes per element) of parameter, gradient and row, at most."""
-    smallest, on_disk, in_all = [], [], []
-    for w in members:
-        num_bytes, (shard_buffer, i) = w.local.dtype.itemsize, w.shard_buffer or (None, 0)
-        row = None if shard_buffer is None else shard_buffer.row(i)
-        itemsizes = [num_bytes, num_bytes] + ([] if row is None else [row.dtype.itemsize])
-        is_in_file = [
-            shard_buffer is not None and shard_buffer.shard_range(i) is not None,
-            shard_buffer is not None and shard_buffer.grads.slots[i].file_range is not None,
-            isinstance(row, FileRange),
-        ]
-        smallest.append(min(itemsizes))
-        on_disk.append(sum(compress(itemsizes, is_in_file)))
-        in_all.append(sum(itemsizes))
-    return min(smallest), max(on_disk), max(in_all)
+class _Layout:
+    """The states of the parameters `members` in one block, and what a chunk of it needs besides.
+
+    `keys`: name -> dtype of the states that have the parameter's shape. `starts`: elements of each state at which those of each
+    parameter begin. The other attributes are as in `StateBlock`.
+    """
+
+    def __init__(self, members: Sequence[Wanted], keys: dict[str, torch.dtype]) -> None:
+        self.members, self.keys = members, keys
+        itemsizes = {dtype.itemsize for dtype in keys.values()}
+        self.disk_bytes = self.total_bytes = 0
+        for w in members:
+            values: list[Values] = (
+                [w.local, w.local] if w.shard_buffer is None else w.shard_buffer[0].stored(w.shard_buffer[1])
+            )
+            itemsizes |= {v.dtype.itemsize for v in values}
+            self.total_bytes = max(self.total_bytes, sum(v.dtype.itemsize for v in values))
+            self.disk_bytes = max(self.disk_bytes, sum(v.dtype.itemsize for v in values if isinstance(v, FileRange)))
+        self.itemsize = min(itemsizes)
+        step = ALIGN_BYTES // self.itemsize
+        *self.starts, self.numel = accumulate((-(-w.local.numel() // step) * step for w in members), initial=0)
+        self.num_bytes = sum(dtype.itemsize for dtype in keys.values()) * self.numel
