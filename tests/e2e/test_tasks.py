@@ -17,23 +17,17 @@ from torch.utils.data import default_collate
 import accordion as acc
 from accordion import cli
 from accordion.train.data import GlobalOrder, Share
-from tests.e2e.jobs import lines_of, losses
+from tests.e2e.jobs import lines_of, losses, of_task
 from tests.support import forked, own_tasks
 from tests.support.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-FILE = str(Path(own_tasks.__file__))
 DIGITS = str(Path(__file__).parents[2] / "examples" / "tasks" / "digits.py")
 Metrics = list[dict[str, Any]]
 
 
-def words_of(task: str, run_dir: Path, *flags: str) -> list[str]:
-    at = ["--task", f"{FILE}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu", "--train.clip", "0"]
-    return ["train", *at, *forked.UNTRACKED, *flags]
-
-
 def train(task: str, run_dir: Path, *flags: str) -> Metrics:
-    assert cli.main(words_of(task, run_dir, *flags)) == 0
+    assert cli.main(of_task(task, run_dir, "--train.clip", "0", *flags)) == 0
     return lines_of(run_dir)
 
 
