@@ -28,7 +28,7 @@ def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, othe
 
     def agree(rank):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
-        place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
+        place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test")
         work = LanguageWork(config=Config(), files=tokens, generation={"eos_token_id": [0]}, spec="")
         build.agree(SimpleNamespace(config=Config(), work=work, resume=ranks[rank]["resume"]), place)
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
+from tests.support import language_folders
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -53,10 +54,29 @@ def nothing(place: Path) -> list[str]:
     return []
 
 
-def rows(content: str) -> Callable[[Path], list[str]]:
+def rows(content: str, *more: str) -> Callable[[Path], list[str]]:
     def make(place: Path) -> list[str]:
         (place / "rows.jsonl").write_text(content)
-        return ["--data.path", "rows.jsonl"]
+        return ["--data.path", "rows.jsonl", *more]
+
+    return make
+
+
+TALK = {"messages": [{"role": "user", "content": "add 3"}, {"role": "assistant", "content": "so it is"}]}
+TALKS = f"{json.dumps(TALK)}\n" * 40
+
+
+def chat(*more: str, content: str = TALKS, folder: str = "base") -> Callable[[Path], list[str]]:
+    """`folder`: a Llama (base), one without a chat template (plain), or a model that takes no position ids (bloom)."""
+
+    def make(place: Path) -> list[str]:
+        if folder == "bloom":
+            BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / folder)
+        else:
+            language_folders.llama(place / folder)
+        if folder != "base":
+            (place / folder / "chat_template.jinja").unlink(missing_ok=True)
+        return rows(content, "--data.format", "chat", "--model.path", folder, *more)(place)
 
     return make
 
@@ -256,6 +276,23 @@ CASES = {
         "step-000010/manifest.json cannot be used",
     ),
     "file in the way": (file_in_the_way, "is a file"),
+    "chats in text": (
+        words("--data.path", "corpus/0.txt", "--data.format", "chat"),
+        "is text, and data.format chat takes",
+    ),
+    "no chat template": (chat(folder="plain"), "the tokenizer has no chat template; give"),
+    "no template file": (chat("--data.chat_template", "x"), "data.chat_template 'x' cannot be read"),
+    "no tokenizer file": (chat("--data.tokenizer", "x"), "data.tokenizer 'x' is neither"),
+    "no such field": (chat("--data.format", "prompt"), "rows.jsonl' line 1 has no field 'prompt'"),
+    "all answers cut": (chat("--data.seq_len", "3"), "has an answer to learn among its first 3 tokens"),
+    "no JSON": (chat(content=f"{json.dumps(TALK)}\n{{\n"), "rows.jsonl' line 2 is no JSON"),
+    "an array": (chat(content="[\n1]"), "this file looks like one array"),
+    "one example": (chat(content=json.dumps(TALK)), "has one example; give at least two"),
+    "step of examples larger than the data": (
+        chat("--train.micro_batch", "90", "--data.packing", "none", "--data.seq_len", "96"),
+        "takes 180 examples",
+    ),
+    "a model that takes no positions": (chat(folder="bloom"), "takes no position ids"),
 }
 
 

@@ -14,7 +14,6 @@ from accordion.train.data import (
     Sequences,
     Share,
     loader_of,
-    num_sequences,
     permutation,
     rows_read,
     validation_batches,
@@ -80,7 +79,7 @@ def test_a_loader_resumes_at_its_position() -> None:
 
 
 def test_windows_overlap_by_one_token() -> None:
-    assert [num_sequences(count, 10) for count in (1001, 1000, 0)] == [100, 99, 0]
+    assert [len(Sequences(np.arange(count), 10)) for count in (1001, 1000, 0)] == [100, 99, 0]
     ((inputs, labels),) = SEQUENCES[3]
     assert (inputs.dtype, inputs.tolist(), labels.tolist()) == (torch.int64, [*range(30, 40)], [*range(31, 41)])
 

@@ -289,6 +289,8 @@ def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="without files"):
         find(DataConfig(path=str(tmp_path / "folder")))
+    with pytest.raises(UsageError, match=r"data\.format chat takes JSON, JSONL, CSV, parquet"):
+        find(DataConfig(format="chat"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="no regular file"):
         find(DataConfig(path=str(tmp_path / "pipe")))
