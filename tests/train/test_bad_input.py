@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
 from accordion.checkpoint import save
-from accordion.train import launch
+from accordion.train import command, launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
 from tests.support import language_folders
@@ -33,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "work" / "corpus" / f"{i}.txt").write_text(f"document {i} says {i * i} times nothing\n" * 9)
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's folder is added
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path / "work"
 
@@ -46,8 +48,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tree(folder: Path) -> dict[str, float]:
-    """Return the files of `folder` without the cache, which keeps tokens for the next try."""
-    return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if "cache" not in path.parts}
+    """Return the files of `folder` without caches, of tokens for the next try and of Python."""
+    caches = {"cache", "__pycache__"}
+    return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if not caches & set(path.parts)}
 
 
 def nothing(place: Path) -> list[str]:
@@ -196,6 +199,77 @@ def words(*given: str) -> Callable[[Path], list[str]]:
     return lambda place: list(given)
 
 
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task:
+    def __init__(self, width: int = 8, name: str = "a", deep: bool = False, rate: float | None = None):
+        self.width = width
+    def model(self):
+        return nn.Linear(4, self.width)
+    def dataset(self, split):
+        return TensorDataset(torch.randn(50, 4)) if split == "train" else None
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+"""
+
+
+def changed(old: str, new: str) -> str:
+    assert old in TASK
+    return TASK.replace(old, new)
+
+
+DATA = 'TensorDataset(torch.randn(50, 4)) if split == "train" else None'
+LOSS = "model(batch[0]).square().mean()"
+# content of mine.py, flags, and what the error says
+OF_TASKS = {
+    "no file": ("", ["--task", "nothing.py"], "task 'nothing.py' does not exist"),
+    "no class": (TASK, ["--task", "mine.py:Tsk"], "there is no 'Tsk' in mine.py; did you mean 'Task'?"),
+    "no package": (TASK, ["--task", "no_such:Task"], "there is no module 'no_such'"),
+    "no name": (TASK, ["--task", "Task"], "names no class; write file.py"),
+    "a function": (changed("class Task:", "def f(): pass\nclass Task:"), ["--task", "mine.py:f"], "is no class"),
+    "no such option": (TASK, ["--task.widht", "3"], "did you mean '--task.width'?"),
+    "an option's type": (TASK, ["--task.width", "wide"], "it takes a whole number"),
+    "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
+    "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
+    "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
+    "another signature": (changed("def loss(self, model, batch)", "def loss(self, batch)"), [], "cannot be called as"),
+    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
+    "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
+    "no data": (changed(DATA, "None"), [], "has no training data"),
+    "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
+    "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
+    "data of no kind": (changed(DATA, "3"), [], "returned a int; it must return a dataset"),
+    "a loader for all ranks": (
+        changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
+        [],
+        "by which every rank would read the same samples",
+    ),
+    "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "has no batch, or less than a step"),
+    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
+    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
+    "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
+    "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
+    "rate beside an optimizer": (
+        TASK,
+        ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
+        "train.lr is 0.5, but has no effect with your own optimizer",
+    ),
+    "no such optimizer option": (TASK, ["--optimizer", "torch.optim.SGD", "--optimizer.momentun", "1"], "momentum"),
+    "no such optimizer": (TASK, ["--optimizer", "torch.optim.SDG"], "did you mean 'SGD'?"),
+}
+
+
+def task(content: str, flags: list[str]) -> Callable[[Path], list[str]]:
+    def make(place: Path) -> list[str]:
+        (place / "mine.py").write_text(content)
+        return [*([] if "--task" in flags else ["--task", "mine.py"]), *flags]
+
+    return make
+
+
 CASES = {
     "no such command": (words("--x"), "--x"),
     "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
@@ -205,10 +279,7 @@ CASES = {
         words("run.yaml"),
         "'run.yaml' follows no option; a run file is given as --config run.yaml.",
     ),
-    "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
     "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
-    "missing data": (words("--data.path", "corpsu"), "'corpus'"),
-    "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "half a surrogate pair": (
         rows('{"text": "a"}\n{"text": "bc\\ud800"}\n'),
         "line 2: field 'text' has half of a surrogate",
@@ -231,8 +302,6 @@ CASES = {
     "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "than a row of data.seq_len 4096 tokens takes"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
-    "no accelerator": (words("--launch.device", "cuda"), "has no accelerator"),
-    "an unknown device": (words("--launch.device", "gpu"), "take 'auto' or 'cpu'"),
     "replicas do not divide": (
         words("--shard.strategy", "hybrid_shard", "--shard.replicas", "3"),
         "does not divide the 2",
@@ -293,6 +362,7 @@ CASES = {
         "takes 180 examples",
     ),
     "a model that takes no positions": (chat(folder="bloom"), "takes no position ids"),
+    **{f"task: {name}": (task(content, flags), expected) for name, (content, flags, expected) in OF_TASKS.items()},
 }
 
 
@@ -302,9 +372,40 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
     make, expected = CASES[case]
     given = make(place)
     before = tree(place.parent)
-    refused(capfd, ["train", *SMALL, *given], expected)
+    refused(capfd, ["train", *([] if "--task" in given else SMALL), *given], expected)
     assert not started
     assert tree(place.parent) == before
+
+
+THEIRS = {  # what fails, the line that is shown, where
+    "the file": (changed("class Task:", "def f(:\nclass Task:"), "SyntaxError", "def f(:"),
+    "an import": (
+        changed("import torch\n", "import torch\nimport no_such_package\n"),
+        "ModuleNotFoundError",
+        "import no",
+    ),
+    "the constructor": (changed("self.width = width", "self.width = 1 / 0"), "ZeroDivisionError", "1 / 0"),
+    "the model": (changed("nn.Linear(4, self.width)", "nn.Linear(4, self.wdth)"), "AttributeError", "self.wdth"),
+    "the data": (changed("randn(50, 4)", "randn(50, -4)"), "RuntimeError", "randn(50, -4)"),
+    "the loss": (changed("model(batch[0])", "model(batch[0].T)"), "RuntimeError", "model(batch[0].T)"),
+}
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_errors_of_the_users_code_are_shown_with_its_files_alone(
+    place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    content, error, line = THEIRS[case]
+    Path("mine.py").write_text(content)
+    assert cli.main(["train", "--task", "mine.py"]) == 1
+    said = capfd.readouterr().err
+    assert f'{place / "mine.py"}", line ' in said
+    assert line in said
+    assert f"\n{error}: " in said or said.startswith(f"{error}: ")
+    assert "site-packages" not in said
+    assert "accordion/" not in said
+    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above was raised by the task's code in ")
+    assert not started
 
 
 @pytest.mark.parametrize(
@@ -362,6 +463,33 @@ def test_good_input_starts_ranks(place: Path, started: list[int], capsys: pytest
     assert cli.main(["train", *SMALL]) == 0
     assert started == [2]
     assert "30 documents" in capsys.readouterr().out
+
+
+def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("options.py").write_text(
+        TASK.replace("class Task:", 'class Task:\n    """T.\n\n    Args:\n        width: of it\n    """')
+    )
+    Path("run.yaml").write_text("task: {class_path: options.py, width: 3, rate: 0.5}\ntrain: {steps: 4}\n")
+    values = flat(command.read(["--config", "run.yaml", "--task.name", "b", "--task.deep"]))
+    found = {key: values[f"task.{key}"] for key in ("class_path", "width", "name", "deep", "rate")}
+    assert found == {"class_path": "options.py", "width": 3, "name": "b", "deep": True, "rate": 0.5}
+    assert values["train.steps"] == 4
+    assert "model.preset" not in values
+    with pytest.raises(SystemExit):
+        command.read(["--task", "options.py", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--task.width NUMBER of it (default 8)" in shown
+    assert "--model.preset" not in shown
+
+
+def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("planned.py").write_text(changed("nn.Linear(4, self.width)", "nn.Linear(4, self.width, bias=False)"))
+    flags = ["--gpus", "2", "--strategy", "full_shard", "--checkpoint-activations", "none", "--json"]
+    assert cli.main(["plan", "--task", "planned.py", "--task.width", "1000", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == {"name": "Linear", "num_params": 4000}
+    assert cli.main(["plan", "--task.width", "7"]) == 2
+    assert "--task.width is an option of a task, and none is named" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["trian"], ["--help"], []])

@@ -85,7 +85,7 @@ def test_windows_overlap_by_one_token() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9, 10, 11, 12, 55, 101, 997])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_validation_reads_each_token_once_in_equally_many_batches(num_tokens: int, world: int) -> None:
     rows = Sequences(np.arange(num_tokens, dtype=np.uint16), 10, rest=True)
     ranks = [list(validation_batches(rows, range(len(rows)), share, collate)) for share in shares(world, 2, 1)]

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from accordion.train import language_work
-from accordion.train.data import IGNORED, GlobalOrder, Share, validation_batches
+from accordion.train.data import GlobalOrder, Share
 from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed
 from accordion.train.token_tables import Examples
 from tests.support import language_folders
@@ -137,13 +137,3 @@ def test_rows_that_are_sorted_by_length_are_the_same_rows() -> None:
     lengths = rows.fit.lengths[[row[0] for row in rows.rows]]
     assert lengths.tolist() == sorted(rows.fit.lengths)
     assert sorted(row[0] for row in rows.rows) == list(range(len(held)))
-
-
-@pytest.mark.parametrize("world", [1, 3, 7])
-def test_held_out_rows_count_once(world: int) -> None:
-    rows, collate = ExampleRows(examples(10), SEQ, "none"), Collate(SEQ, "none")
-    shares = [Share(rank=rank, world=world, micro_batch=2, accumulate=1) for rank in range(world)]
-    ranks = [list(validation_batches(rows, range(10), share, collate)) for share in shares]
-    assert len({len(batches) for batches in ranks}) == 1
-    found = sum(int((batch["labels"][:num] != IGNORED).sum()) for batches in ranks for batch, num in batches)
-    assert found == sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])
