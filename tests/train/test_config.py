@@ -137,6 +137,7 @@ MISTAKES = [
     (["--train", "foo"], "train"),
     (["--config"], "names no file"),
     (["--config", "absent.yaml"], "does not exist"),
+    (["--config", "."], "cannot be read"),
 ]
 
 
@@ -202,11 +203,6 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: str, expected: st
     with pytest.raises(UsageError) as error:
         command.read(["--config", str(file)])
     assert expected in str(error.value)
-
-
-def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        command.read(["--config", str(tmp_path)])
 
 
 def test_unambiguous_numbers_are_accepted(tmp_path: Path) -> None:
