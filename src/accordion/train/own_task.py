@@ -181,15 +181,15 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
     """Raise `UsageError` if `make`, tried on a matrix and a vector, fails or returns no optimizer that can be used."""
     if make is None:
         return
-    params = [nn.Parameter(torch.zeros((2,) * dim, device="cpu")) for dim in (2, 1)]
+    params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
     try:
-        optimizer = make(params)
+        optimizer = made_optimizer(make, params)
+    except UsageError:
+        raise
     except (ValueError, TypeError, RuntimeError) as error:
         if is_own(error):
             raise
         raise UsageError(f"optimizer: {brief(error)}") from None
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
