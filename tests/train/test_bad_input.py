@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_of
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
@@ -53,45 +54,43 @@ def tree(folder: Path) -> dict[str, float]:
     return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if not caches & set(path.parts)}
 
 
+Make = Callable[[Path], list[str]]
+"""Prepares the working directory, and returns the words of a command line."""
+PIPE = object()  # a content that nobody writes
+
+
 def nothing(place: Path) -> list[str]:
     return []
 
 
-def rows(content: str, *more: str) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        (place / "rows.jsonl").write_text(content)
-        return ["--data.path", "rows.jsonl", *more]
-
-    return make
+def words(*given: str) -> Make:
+    return lambda place: list(given)
 
 
-TALK = {"messages": [{"role": "user", "content": "add 3"}, {"role": "assistant", "content": "so it is"}]}
-TALKS = f"{json.dumps(TALK)}\n" * 40
+def files(contents: dict[str, Any], *given: str, make: Make = nothing) -> Make:
+    """Call `make`, and then write or replace files (path -> text, bytes or `PIPE`)."""
+
+    def write(place: Path) -> list[str]:
+        before = make(place)
+        for name, content in contents.items():
+            path = place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            if content is PIPE:
+                os.mkfifo(path)
+            else:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return [*before, *given]
+
+    return write
 
 
-def chat(*more: str, content: str = TALKS, folder: str = "base") -> Callable[[Path], list[str]]:
-    """`folder`: a Llama (base), one without a chat template (plain), or a model that takes no position ids (bloom)."""
-
-    def make(place: Path) -> list[str]:
-        if folder == "bloom":
-            BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / folder)
-        else:
-            language_folders.llama(place / folder)
-        if folder != "base":
-            (place / folder / "chat_template.jinja").unlink(missing_ok=True)
-        return rows(content, "--data.format", "chat", "--model.path", folder, *more)(place)
-
-    return make
+def rows(content: str, *more: str) -> Make:
+    return files({"rows.jsonl": content}, "--data.path", "rows.jsonl", *more)
 
 
-def folder_with(**files: str) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        (place / "model").mkdir()
-        for name, content in files.items():
-            (place / "model" / name.replace("__", ".")).write_text(content)
-        return ["--model.path", "model"]
-
-    return make
+def model(contents: dict[str, Any], *more: str) -> Make:
+    return files({f"model/{name}": content for name, content in contents.items()}, "--model.path", "model", *more)
 
 
 def described(**changes: object) -> str:
@@ -101,102 +100,65 @@ def described(**changes: object) -> str:
     )
 
 
-def pretrained(place: Path) -> list[str]:
-    return [*folder_with(config__json=described())(place), "--model.init", "pretrained"]
-
-
-def truncated(place: Path) -> list[str]:
-    words = pretrained(place)
-    (place / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    return words
-
-
-def shard_missing(place: Path) -> list[str]:
-    words = pretrained(place)
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({"a": torch.zeros(1)}, place / "model" / "model-1.safetensors")
-    return words
+def pretrained(contents: dict[str, Any]) -> Make:
+    return model({"config.json": described(), **contents}, "--model.init", "pretrained")
 
 
 def no_tokenizer(place: Path) -> list[str]:
-    words = pretrained(place)
+    given = pretrained({})(place)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place / "model")).save_pretrained(place / "model")
-    return words
+    return given
 
 
-def other_weights(place: Path) -> list[str]:
-    words = pretrained(place)
-    save_file({"a": torch.zeros(1)}, place / "model" / "model.safetensors")
-    return words
+ONE = safetensors_of({"a": torch.zeros(1)})
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+STEP = "ckpts/step-000005"
+TALK = {"messages": [{"role": "user", "content": "add 3"}, {"role": "assistant", "content": "so it is"}]}
+TALKS = f"{json.dumps(TALK)}\n" * 40
 
 
-def checkpoint(preset: str, **changes: object) -> Callable[[Path], list[str]]:
+def checkpoint(preset: str = "llama-tiny", **changes: object) -> Make:
     def make(place: Path) -> list[str]:
         model = AutoModelForCausalLM.from_config(configuration(ModelConfig(preset=preset), DataConfig()))
         extra = {"step": 5, "tokenizer": "other", "config": flat(Config()), **changes}
-        save(place / "ckpts" / "step-000005", model, extra=extra)
+        save(place / STEP, model, extra=extra)
         return ["--checkpoint.dir", "ckpts"]
 
     return make
 
 
-def resumed(path: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    return lambda place: [*make(place), "--checkpoint.resume", path]
+def resumed(path: str, make: Make = nothing, manifest: object = None) -> Make:
+    contents = {} if manifest is None else {f"{STEP}/manifest.json": manifest}
+    return files(contents, "--checkpoint.resume", path, make=make)
 
 
 def foreign(place: Path) -> list[str]:
-    save(place / "ckpts" / "step-000005", torch.nn.Linear(2, 2), extra=None)
-    return ["--checkpoint.resume", "ckpts/step-000005"]
-
-
-def damaged(place: Path) -> list[str]:
-    checkpoint("llama-tiny")(place)
-    (place / "ckpts" / "step-000005" / "manifest.json").write_text("{")
-    return ["--checkpoint.resume", "ckpts/step-000005"]
-
-
-def all_cut(*more: str) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        for step in (5, 10):
-            checkpoint("llama-tiny")(place)
-            (place / "ckpts" / "step-000005").rename(place / "ckpts" / f"step-{step:06d}")
-        for manifest in (place / "ckpts").glob("*/manifest.json"):
-            manifest.write_bytes(manifest.read_bytes()[:100])
-        return ["--checkpoint.dir", "ckpts", *more]
-
-    return make
-
-
-def fifo(place: Path) -> list[str]:
-    os.mkfifo(place / "run.yaml")
-    return ["--config", "run.yaml"]
-
-
-def pipe(name: str, *words: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    """Replace a file of a run by a pipe that nobody writes into."""
-
-    def made(place: Path) -> list[str]:
-        given = make(place)
-        (place / name).unlink(missing_ok=True)
-        os.mkfifo(place / name)
-        return [*given, *words]
-
-    return made
-
-
-def no_cache(place: Path) -> list[str]:
-    (place.parent / "cache").touch()
+    save(place / STEP, torch.nn.Linear(2, 2), extra=None)
     return []
 
 
-def file_in_the_way(place: Path) -> list[str]:
-    (place / "taken").touch()
-    return ["--run.dir", "taken/run"]
+def two_cut(place: Path) -> list[str]:
+    given = checkpoint()(place)
+    (place / STEP).rename(place / "ckpts" / "step-000010")
+    checkpoint()(place)
+    for manifest in (place / "ckpts").glob("*/manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    return given
 
 
-def words(*given: str) -> Callable[[Path], list[str]]:
-    return lambda place: list(given)
+def chat(*more: str, content: str = TALKS, folder: str = "base") -> Make:
+    """`folder`: a Llama (base), one without a chat template (plain), or a model that takes no position ids (bloom)."""
+
+    def make(place: Path) -> list[str]:
+        if folder == "bloom":
+            BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / folder)
+        else:
+            language_folders.llama(place / folder)
+        if folder == "plain":
+            (place / folder / "chat_template.jinja").unlink()
+        return rows(content, "--data.format", "chat", "--model.path", folder, *more)(place)
+
+    return make
 
 
 TASK = """
@@ -262,12 +224,8 @@ OF_TASKS = {
 }
 
 
-def task(content: str, flags: list[str]) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        (place / "mine.py").write_text(content)
-        return [*([] if "--task" in flags else ["--task", "mine.py"]), *flags]
-
-    return make
+def task(content: str, flags: list[str]) -> Make:
+    return files({"mine.py": content}, *([] if "--task" in flags else ["--task", "mine.py"]), *flags)
 
 
 CASES = {
@@ -285,20 +243,20 @@ CASES = {
         "line 2: field 'text' has half of a surrogate",
     ),
     "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
-    "run file that is a pipe": (fifo, "run file 'run.yaml' is no regular file"),
+    "run file that is a pipe": (
+        files({"run.yaml": PIPE}, "--config", "run.yaml"),
+        "run file 'run.yaml' is no regular file",
+    ),
     "config that is a pipe": (
-        pipe("model/config.json", make=folder_with()),
+        model({"config.json": PIPE}),
         "its config.json cannot be read: [Errno 22] no regular file",
     ),
-    "data that is a pipe": (pipe("lines.txt", "--data.path", "lines.txt"), "is no regular file"),
+    "data that is a pipe": (files({"lines.txt": PIPE}, "--data.path", "lines.txt"), "is no regular file"),
     "manifest that is a pipe": (
-        pipe("ckpts/step-000005/manifest.json", make=resumed("ckpts/step-000005", checkpoint("llama-tiny"))),
+        resumed(STEP, checkpoint(), manifest=PIPE),
         "is no checkpoint: it has no manifest.json",
     ),
-    "cache that cannot be made": (
-        no_cache,
-        "cache/accordion/tokenizers: Not a directory",
-    ),
+    "cache that cannot be made": (files({"../cache": ""}), "cache/accordion/tokenizers: Not a directory"),
     "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "than a row of data.seq_len 4096 tokens takes"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
@@ -308,43 +266,43 @@ CASES = {
     ),
     "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path", "model"), "is no folder"),
-    "no config": (folder_with(readme="hi"), "no config.json"),
-    "config is no JSON": (folder_with(config__json="{"), "cannot be read"),
-    "config of nothing": (folder_with(config__json="{}"), "no model_type"),
-    "unknown architecture": (folder_with(config__json='{"model_type": "nope", "vocab_size": 99}'), "is no model"),
-    "no language model": (folder_with(config__json='{"model_type": "vit"}'), "is no language model"),
-    "encoder only": (folder_with(config__json='{"model_type": "t5", "vocab_size": 1024}'), "no causal language model"),
-    "an encoder": (
-        folder_with(
-            config__json='{"model_type": "bert", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, '
-            '"num_attention_heads": 2, "intermediate_size": 64}'
-        ),
-        "is an encoder (bert) without a causal mask",
+    "no config": (model({"readme": "hi"}), "no config.json"),
+    "config is no JSON": (model({"config.json": "{"}), "cannot be read"),
+    "config of nothing": (model({"config.json": "{}"}), "no model_type"),
+    "unknown architecture": (model({"config.json": '{"model_type": "nope", "vocab_size": 99}'}), "is no model"),
+    "no language model": (model({"config.json": '{"model_type": "vit"}'}), "is no language model"),
+    "encoder only": (model({"config.json": '{"model_type": "t5", "vocab_size": 1024}'}), "no causal language model"),
+    "an encoder": (model({"config.json": described(model_type="bert")}), "is an encoder (bert) without a causal mask"),
+    "impossible config": (model({"config.json": described(hidden_size=-1)}), "no"),
+    "positions": (model({"config.json": described(max_position_embeddings=8)}), "longer than the 8 positions"),
+    "no weights": (pretrained({}), "has neither model.safetensors nor"),
+    "weights cut off": (
+        pretrained({"model.safetensors": b"\x10\0\0\0\0\0\0\0{"}),
+        "model.safetensors is no safetensors file",
     ),
-    "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
-    "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
-    "no weights": (pretrained, "has neither model.safetensors nor"),
-    "weights cut off": (truncated, "model.safetensors is no safetensors file"),
-    "part of the weights": (shard_missing, "model-2.safetensors"),
-    "weights of another": (other_weights, "12 missing in the folder: model.embed_tokens.weight (1024, 32)"),
+    "part of the weights": (
+        pretrained({"model.safetensors.index.json": INDEX, "model-1.safetensors": ONE}),
+        "model-2.safetensors",
+    ),
+    "weights of another": (
+        pretrained({"model.safetensors": ONE}),
+        "12 missing in the folder: model.embed_tokens.weight (1024, 32)",
+    ),
     "no tokenizer": (no_tokenizer, "has no tokenizer, which its pretrained weights need"),
-    "tokenizer of another": (folder_with(config__json=described(), tokenizer__json="{}"), "no tokenizer"),
+    "tokenizer of another": (model({"config.json": described(), "tokenizer.json": "{}"}), "no tokenizer"),
     "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
-    "checkpoint of another tokenizer": (checkpoint("llama-tiny"), "another tokenizer"),
-    "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
-    "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "has checkpoints"),
+    "checkpoint of another tokenizer": (checkpoint(), "another tokenizer"),
+    "checkpoint beyond the end": (checkpoint(step=200), "beyond train.steps 100"),
+    "checkpoints in the way": (resumed("none", checkpoint()), "has checkpoints"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
     "no best checkpoint": (words("--checkpoint.resume", "best"), "checkpoint.resume is 'best', and there is no '"),
-    "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
+    "folder of checkpoints": (resumed("ckpts", checkpoint()), "is a folder of checkpoints"),
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
-    "checkpoint of another program": (foreign, "not one of `accordion train`"),
-    "damaged checkpoint": (damaged, "damaged"),
-    "every checkpoint cut": (all_cut(), "there are checkpoints, and none is complete: "),
-    "a new start beside cut ones": (
-        all_cut("--checkpoint.resume", "none"),
-        "step-000010/manifest.json cannot be used",
-    ),
-    "file in the way": (file_in_the_way, "is a file"),
+    "checkpoint of another program": (resumed(STEP, foreign), "not one of `accordion train`"),
+    "damaged checkpoint": (resumed(STEP, checkpoint(), manifest="{"), "damaged"),
+    "every checkpoint cut": (two_cut, "there are checkpoints, and none is complete: "),
+    "a new start beside cut ones": (resumed("none", two_cut), "step-000010/manifest.json cannot be used"),
+    "file in the way": (files({"taken": ""}, "--run.dir", "taken/run"), "is a file"),
     "chats in text": (
         words("--data.path", "corpus/0.txt", "--data.format", "chat"),
         "is text, and data.format chat takes",
