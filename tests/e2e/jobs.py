@@ -1,4 +1,4 @@
-"""Small jobs: what they train, what they have done, and waiting for it."""
+"""Small jobs: their command lines, the steps that they have done, and waiting for them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support import forked
+from tests.support import forked, own_tasks
 
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 TINY += forked.UNTRACKED
 
 
+def of_task(task: str, run_dir: Path | str, *flags: str) -> list[str]:
+    """Return the words of `accordion train` for a task of `own_tasks` on the CPU."""
+    at = ["--task", f"{own_tasks.__file__}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu"]
+    return ["train", *at, *forked.UNTRACKED, *flags]
+
+
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run has written of its steps; the last line may be under way."""
+    """Return the metrics of each step in `metrics.jsonl`, without a last line that is still being written."""
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def started(log: Path, *words: str) -> forked.Job:
-    """Start `accordion train` as a process of its own, which writes to `log`."""
+def started(log: Path, words: list[str]) -> forked.Job:
+    """Start `accordion *words` as a process of its own, which writes to `log`."""
     log.unlink(missing_ok=True)
-    return forked.Job(forked.command, ["train", *words], log)
+    return forked.Job(forked.command, words, log)
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
@@ -40,14 +46,14 @@ def losses_of(run_dir: Path) -> list[float]:
 def until(ready: Callable[[], bool], what: str, *logs: Path, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not ready():
-        told = "\n".join(log.read_text()[-3000:] for log in logs) if time.monotonic() > deadline else ""
-        assert time.monotonic() < deadline, f"{what}: not in {timeout_s:.0f} s\n{told}"
+        written = "\n".join(log.read_text()[-3000:] for log in logs) if time.monotonic() > deadline else ""
+        assert time.monotonic() < deadline, f"{what}: not in {timeout_s:.0f} s\n{written}"
         time.sleep(0.1)
 
 
 def workers_of(agent: int) -> list[int]:
-    """Process ids of the ranks that a torchrun agent started."""
-    found = []
+    """Return the process ids of the ranks that a torchrun agent started."""
+    workers = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -56,5 +62,5 @@ def workers_of(agent: int) -> list[int]:
             except (OSError, IndexError):
                 continue
             if ppid == agent and any(line.startswith(b"LOCAL_RANK=") for line in environ):
-                found.append(int(entry.name))
-    return sorted(found)
+                workers.append(int(entry.name))
+    return sorted(workers)

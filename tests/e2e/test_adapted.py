@@ -1,4 +1,4 @@
-"""`accordion train --adapter lora`: what is trained beside a base is kept, goes on, writes text, and goes out both ways."""
+"""`accordion train --adapter lora`: adapters are saved without their base, resume, generate text, and are exported both ways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from accordion import cli
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
-from tests.support.refused import refused, refused_before_ranks
+from tests.support.refused import refused
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),  # who collects imports it for a second
@@ -33,10 +33,14 @@ def place(place: Path) -> Path:
     return place
 
 
-def train(run_dir: str, *flags: str) -> list[float]:
+def words_of(run_dir: str, *flags: str) -> list[str]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
     words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.UNTRACKED]
-    assert cli.main(["train", *words, *LORA, *flags]) == 0
+    return ["train", *words, *LORA, *flags]
+
+
+def train(run_dir: str, *flags: str) -> list[float]:
+    assert cli.main(words_of(run_dir, *flags)) == 0
     return losses_of(Path(run_dir))
 
 
@@ -47,8 +51,8 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    found = train("run", *TUNED, *SIX)
-    assert found[-1] < found[0]
+    losses = train("run", *TUNED, *SIX)
+    assert losses[-1] < losses[0]
     return "run"
 
 
@@ -71,11 +75,10 @@ def test_a_run_is_exported_both_ways_and_peft_loads_it(
         merged = AutoModelForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(logits_of(merged), expected, rtol=1e-4, atol=1e-4)
     checkpoint = Path("run/checkpoints/step-000006")
-    held = [
-        name for name in json.loads((checkpoint / "manifest.json").read_text())["tensors"] if name.startswith("model/")
-    ]
-    assert all("lora_" in name for name in held)
-    assert len(held) == 2 * 7 * 2
+    tensors = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
+    stored = [name for name in tensors if name.startswith("model/")]
+    assert all("lora_" in name for name in stored)
+    assert len(stored) == 2 * 7 * 2
 
 
 def test_a_run_writes_what_its_merged_model_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,33 +94,18 @@ def test_a_run_writes_what_its_merged_model_writes(run: str, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_the_same_curve(place: Path, run: str, nproc: int) -> None:
+def test_a_resumed_run_has_the_same_curve(place: Path, run: str, nproc: int) -> None:
     words = ["--checkpoint.resume", "run/checkpoints/step-000003", "--launch.nproc", str(nproc)]
-    rest, found = losses_of(Path("run"))[3:], train(f"on-{nproc}", *TUNED, *SIX, *words)
-    assert found == (rest if nproc == 2 else pytest.approx(rest, rel=1e-4))
+    rest, losses = losses_of(Path("run"))[3:], train(f"on-{nproc}", *TUNED, *SIX, *words)
+    assert losses == (rest if nproc == 2 else pytest.approx(rest, rel=1e-4))
 
 
-BAD = {
-    "options of none": (["--adapter.r", "8"], "adapter.r is 8, which adapter.kind 'none' does not use; it is for lora."),
-    "no such kind": (["--adapter", "lore"], "did you mean 'lora'?"),
-    "no rank": (["--adapter", "lora", "--adapter.r", "0"], "adapter.r is 0; it must be between 1"),
-    "no scale": (["--adapter", "lora", "--adapter.alpha", "0"], "adapter.alpha is 0.0; it must be above 0"),
-    "all dropped": (["--adapter", "lora", "--adapter.dropout", "1"], "must be at least 0 and below 1"),
-    "no base": (["--adapter", "lora"], "adapter.kind is 'lora', which needs the weights of a model"),
-    "no such layer": ([*TUNED, *LORA, "--adapter.targets", "q_porj"], "adapter.targets names 'q_porj', which is no layer"),
-    "a layer of another kind": ([*TUNED, *LORA, "--adapter.targets", "act_fn"], "act_fn' cannot have adapters"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_before_ranks_start(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
-) -> None:
-    words, expected = BAD[case]
-    data = ["--model.path", "llama", "--data.path", "rows.jsonl", "--data.format", "prompt"]
-    refused_before_ranks(capfd, monkeypatch, [*data, *words], expected)
-
-
-def test_what_is_no_adapter_is_not_exported_as_one(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_layers_and_sources_without_adapters_are_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for targets, message in (
+        ("q_porj", "adapter.targets names 'q_porj', which is no layer"),
+        ("act_fn", "act_fn' cannot have adapters"),
+    ):
+        refused(capfd, words_of("bad", *TUNED, "--adapter.targets", targets), message)
+        assert not Path("bad").exists()
     words = ["export", "llama", "none", "--format", "peft"]
     refused(capfd, words, "--format peft takes an adapter, and SOURCE 'llama' has none")

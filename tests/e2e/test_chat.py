@@ -12,7 +12,6 @@ from torch.nn import functional
 from accordion import cli
 from tests.e2e.jobs import losses_of
 from tests.support import forked, language_folders
-from tests.support.refused import refused_before_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEMPLATE = (
@@ -27,12 +26,10 @@ def place(place: Path) -> Path:
     language_folders.llama(place / "base")
     with (place / "talks.jsonl").open("w") as file:
         for i in range(40):
-            talk = [
-                {"role": "user", "content": f"add {i % 7}"},
-                {"role": "assistant", "content": "so it is " * (1 + i % 4)},
-            ]
-            more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}] * (i % 3 == 0)
-            file.write(json.dumps({"messages": talk + more}) + "\n")
+            said = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
+            roles = ("user", "assistant") * 2
+            talk = [{"role": role, "content": content} for role, content in zip(roles, said, strict=False)]
+            file.write(json.dumps({"messages": talk}) + "\n")
     (place / "marked.jinja").write_text(TEMPLATE)
     return place
 
@@ -70,7 +67,7 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
 
 @torch.no_grad()
 def by_hand(place: Path, count: int) -> float:
-    """The first step's loss: the talks of the order's first positions, rendered and masked by hand."""
+    """Return the loss of the first step: chats at the first positions of the order, rendered and masked by hand."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from accordion.train.data import permutation
@@ -97,59 +94,12 @@ def by_hand(place: Path, count: int) -> float:
 
 
 @pytest.mark.parametrize("packing", ["documents", pytest.param("length", marks=pytest.mark.slow)])
-def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
-    """With a template of one's own, which marks the answers."""
-    flags = [
-        "--data.packing",
-        packing,
-        "--data.chat_template",
-        "marked.jinja",
-        "--train.steps",
-        "4",
-        "--checkpoint.every",
-        "2",
-    ]
-    flags += ["--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
+def test_a_run_resumes_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
+    """With a template of the user, which marks the answers."""
+    flags = ["--data.packing", packing, "--data.chat_template", "marked.jinja", "--train.steps", "4"]
+    flags += ["--checkpoint.every", "2", "--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
     whole = train(f"{packing}-whole", *flags)
     for ranks in (2, 1):
         resumed = ["--checkpoint.resume", f"{packing}-whole/checkpoints/step-000002", "--launch.nproc", str(ranks)]
-        found = train(f"{packing}-on-{ranks}", *flags, *resumed)
-        assert found == (whole[2:] if ranks == 2 else pytest.approx(whole[2:], rel=1e-4))
-
-
-TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]
-BAD = {
-    "no data": (["--data.format", "chat"], "data.format chat takes JSON, JSONL, CSV, parquet"),
-    "data of another kind": (["--data.path", "marked.jinja", "--data.format", "chat"], "is text, and data.format chat takes"),
-    "no template": ([*TALKS, "--model.path", "plain"], "the tokenizer has no chat template; give"),
-    "no template file": ([*TALKS, "--data.chat_template", "x"], "data.chat_template 'x' cannot be read"),
-    "no tokenizer": ([*TALKS, "--data.tokenizer", "x"], "data.tokenizer 'x' is neither"),
-    "no such field": (["--data.path", "talks.jsonl", "--data.format", "prompt"], "talks.jsonl' line 1 has no field 'prompt'"),
-    "all cut": ([*TALKS, "--data.seq_len", "3"], "has an answer to learn among its first 3 tokens"),
-    "no JSON": (["--data.path", "bad.jsonl", "--data.format", "chat"], "bad.jsonl' line 2 is no JSON"),
-    "an array": (["--data.path", "array.jsonl", "--data.format", "chat"], "this file looks like one array"),
-    "one example": (["--data.path", "single.jsonl", "--data.format", "chat"], "has one example; give at least two"),
-    "a step larger than the data": ([*TALKS, "--train.micro_batch", "90", "--data.packing", "none"], "takes 180 examples"),
-    "packing of text": (["--data.packing", "none"], "which data.format 'text' does not use; it is for chat or prompt."),
-    "a template of text": (["--data.chat_template", "marked.jinja"], "which data.format 'text' does not use; it is for chat."),
-    "a model that takes no positions": ([*TALKS, "--model.path", "bloom"], "takes no position ids"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_before_ranks_start(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
-) -> None:
-    from transformers import BloomConfig
-
-    words, expected = BAD[case]
-    good = (place / "talks.jsonl").read_text().splitlines()[0]
-    (place / "bad.jsonl").write_text(f"{good}\n{{\n")
-    (place / "single.jsonl").write_text(good)
-    (place / "array.jsonl").write_text("[\n1]")
-    if not (place / "plain").exists():
-        language_folders.llama(place / "plain")
-        (place / "plain" / "chat_template.jinja").unlink()
-        BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / "bloom")
-    base = [] if "--model.path" in words else ["--model.path", "base"]
-    refused_before_ranks(capfd, monkeypatch, [*base, *words], expected)
+        losses = train(f"{packing}-on-{ranks}", *flags, *resumed)
+        assert losses == (whole[2:] if ranks == 2 else pytest.approx(whole[2:], rel=1e-4))

@@ -1,4 +1,4 @@
-"""Runs that end early: signals to any rank or to the launcher, time limits, early stopping; and going on exactly from there."""
+"""Runs of two ranks that end early, by signals or early stopping, and resume exactly from there."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from tests.e2e.jobs import lines_of, losses_of, started, until
-from tests.support import forked, own_tasks
+from tests.e2e.jobs import lines_of, losses_of, of_task, started, until
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-SLOW = f"{own_tasks.__file__}:Slow"
-FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", *forked.UNTRACKED]
+FLAGS = ["--launch.nproc", "2", "--train.micro_batch", "2"]
 
 
 def words_of(run_dir: Path | str, *flags: str) -> list[str]:
-    return ["--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
+    return of_task("Slow", run_dir, *FLAGS, *flags)
 
 
 def train(run_dir: Path | str, *flags: str) -> int:
-    return cli.main(["train", *words_of(run_dir, *flags)])
+    return cli.main(words_of(run_dir, *flags))
 
 
 def whole(place: Path, *flags: str) -> list[float]:
-    """What a run of 12 steps that nothing disturbs finds."""
+    """Return the losses of 12 undisturbed steps."""
     run_dir = place / "whole"
     if not run_dir.exists():
         assert train(run_dir, "--train.steps", "12", *flags) == 0
@@ -40,8 +39,8 @@ def whole(place: Path, *flags: str) -> list[float]:
 
 
 def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> tuple[int, str]:
-    """The exit code and what was said."""
-    job = started(log, *words_of(run_dir, *flags))
+    """Return the exit code and the output."""
+    job = started(log, words_of(run_dir, *flags))
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
     os.kill(job.pid, signal.SIGTERM)
     os.kill(job.pid, signal.SIGUSR1)
@@ -49,7 +48,7 @@ def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> t
 
 
 def ended_by_a_signal_to_a_rank(run_dir: Path, capfd: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    """Ranks know nothing of their launcher, so these are forked ones."""
+    """Return the exit code and the output of forked ranks, since ranks know nothing of their launcher."""
     capfd.readouterr()
     with ThreadPoolExecutor(1) as threads:
         job = threads.submit(train, run_dir, *flags)
@@ -62,10 +61,10 @@ def ended_by_a_signal_to_a_rank(run_dir: Path, capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("who", ["launcher", "rank"])
-def test_a_signal_saves_and_ends_with_a_code_of_its_own(
+def test_a_signal_saves_and_ends_with_its_own_exit_code(
     place: Path, capfd: pytest.CaptureFixture[str], who: str
 ) -> None:
-    """SIGTERM to the launcher, and another signal while it saves; or SIGUSR1 to one rank. Then the run goes on bit for bit."""
+    """SIGTERM to the launcher, and another signal while it saves; or SIGUSR1 to one rank. The run then resumes bit for bit."""
     run_dir, flags = place / who, ["--train.steps", "12", "--task.slow", "0.3", "--checkpoint.every", "2"]
     if who == "launcher":
         code, said = ended_by_signals_to_the_launcher(run_dir, place / f"{who}.log", *flags)
@@ -89,7 +88,7 @@ PATIENT = ["--train.patience", "2", "--train.min_delta", "100"]
 def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No validation is lower by 100: the third one ends the run, also where it goes on from a checkpoint."""
+    """No validation is lower by 100: the third one ends the run, also after a resume."""
     assert train("early", *EARLY, *PATIENT) == 0
     assert "stopped after 9 of 12 steps: no lower validation loss in 2 validations" in capfd.readouterr().out
     at = "early/checkpoints/step-000006"
@@ -100,13 +99,6 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     assert train("early", *EARLY, "--checkpoint.resume", "best") == 0
     assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
     assert losses_of(Path("early")) == whole(place)
-
-
-def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train("timed", "--train.steps", "12", "--train.hours", "0.000001") == 0
-    assert "stopped after 1 of 12 steps: train.hours 1e-06 have passed" in capfd.readouterr().out
-    assert train("timed", "--train.steps", "12") == 0
-    assert losses_of(Path("timed")) == whole(place)
 
 
 FIT = """
@@ -126,9 +118,8 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     out, through = place / f"fit-{ranks}.log", ["--standalone", "--nproc-per-node", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
-        with forked.Job(
-            *((forked.script, ["fit.py"]) if ranks == 1 else (forked.torchrun, [*through, "fit.py"])), out
-        ) as job:
+        start = (forked.script, ["fit.py"]) if ranks == 1 else (forked.torchrun, [*through, "fit.py"])
+        with forked.Job(*start, out) as job:
             assert job.wait() == 0, out.read_text()
     assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in out.read_text()
     found = losses_of(place / f"fit-{ranks}")
@@ -136,19 +127,19 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_in_a_validation_or_before_one_changes_nothing_of_it(
+def test_a_signal_in_a_validation_or_before_one_does_not_change_it(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One in a validation ends the step behind it. One in a step with a validation behind it leaves that for the next start."""
+    """A signal in a validation ends the run after the next step. In a step before a validation, the next start validates."""
     run_dir, log = place / "owing", place / "owing.log"
     often = ["--train.steps", "12", "--train.eval_every", "2"]
-    job = started(log, *words_of(run_dir, *often, "--task.slow_validation", "1", "--task.slow", "0.5"))
+    job = started(log, words_of(run_dir, *often, "--task.slow_validation", "1", "--task.slow", "0.5"))
     until(lambda: len(lines_of(run_dir)) == 2, "two steps", log)  # the validation takes two seconds
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(120) == 75, log.read_text()
     assert "validation loss" in log.read_text()
     assert len(lines_of(run_dir)) == 3
-    job = started(log, *words_of(run_dir, *often, "--task.slow", "2"))  # the fourth step
+    job = started(log, words_of(run_dir, *often, "--task.slow", "2"))  # the fourth step
     until(lambda: "an epoch is" in log.read_text(), "the start", log)
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(120) == 75, log.read_text()

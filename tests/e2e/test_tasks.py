@@ -12,39 +12,33 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 import accordion as acc
 from accordion import cli
 from accordion.train.data import GlobalOrder, Share
-from tests.e2e.jobs import lines_of, losses
+from tests.e2e.jobs import lines_of, losses, of_task
 from tests.support import forked, own_tasks
 from tests.support.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-FILE = str(Path(own_tasks.__file__))
 DIGITS = str(Path(__file__).parents[2] / "examples" / "tasks" / "digits.py")
 Metrics = list[dict[str, Any]]
 
 
-def words_of(task: str, run_dir: Path, *flags: str) -> list[str]:
-    at = ["--task", f"{FILE}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu", "--train.clip", "0"]
-    return ["train", *at, *forked.UNTRACKED, *flags]
-
-
 def train(task: str, run_dir: Path, *flags: str) -> Metrics:
-    assert cli.main(words_of(task, run_dir, *flags)) == 0
+    assert cli.main(of_task(task, run_dir, "--train.clip", "0", *flags)) == 0
     return lines_of(run_dir)
 
 
-def plain(task: own_tasks.Task, steps: int, global_batch: int) -> list[float]:
-    """What one process without this package finds, over the samples that the run's order has."""
-    torch.manual_seed(0)
-    model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
+def plain(task: Any, model: nn.Module, steps: int, global_batch: int) -> list[float]:
+    """Train `model` in one process without this package, on the samples in the order of a run, and return the losses."""
+    data = task.dataset("train")
     order = iter(GlobalOrder(len(data), Share(rank=0, world=1, micro_batch=global_batch, accumulate=1), seed=0))
-    optimizer, found = task.optimizer(model.parameters()), []
+    optimizer, found = task.optimizer([p for p in model.parameters() if p.requires_grad]), []
     for _ in range(steps):
-        loss = task.loss(model, own_tasks.DataLoader(data, batch_sampler=[next(order)]).__iter__().__next__())
+        loss = task.loss(model, default_collate([data[i] for i in next(order)]))
         mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
         mean.backward()
         optimizer.step()
@@ -66,7 +60,9 @@ def test_a_task_trains_as_plain_torch_does(place: Path, kind: str, nproc: int, a
     if kind == "Weighed":  # an optimizer by its class path, in place of the equal one of the task
         flags += ["--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.02", "--optimizer.momentum", "0.9"]
     found = train(kind, place / f"{kind}-{nproc}", *flags, "--launch.nproc", str(nproc))
-    expected = plain(getattr(own_tasks, kind)(), 9, 3 * nproc * accumulate)
+    task = getattr(own_tasks, kind)()
+    torch.manual_seed(0)
+    expected = plain(task, task.model(), 9, 3 * nproc * accumulate)
     assert losses(found) == pytest.approx(expected, rel=1e-5)
     assert "samples_per_s" in found[0]
     assert "tokens_per_s" not in found[0]
@@ -144,65 +140,44 @@ def test_an_optimizer_by_class_path_trains_on_text(place: Path) -> None:
 # -- the examples
 
 
-# Steps, samples of each of two ranks, and how many of the held-out digits are told apart at least. The scheduler of the
-# example steps after the hundredth step: in the short run it does so where the runs below go on.
-DIGITS_RUNS = {"short": (104, 32, 0.8), "as the example says": (300, 64, 0.97)}
 LAST = 8  # steps that are done again
 
 
-def digits(place: Path, run: str) -> Path:
-    """The folder of a run. What is not there yet runs now: the short one on forked ranks, the whole one as a person runs it."""
-    steps, micro_batch, _ = DIGITS_RUNS[run]
-    words = ["train", "--task", DIGITS, "--train.steps", str(steps), "--train.micro_batch", str(micro_batch)]
-    words += [
-        "--checkpoint.every",
-        str(steps - LAST),
-        "--launch.device",
-        "cpu",
-        "--launch.nproc",
-        "2",
-        "--run.dir",
-        run,
-    ]
-    if not (place / run).exists():
-        if run == "short":
-            assert cli.main(words) == 0
-        else:
-            done = subprocess.run(
-                [sys.executable, "-m", "accordion", *words], capture_output=True, text=True, check=False
-            )
-            assert (done.returncode, done.stderr) == (0, "")
-            print(done.stdout)
-    return place / run
+def digits_words(run_dir: str, nproc: int, micro_batch: int) -> list[str]:
+    words = ["train", "--task", DIGITS, "--train.steps", "300", "--train.micro_batch", str(micro_batch)]
+    return [*words, "--launch.device", "cpu", "--launch.nproc", str(nproc), "--run.dir", run_dir]
+
+
+@pytest.fixture(scope="module")
+def digits(place: Path) -> str:
+    """Run the example on two ranks, as a person runs it, and return the output."""
+    words = [*digits_words("digits", 2, 64), "--checkpoint.every", str(300 - LAST)]
+    done = subprocess.run([sys.executable, "-m", "accordion", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", DIGITS_RUNS)
-def test_digits_are_told_apart(place: Path, run: str, capfd: pytest.CaptureFixture[str]) -> None:
-    capfd.readouterr()
-    digits(place, run)
-    steps, _, accuracy = DIGITS_RUNS[run]
-    found = re.search(rf"after {steps} steps, accuracy (\S+)", capfd.readouterr().out)
-    assert found is not None
-    assert float(found[1]) >= accuracy
+def test_digits_are_told_apart(digits: str) -> None:
+    accuracy = re.search(r"after 300 steps, accuracy (\S+)", digits)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.97
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", DIGITS_RUNS)
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_digits_go_on_with_another_number_of_ranks(place: Path, run: str, nproc: int) -> None:
-    """On one rank with the same global batch the curve is the same; three take a larger one, and go on all the same."""
-    steps, micro_batch, _ = DIGITS_RUNS[run]
-    at = str(digits(place, run) / "checkpoints" / f"step-{steps - LAST:06d}")
-    flags = ["--train.steps", str(steps), "--train.micro_batch", str(2 * micro_batch if nproc == 1 else micro_batch)]
-    words = ["train", "--task", DIGITS, *flags, "--launch.nproc", str(nproc), "--launch.device", "cpu"]
-    assert cli.main([*words, *forked.UNTRACKED, "--run.dir", f"{run}-{nproc}", "--checkpoint.resume", at]) == 0
-    found, before = lines_of(place / f"{run}-{nproc}"), lines_of(place / run)[-LAST:]
-    assert [line["lr"] for line in found] == [line["lr"] for line in before]
+def test_digits_resume_on_another_number_of_ranks(place: Path, digits: str, nproc: int) -> None:
+    """One rank with the same global batch has the same curve. Three ranks take a larger batch, and train on too."""
+    words = [*digits_words(f"digits-{nproc}", nproc, 128 if nproc == 1 else 64), *forked.UNTRACKED]
+    assert (
+        cli.main([*words, "--checkpoint.resume", str(place / "digits" / "checkpoints" / f"step-{300 - LAST:06d}")]) == 0
+    )
+    again, before = lines_of(place / f"digits-{nproc}"), lines_of(place / "digits")[-LAST:]
+    assert [line["lr"] for line in again] == [line["lr"] for line in before]
     if nproc == 1:
-        assert losses(found) == pytest.approx(losses(before), rel=1e-3)
+        assert losses(again) == pytest.approx(losses(before), rel=1e-3)
     else:
-        assert max(losses(found)) < 2 * max(losses(before))
+        assert max(losses(again)) < 2 * max(losses(before))
 
 
 EXAMPLES = {
@@ -228,24 +203,14 @@ def example(request: pytest.FixtureRequest, place: Path) -> str:
 
 
 def test_examples_train_as_one_process_does(example: str, place: Path) -> None:
-    """Without this package's engine: the same samples in one batch."""
     name = example
     torch.manual_seed(0)
     values = dict(zip(EXAMPLES[name][0][::2], EXAMPLES[name][0][1::2], strict=True))
     task = runpy.run_path(str(Path(DIGITS).with_name(f"{name}.py")))["Task"](
         **{key.removeprefix("--task."): int(value) for key, value in values.items()}
     )
-    model, data = task.model().train(), task.dataset("train")
-    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-    share = Share(rank=0, world=1, micro_batch=GLOBAL_BATCH, accumulate=1)
-    order, expected = iter(GlobalOrder(len(data), share, seed=0)), []
-    for _ in range(STEPS):
-        loss = task.loss(model, default_collate([data[i] for i in next(order)]))
-        mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-        mean.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(mean.detach()))
+    model = task.model().train()
+    expected = plain(task, model, STEPS, GLOBAL_BATCH)
     assert losses(lines_of(place / name)) == pytest.approx(expected, rel=1e-5)
     trained = dict(model.named_parameters())
     kept = task.model()

@@ -1,4 +1,4 @@
-"""`accordion train` in trouble: two jobs in one folder, full disks, folders that go, cut checkpoints, killed ranks."""
+"""`accordion train` in trouble: two jobs in one folder, full disks, deleted folders, killed ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import verify
 from accordion.train import owner
-from tests.e2e.jobs import TINY, lines_of, losses_of, started, until, workers_of
-from tests.support import forked, own_tasks
+from tests.e2e.jobs import TINY, lines_of, losses_of, of_task, started, until, workers_of
+from tests.support import forked
 from tests.support.checkpoints import differing
 from tests.support.disks import mounted
 
@@ -26,21 +26,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.keep", "2"]
 
 
-def tree(folder: Path) -> dict[str, float]:
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
 def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = place / "owned", place / "owned.log"
-    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
-    # On one rank, and mostly asleep, for it trains while the others are refused.
-    with started(log, *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"):
+    words = of_task("Slow", run_dir)
+    # On one rank, and mostly asleep, because it trains while the others are refused.
+    with started(log, [*words, *ENDLESS, "--task.slow", "0.2", "--launch.nproc", "1"]):
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, "EXIT_S", 1.0)  # the first job trains all the while
-            assert cli.main(["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]) == 2
+            assert cli.main([*words, *ENDLESS]) == 2
         told = capfd.readouterr().err
         assert told.startswith(f"accordion: run.dir '{run_dir}' is in use by another job: process ")
         assert told.count("\n") == 1
@@ -53,24 +49,14 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     assert at is not None
     assert (run_dir / ".owner").exists()
     steps = str(int(at.rpartition("-")[2]) + 5)
-    assert cli.main(["train", *mine, "--train.steps", steps, "--run.dir", str(run_dir)]) == 0
+    assert cli.main([*words, "--train.steps", steps]) == 0
     assert [line["step"] for line in lines_of(run_dir)] == list(range(1, int(steps) + 1))
     assert not list(run_dir.rglob(".owner"))
 
 
 def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
     run_dir, log = place / "killed", place / "killed.log"
-    words = [
-        "-m",
-        "accordion",
-        "train",
-        "--task",
-        f"{own_tasks.__file__}:Slow",
-        "--task.slow",
-        "0.1",
-        *forked.UNTRACKED,
-    ]
-    words += ["--launch.device", "cpu", "--train.steps", "10000", "--run.dir", str(run_dir)]
+    words = ["-m", "accordion", *of_task("Slow", run_dir, "--task.slow", "0.1", "--train.steps", "10000")]
     with forked.Job(forked.torchrun, ["--nproc-per-node", "1", *words], log):
         until(lambda: bool(lines_of(run_dir)), "a step", log)
     until(lambda: owner.holder_of(run_dir) is None, "the end of the ranks", log)
@@ -79,8 +65,7 @@ def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
 
 def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
     run_dir, pipe = place / "unread", place / "unread.pipe"
-    words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]
-    words += [*forked.UNTRACKED, "--launch.nproc", "1", "--train.steps", "9", "--run.dir", str(run_dir)]
+    words = of_task("Slow", run_dir, "--task.slow", "0.1", "--launch.nproc", "1", "--train.steps", "9")
     os.mkfifo(pipe)
     reader, said = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), list[bytes]()
 
@@ -104,7 +89,7 @@ def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run_dir, log = place / "deleted", place / "deleted.log"
-    job = started(log, *TINY, "--run.dir", str(run_dir), "--train.steps", "60", "--launch.nproc", "2")
+    job = started(log, ["train", *TINY, "--run.dir", str(run_dir), "--train.steps", "60", "--launch.nproc", "2"])
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
     shutil.rmtree(run_dir)
     assert job.wait(300) == 0, log.read_text()
@@ -114,62 +99,6 @@ def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000060")
     assert not list(run_dir.rglob(".owner"))
     assert not list(tmp_path.iterdir())  # nothing of torch's launcher is left either
-
-
-def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_dir = place / "cut"
-    words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
-    words += ["--run.dir", str(run_dir), "--checkpoint.every", "1", "--train.steps", "3"]
-    assert cli.main(words) == 0
-    checkpoints = run_dir / "checkpoints"
-
-    flipped = checkpoints / "step-000003" / "rank-00000.safetensors"
-    content = bytearray(flipped.read_bytes())
-    content[-5] ^= 1
-    flipped.write_bytes(content)
-    capfd.readouterr()
-    assert cli.main([*words[:-1], "4"]) != 0  # 1, or 9 where the fork server ends the other rank
-    told = capfd.readouterr().err
-    assert f"The one before it, {checkpoints / 'step-000002'}, is complete" in told
-    assert "To resume from another, give its path as --checkpoint.resume." in told
-    assert told.count("\n") == 1
-
-    manifest = checkpoints / "step-000003" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:500])
-    (checkpoints / "step-000002" / "manifest.json").unlink()
-    before = tree(run_dir)
-    assert cli.main([*words[:-1], "4"]) == 2
-    assert f"'{checkpoints / 'step-000002'}' has no manifest.json" in capfd.readouterr().err
-    assert tree(run_dir) == before
-    shutil.rmtree(checkpoints / "step-000002")
-    assert cli.main([*words[:-1], "4"]) == 0
-    shown = capfd.readouterr().out
-    assert f"{checkpoints / 'step-000001'} is the newest complete checkpoint, newer ones are damaged: " in shown
-    assert f"{checkpoints / 'step-000003'}" in shown.partition("To resume from another, give its path")[0]
-    assert "1 of 4 steps are done" in shown
-    assert latest(checkpoints) == str(checkpoints / "step-000004")
-
-    for manifest in checkpoints.glob("*/manifest.json"):
-        manifest.write_bytes(manifest.read_bytes()[:500])
-    before = tree(run_dir)
-    assert cli.main(words) == 2
-    assert "there are checkpoints, and none is complete" in capfd.readouterr().err
-    assert tree(run_dir) == before
-
-
-# -- checkpoints that cannot be written, and ranks that are killed
-
-
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_dir = place / "blocked"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / "step-000002").write_text("in the way")
-    words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.UNTRACKED]
-    words += ["--run.dir", str(run_dir), "--train.steps", "4", "--checkpoint.every", "1"]
-    assert cli.main(words) != 0  # 1, or 9 if the fork server ends the other rank
-    assert "exists and is no checkpoint" in capfd.readouterr().err
-    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000001")
-    assert (run_dir / "checkpoints" / "step-000002").read_text() == "in the way"
 
 
 @pytest.mark.slow

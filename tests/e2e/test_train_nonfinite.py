@@ -1,8 +1,7 @@
-"""NaN and inf in a run: found, told with the unit where they came up, left out or the end, as configured."""
+"""NaN and inf in a run: the unit that produced them is named, and the step is skipped or the run ends, as configured."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
+from torch.utils.data import TensorDataset
 
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import verify
 from accordion.errors import NonFiniteError
-from accordion.train import language_work, launch, loop
-from accordion.train.command import read
+from accordion.options import made
+from accordion.train import launch, loop
+from accordion.train.config import JobConfig
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
 from accordion.train.steps import Steps
@@ -28,24 +30,17 @@ from tests.support import forked
 from tests.support.checkpoints import differing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-TEXT = str(Path(asyncio.__file__).parent)
-TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--launch.device", "cpu"]
-TINY += ["--data.seq_len", "16", "--train.micro_batch", "2", *forked.UNTRACKED]
-# Where, on which rank, at which steps; and the flags of the run.
-JOBS: dict[str, tuple[str, int, list[int], list[str]]] = {
-    "loss stops": ("loss", 1, [3], []),
-    "gradients skipped": (
-        "backward",
-        1,
-        [2],
-        ["--train.on_nonfinite", "skip"],
-    ),
-    "forward skipped in fp16": ("forward", 0, [2], ["--train.on_nonfinite", "skip", "--shard.precision", "fp16"]),
-    "gradients stop fp16": ("backward", 1, [1], ["--shard.precision", "fp16"]),
-    "a scale too large": ("scale", 0, [], ["--shard.precision", "fp16", "--train.steps", "5"]),
-    "too many": ("loss", 0, [2, 3, 4], ["--train.on_nonfinite", "skip:1"]),
-    "once": ("once", 1, [2], ["--train.on_nonfinite", "skip"]),
-    "resumed": ("nowhere", 0, [], []),
+SKIP, FP16 = {"train.on_nonfinite": "skip"}, {"shard.precision": "fp16"}
+# Place of the fault, its rank, its steps, and keys of the run.
+JOBS: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
+    "loss stops": ("loss", 1, [3], {}),
+    "gradients skipped": ("backward", 1, [2], SKIP),
+    "forward skipped in fp16": ("forward", 0, [2], {**SKIP, **FP16}),
+    "gradients stop fp16": ("backward", 1, [1], FP16),
+    "a scale too large": ("scale", 0, [], {**FP16, "train.steps": 5}),
+    "too many": ("loss", 0, [2, 3, 4], {"train.on_nonfinite": "skip:1"}),
+    "once": ("once", 1, [2], SKIP),
+    "resumed": ("nowhere", 0, [], {}),
 }
 
 
@@ -59,94 +54,96 @@ class Spoils(torch.autograd.Function):
         return grad * float("inf")
 
 
-class Fault:
-    """Something that goes wrong in some steps on this rank."""
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh())
 
-    def __init__(self, where: str, steps: list[int]) -> None:
-        self.where, self.steps, self.now = where, steps, 0
-        self.real_take, self.real_model, self.real_losses = (
-            Steps.take,
-            language_work.trained_model,
-            language_work.label_losses,
+
+class Faulty:
+    """A task of two blocks, in which something goes wrong at `where` in `steps` on one rank."""
+
+    units = [Block]
+    now = 0  # the step; not counted again when it is repeated
+
+    def __init__(self, where: str, rank: int, steps: list[int]) -> None:
+        self.where, self.rank, self.steps = where, rank, steps
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(Block(), Block())
+        model[1].register_forward_hook(lambda module, args, out: out * float("nan") if self.fails("forward") else out)
+        model[0][0].register_forward_hook(
+            lambda module, args, out: Spoils.apply(out) if self.fails("backward") else out
         )
-
-    def take(self, steps: Steps, step: int) -> None:
-        self.now = step
-        self.real_take(steps, step)
-
-    def model(self, *args: Any) -> nn.Module:
-        model = self.real_model(*args)
-        model.model.layers[1].register_forward_hook(self.forward)
-        model.model.layers[0].mlp.register_forward_hook(self.backward)
         return model
 
-    def comes(self, where: str) -> bool:
-        return self.where == where and self.now in self.steps
+    def dataset(self, split: str) -> TensorDataset | None:
+        draw = torch.Generator().manual_seed(5)
+        return TensorDataset(torch.randn(64, 8, generator=draw)) if split == "train" else None
 
-    def forward(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out * float("nan") if self.comes("forward") else out
-
-    def backward(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return Spoils.apply(out) if self.comes("backward") else out
-
-    def losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        total, count = self.real_losses(model, batch)
-        if self.comes("once"):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = (model(batch[0]).float() - 1).square().mean()
+        fails = self.fails("loss") or self.fails("once")
+        if self.fails("once"):
             self.steps = []
-            return total * float("nan"), count
-        return (total * float("nan") if self.comes("loss") else total), count
+        return loss * float("nan") if fails else loss
+
+    def fails(self, where: str) -> bool:
+        return self.where == where and Faulty.now in self.steps and dist.get_rank() == self.rank
 
 
 @contextmanager
-def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
-    class Heard(Screen):
+def watched(where: str, notes: list[str]) -> Iterator[None]:
+    """Context manager that counts steps for `Faulty`, and records notes on skipped steps."""
+
+    class Recorder(Screen):
         def note(self, text: str) -> None:
             notes.extend([text] if " is skipped" in text else [])
 
-    scaler = torch.amp.GradScaler
+    def counted(steps: Steps, step: int) -> None:
+        Faulty.now = step
+        take(steps, step)
+
+    take = Steps.take
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steps, "take", lambda steps, step: fault.take(steps, step))
-        patch.setattr(language_work, "trained_model", fault.model)
-        patch.setattr(language_work, "label_losses", fault.losses)
-        patch.setattr(loop, "_finish", lambda *_: None)
-        patch.setattr(loop, "Screen", Heard)
-        if fault.where == "scale":
-            patch.setattr(torch.amp, "GradScaler", partial(scaler, init_scale=2.0**19))
+        patch.setattr(Steps, "take", counted)
+        patch.setattr(loop, "Screen", Recorder)
+        if where == "scale":
+            patch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**19))
         yield
 
 
 def troubled(place: launch.RankPlace, store: Store, folder: Path, jobs: dict[str, Any]) -> None:
     found = {}
-    for name, (config, prepared) in jobs.items():
-        where, rank, steps, _ = JOBS[name]
+    for name, prepared in jobs.items():
         if name == "resumed":
-            path = folder / "gradients skipped" / "checkpoints" / "step-000003"  # of a run that was not there yet
-            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(path)))
+            path = folder / "gradients skipped" / "checkpoints" / "step-000003"  # did not exist when jobs were prepared
+            config = replace(prepared.config, checkpoint=replace(prepared.config.checkpoint, resume=str(path)))
             prepared = replace(prepared, config=config, resume=path)
         notes: list[str] = []
         error = ""
-        with planted(Fault(where, steps if rank == place.rank else []), notes):
+        with watched(JOBS[name][0], notes):
             try:
                 loop.train(place, PrefixStore(name, store), prepared, "cpu")
             except NonFiniteError as caught:
                 error = str(caught)
-                torch.distributed.destroy_process_group()
+                dist.destroy_process_group()
         found[name] = {"notes": notes, "error": error}
     (folder / f"{place.rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any], list[Any]]]:
-    """All jobs, run once: the folder of one, what it said, and its steps."""
+    """Run all jobs once. Returns a function: name -> (folder of its checkpoints, notes and error, lines of its steps)."""
     folder = tmp_path_factory.mktemp("nonfinite")
+    keys = {"train.steps": 4, "train.micro_batch": 2, "checkpoint.every": 1, "log.tensorboard": False}
     jobs = {}
-    for name, (*_, flags) in JOBS.items():
-        more = ["--train.steps", "4", "--checkpoint.every", "1", "--run.dir", str(folder / name)]
-        config = read([*TINY, *more, *flags])
-        jobs[name] = config, prepare(config, forked.PLACE, folder / "cache", Screen(speaks=False), began_s=0.0)
+    for name, (where, rank, steps, more) in JOBS.items():
+        config = made(JobConfig, {**keys, "run.dir": str(folder / name), **more})
+        task = Faulty(where, rank, steps)
+        jobs[name] = prepare(config, forked.PLACE, folder, Screen(speaks=False), began_s=0.0, task=task)
     assert forked.start(troubled, (folder, jobs), 2) == 0
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second  # every rank says the same
+    assert first == second  # every rank reports the same
 
     def of(name: str) -> tuple[Path, dict[str, Any], list[Any]]:
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -157,18 +154,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     return of
 
 
-def test_stop_names_the_place_and_leaves_checkpoints(runs: Any) -> None:
+def test_a_run_that_stops_names_the_place_and_leaves_checkpoints(runs: Any) -> None:
     checkpoints, said, steps = runs("loss stops")
     assert "step 3: loss nan" in said["error"]
     assert "outputs are finite and the loss is nan on rank 1" in said["error"]
     assert (len(steps), latest(checkpoints)) == (2, str(checkpoints / "step-000002"))
 
 
-def test_a_step_that_is_left_out_changes_neither_weights_nor_optimizer_nor_schedule(runs: Any) -> None:
+def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_schedule(runs: Any) -> None:
     checkpoints, said, steps = runs("gradients skipped")
     assert [line["skipped"] for line in steps] == [False, True, False, False]
     told = said["notes"][0]
-    assert "(model.layers.0), in the gradients" in told
+    assert "(0), in the gradients" in told
     assert "on rank 1" in told
     assert steps[1]["grad_norm"] is None
     assert steps[2]["lr"] == steps[1]["lr"]
@@ -180,13 +177,13 @@ def test_with_a_gradient_scaler(runs: Any) -> None:
     _, said, steps = runs("forward skipped in fp16")
     assert [line["skipped"] for line in steps] == [False, True, False, False]
     told = said["notes"][0]
-    assert "(model.layers.1), in what its forward returned, on rank 0" in told
+    assert "(1), in what its forward returned, on rank 0" in told
     _, said, steps = runs("gradients stop fp16")
-    assert "(model.layers.0), in the gradients" in said["error"]
+    assert "(0), in the gradients" in said["error"]
     assert steps == []
 
 
-def test_a_scale_that_is_too_large_is_the_scalers_business(runs: Any) -> None:
+def test_a_scale_that_is_too_large_is_lowered_by_the_scaler(runs: Any) -> None:
     _, said, steps = runs("a scale too large")
     skipped = [line["skipped"] for line in steps]
     assert skipped[0]
@@ -203,12 +200,12 @@ def test_only_so_many_in_a_row(runs: Any) -> None:
     assert latest(checkpoints) == str(checkpoints / "step-000002")
 
 
-def test_what_does_not_come_up_again_is_told_so(runs: Any) -> None:
+def test_a_fault_that_does_not_happen_again_is_reported_as_such(runs: Any) -> None:
     _, said, steps = runs("once")
     assert [line["skipped"] for line in steps] == [False, True, False, False]
     assert "did not happen again when the step was repeated" in said["notes"][0]
 
 
-def test_a_resumed_run_knows_how_many_were_left_out(runs: Any) -> None:
+def test_a_resumed_run_knows_how_many_steps_were_skipped(runs: Any) -> None:
     after, before = runs("resumed")[2][-1], runs("gradients skipped")[2][-1]
     assert {key: after[key] for key in ("step", "loss", "lr")} == {key: before[key] for key in ("step", "loss", "lr")}

@@ -189,7 +189,7 @@ def in_process(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
     """Run one rank in this process."""
     assert nproc == 1
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = launch.RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="torchrun", url="env://")
+    place = launch.RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="torchrun")
     entry(place, store, *args)
     return 0
 

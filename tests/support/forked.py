@@ -23,7 +23,7 @@ from tests import pool
 
 # TensorBoard takes longer to import than a small run takes for all else: one run of each kind has it.
 UNTRACKED = ["--log.tensorboard", "false"]
-PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="a test", url="")  # of two ranks
+PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="a test")  # of two ranks
 
 
 @contextlib.contextmanager

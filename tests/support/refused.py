@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accordion import cli
-from accordion.train import launch
 
 
 def refused(capture: pytest.CaptureFixture[str], words: list[str], said: str, run: Any = None) -> str:
@@ -24,12 +22,3 @@ def refused(capture: pytest.CaptureFixture[str], words: list[str], said: str, ru
     assert err.endswith("\n")
     assert err.count("\n") == 1
     return out
-
-
-def refused_before_ranks(
-    capture: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch, words: list[str], said: str
-) -> None:
-    """As `refused`, of `accordion train`, with no rank started and no run folder made."""
-    patch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
-    refused(capture, ["train", "--run.dir", "bad", *words], said)
-    assert not Path("bad").exists()

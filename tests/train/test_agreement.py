@@ -1,9 +1,11 @@
 """`accordion train` on ranks with different data: every rank raises an error with the difference, before any of them trains."""
 
-import re
-from types import SimpleNamespace
+from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
 
 from accordion.errors import DivergenceError
 from accordion.train import build
@@ -20,27 +22,25 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize(("message", "others"), DIFFERENT.items())
-def test_ranks_with_different_data_raise_on_all_ranks(monkeypatch, message, others):
-    """Rank 1 has other data; the exchange between ranks is simulated."""
-    ranks = [SAME, {**SAME, **others}]
-    said: list[dict[str, str]] = []
+def agreed(mesh: object, cases: list[dict[str, Any]]) -> list[str]:
+    """Return the error for each of `cases`, what rank 1 has in place of `SAME`; empty if ranks agree."""
+    rank, errors = dist.get_rank(), []
+    place = RankPlace(rank=rank, world=4, local_rank=rank, local_world=4, starter="test")
+    for others in cases:
+        facts = {**SAME, **(others if rank == 1 else {})}
+        resume = facts.pop("resume")
+        work = LanguageWork(config=Config(), files=SimpleNamespace(**facts), generation={}, spec="")
+        try:
+            build.agree(SimpleNamespace(config=Config(), work=work, resume=resume), place)
+            errors.append("")
+        except DivergenceError as error:
+            errors.append(str(error))
+    return errors
 
-    def agree(rank):
-        tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
-        place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
-        work = LanguageWork(config=Config(), files=tokens, generation={"eos_token_id": [0]}, spec="")
-        build.agree(SimpleNamespace(config=Config(), work=work, resume=ranks[rank]["resume"]), place)
 
-    def listen(into, mine):
-        said.append(mine)
-        into[:] = [mine, mine]
-
-    monkeypatch.setattr(build.dist, "all_gather_object", listen)
-    agree(0)
-    agree(1)
-    monkeypatch.setattr(build.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), said))
-    for rank in (0, 1):
-        with pytest.raises(DivergenceError, match=re.escape(message)) as caught:
-            agree(rank)
-        assert "give every machine the same data.path and checkpoint.dir" in str(caught.value)
+def test_ranks_with_different_data_raise_on_all_ranks(world: Any) -> None:
+    for same, *errors in world.run(4, agreed, [{}, *DIFFERENT.values()]):
+        assert not same
+        for message, error in zip(DIFFERENT, errors, strict=True):
+            assert message in error
+            assert "give every machine the same data.path and checkpoint.dir" in error

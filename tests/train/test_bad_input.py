@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save as safetensors_of
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
 from accordion.checkpoint import save
-from accordion.train import launch
+from accordion.train import command, launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
+from tests.support import language_folders
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -32,6 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "work" / "corpus" / f"{i}.txt").write_text(f"document {i} says {i * i} times nothing\n" * 9)
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's folder is added
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path / "work"
 
@@ -45,30 +49,48 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tree(folder: Path) -> dict[str, float]:
-    """Return the files of `folder` without the cache, which keeps tokens for the next try."""
-    return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if "cache" not in path.parts}
+    """Return the files of `folder` without caches, of tokens for the next try and of Python."""
+    caches = {"cache", "__pycache__"}
+    return {str(path): path.lstat().st_mtime for path in folder.rglob("*") if not caches & set(path.parts)}
+
+
+Make = Callable[[Path], list[str]]
+"""Prepares the working directory, and returns the words of a command line."""
+PIPE = object()  # a content that nobody writes
 
 
 def nothing(place: Path) -> list[str]:
     return []
 
 
-def rows(content: str) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        (place / "rows.jsonl").write_text(content)
-        return ["--data.path", "rows.jsonl"]
-
-    return make
+def words(*given: str) -> Make:
+    return lambda place: list(given)
 
 
-def folder_with(**files: str) -> Callable[[Path], list[str]]:
-    def make(place: Path) -> list[str]:
-        (place / "model").mkdir()
-        for name, content in files.items():
-            (place / "model" / name.replace("__", ".")).write_text(content)
-        return ["--model.path", "model"]
+def files(contents: dict[str, Any], *given: str, make: Make = nothing) -> Make:
+    """Call `make`, and then write or replace files (path -> text, bytes or `PIPE`)."""
 
-    return make
+    def write(place: Path) -> list[str]:
+        before = make(place)
+        for name, content in contents.items():
+            path = place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            if content is PIPE:
+                os.mkfifo(path)
+            else:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return [*before, *given]
+
+    return write
+
+
+def rows(content: str, *more: str) -> Make:
+    return files({"rows.jsonl": content}, "--data.path", "rows.jsonl", *more)
+
+
+def model(contents: dict[str, Any], *more: str) -> Make:
+    return files({f"model/{name}": content for name, content in contents.items()}, "--model.path", "model", *more)
 
 
 def described(**changes: object) -> str:
@@ -78,102 +100,132 @@ def described(**changes: object) -> str:
     )
 
 
-def pretrained(place: Path) -> list[str]:
-    return [*folder_with(config__json=described())(place), "--model.init", "pretrained"]
-
-
-def truncated(place: Path) -> list[str]:
-    words = pretrained(place)
-    (place / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    return words
-
-
-def shard_missing(place: Path) -> list[str]:
-    words = pretrained(place)
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({"a": torch.zeros(1)}, place / "model" / "model-1.safetensors")
-    return words
+def pretrained(contents: dict[str, Any]) -> Make:
+    return model({"config.json": described(), **contents}, "--model.init", "pretrained")
 
 
 def no_tokenizer(place: Path) -> list[str]:
-    words = pretrained(place)
+    given = pretrained({})(place)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place / "model")).save_pretrained(place / "model")
-    return words
+    return given
 
 
-def other_weights(place: Path) -> list[str]:
-    words = pretrained(place)
-    save_file({"a": torch.zeros(1)}, place / "model" / "model.safetensors")
-    return words
+ONE = safetensors_of({"a": torch.zeros(1)})
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+STEP = "ckpts/step-000005"
+TALK = {"messages": [{"role": "user", "content": "add 3"}, {"role": "assistant", "content": "so it is"}]}
+TALKS = f"{json.dumps(TALK)}\n" * 40
 
 
-def checkpoint(preset: str, **changes: object) -> Callable[[Path], list[str]]:
+def checkpoint(preset: str = "llama-tiny", **changes: object) -> Make:
     def make(place: Path) -> list[str]:
         model = AutoModelForCausalLM.from_config(configuration(ModelConfig(preset=preset), DataConfig()))
         extra = {"step": 5, "tokenizer": "other", "config": flat(Config()), **changes}
-        save(place / "ckpts" / "step-000005", model, extra=extra)
+        save(place / STEP, model, extra=extra)
         return ["--checkpoint.dir", "ckpts"]
 
     return make
 
 
-def resumed(path: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    return lambda place: [*make(place), "--checkpoint.resume", path]
+def resumed(path: str, make: Make = nothing, manifest: object = None) -> Make:
+    contents = {} if manifest is None else {f"{STEP}/manifest.json": manifest}
+    return files(contents, "--checkpoint.resume", path, make=make)
 
 
 def foreign(place: Path) -> list[str]:
-    save(place / "ckpts" / "step-000005", torch.nn.Linear(2, 2), extra=None)
-    return ["--checkpoint.resume", "ckpts/step-000005"]
+    save(place / STEP, torch.nn.Linear(2, 2), extra=None)
+    return []
 
 
-def damaged(place: Path) -> list[str]:
-    checkpoint("llama-tiny")(place)
-    (place / "ckpts" / "step-000005" / "manifest.json").write_text("{")
-    return ["--checkpoint.resume", "ckpts/step-000005"]
+def two_cut(place: Path) -> list[str]:
+    given = checkpoint()(place)
+    (place / STEP).rename(place / "ckpts" / "step-000010")
+    checkpoint()(place)
+    for manifest in (place / "ckpts").glob("*/manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    return given
 
 
-def all_cut(*more: str) -> Callable[[Path], list[str]]:
+def chat(*more: str, content: str = TALKS, folder: str = "base") -> Make:
+    """`folder`: a Llama (base), one without a chat template (plain), or a model that takes no position ids (bloom)."""
+
     def make(place: Path) -> list[str]:
-        for step in (5, 10):
-            checkpoint("llama-tiny")(place)
-            (place / "ckpts" / "step-000005").rename(place / "ckpts" / f"step-{step:06d}")
-        for manifest in (place / "ckpts").glob("*/manifest.json"):
-            manifest.write_bytes(manifest.read_bytes()[:100])
-        return ["--checkpoint.dir", "ckpts", *more]
+        if folder == "bloom":
+            BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / folder)
+        else:
+            language_folders.llama(place / folder)
+        if folder == "plain":
+            (place / folder / "chat_template.jinja").unlink()
+        return rows(content, "--data.format", "chat", "--model.path", folder, *more)(place)
 
     return make
 
 
-def fifo(place: Path) -> list[str]:
-    os.mkfifo(place / "run.yaml")
-    return ["--config", "run.yaml"]
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task:
+    def __init__(self, width: int = 8, name: str = "a", deep: bool = False, rate: float | None = None):
+        self.width = width
+    def model(self):
+        return nn.Linear(4, self.width)
+    def dataset(self, split):
+        return TensorDataset(torch.randn(50, 4)) if split == "train" else None
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+"""
 
 
-def pipe(name: str, *words: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
-    """Replace a file of a run by a pipe that nobody writes into."""
-
-    def made(place: Path) -> list[str]:
-        given = make(place)
-        (place / name).unlink(missing_ok=True)
-        os.mkfifo(place / name)
-        return [*given, *words]
-
-    return made
+def changed(old: str, new: str) -> str:
+    assert old in TASK
+    return TASK.replace(old, new)
 
 
-def no_cache(place: Path) -> list[str]:
-    (place.parent / "cache").touch()
-    return []
+DATA = 'TensorDataset(torch.randn(50, 4)) if split == "train" else None'
+LOSS = "model(batch[0]).square().mean()"
+# content of mine.py, flags, and what the error says
+OF_TASKS = {
+    "no file": ("", ["--task", "nothing.py"], "task 'nothing.py' does not exist"),
+    "no class": (TASK, ["--task", "mine.py:Tsk"], "there is no 'Tsk' in mine.py; did you mean 'Task'?"),
+    "no package": (TASK, ["--task", "no_such:Task"], "there is no module 'no_such'"),
+    "no name": (TASK, ["--task", "Task"], "names no class; write file.py"),
+    "a function": (changed("class Task:", "def f(): pass\nclass Task:"), ["--task", "mine.py:f"], "is no class"),
+    "no such option": (TASK, ["--task.widht", "3"], "did you mean '--task.width'?"),
+    "an option's type": (TASK, ["--task.width", "wide"], "it takes a whole number"),
+    "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
+    "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
+    "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
+    "another signature": (changed("def loss(self, model, batch)", "def loss(self, batch)"), [], "cannot be called as"),
+    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
+    "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
+    "no data": (changed(DATA, "None"), [], "has no training data"),
+    "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
+    "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
+    "data of no kind": (changed(DATA, "3"), [], "returned a int; it must return a dataset"),
+    "a loader for all ranks": (
+        changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
+        [],
+        "by which every rank would read the same samples",
+    ),
+    "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "has no batch, or less than a step"),
+    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
+    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
+    "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
+    "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
+    "rate beside an optimizer": (
+        TASK,
+        ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
+        "train.lr is 0.5, but has no effect with your own optimizer",
+    ),
+    "no such optimizer option": (TASK, ["--optimizer", "torch.optim.SGD", "--optimizer.momentun", "1"], "momentum"),
+    "no such optimizer": (TASK, ["--optimizer", "torch.optim.SDG"], "did you mean 'SGD'?"),
+}
 
 
-def file_in_the_way(place: Path) -> list[str]:
-    (place / "taken").touch()
-    return ["--run.dir", "taken/run"]
-
-
-def words(*given: str) -> Callable[[Path], list[str]]:
-    return lambda place: list(given)
+def task(content: str, flags: list[str]) -> Make:
+    return files({"mine.py": content}, *([] if "--task" in flags else ["--task", "mine.py"]), *flags)
 
 
 CASES = {
@@ -185,77 +237,90 @@ CASES = {
         words("run.yaml"),
         "'run.yaml' follows no option; a run file is given as --config run.yaml.",
     ),
-    "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
     "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
-    "missing data": (words("--data.path", "corpsu"), "'corpus'"),
-    "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "half a surrogate pair": (
         rows('{"text": "a"}\n{"text": "bc\\ud800"}\n'),
         "line 2: field 'text' has half of a surrogate",
     ),
     "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
-    "run file that is a pipe": (fifo, "run file 'run.yaml' is no regular file"),
+    "run file that is a pipe": (
+        files({"run.yaml": PIPE}, "--config", "run.yaml"),
+        "run file 'run.yaml' is no regular file",
+    ),
     "config that is a pipe": (
-        pipe("model/config.json", make=folder_with()),
+        model({"config.json": PIPE}),
         "its config.json cannot be read: [Errno 22] no regular file",
     ),
-    "data that is a pipe": (pipe("lines.txt", "--data.path", "lines.txt"), "is no regular file"),
+    "data that is a pipe": (files({"lines.txt": PIPE}, "--data.path", "lines.txt"), "is no regular file"),
     "manifest that is a pipe": (
-        pipe("ckpts/step-000005/manifest.json", make=resumed("ckpts/step-000005", checkpoint("llama-tiny"))),
+        resumed(STEP, checkpoint(), manifest=PIPE),
         "is no checkpoint: it has no manifest.json",
     ),
-    "cache that cannot be made": (
-        no_cache,
-        "cache/accordion/tokenizers: Not a directory",
-    ),
+    "cache that cannot be made": (files({"../cache": ""}), "cache/accordion/tokenizers: Not a directory"),
     "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "than a row of data.seq_len 4096 tokens takes"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
-    "no accelerator": (words("--launch.device", "cuda"), "has no accelerator"),
-    "an unknown device": (words("--launch.device", "gpu"), "take 'auto' or 'cpu'"),
     "replicas do not divide": (
         words("--shard.strategy", "hybrid_shard", "--shard.replicas", "3"),
         "does not divide the 2",
     ),
     "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path", "model"), "is no folder"),
-    "no config": (folder_with(readme="hi"), "no config.json"),
-    "config is no JSON": (folder_with(config__json="{"), "cannot be read"),
-    "config of nothing": (folder_with(config__json="{}"), "no model_type"),
-    "unknown architecture": (folder_with(config__json='{"model_type": "nope", "vocab_size": 99}'), "is no model"),
-    "no language model": (folder_with(config__json='{"model_type": "vit"}'), "is no language model"),
-    "encoder only": (folder_with(config__json='{"model_type": "t5", "vocab_size": 1024}'), "no causal language model"),
-    "an encoder": (
-        folder_with(
-            config__json='{"model_type": "bert", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, '
-            '"num_attention_heads": 2, "intermediate_size": 64}'
-        ),
-        "is an encoder (bert) without a causal mask",
+    "no config": (model({"readme": "hi"}), "no config.json"),
+    "config is no JSON": (model({"config.json": "{"}), "cannot be read"),
+    "config of nothing": (model({"config.json": "{}"}), "no model_type"),
+    "unknown architecture": (model({"config.json": '{"model_type": "nope", "vocab_size": 99}'}), "is no model"),
+    "no language model": (model({"config.json": '{"model_type": "vit"}'}), "is no language model"),
+    "encoder only": (model({"config.json": '{"model_type": "t5", "vocab_size": 1024}'}), "no causal language model"),
+    "an encoder": (model({"config.json": described(model_type="bert")}), "is an encoder (bert) without a causal mask"),
+    "impossible config": (model({"config.json": described(hidden_size=-1)}), "no"),
+    "positions": (model({"config.json": described(max_position_embeddings=8)}), "longer than the 8 positions"),
+    "no weights": (pretrained({}), "has neither model.safetensors nor"),
+    "weights cut off": (
+        pretrained({"model.safetensors": b"\x10\0\0\0\0\0\0\0{"}),
+        "model.safetensors is no safetensors file",
     ),
-    "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
-    "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
-    "no weights": (pretrained, "has neither model.safetensors nor"),
-    "weights cut off": (truncated, "model.safetensors is no safetensors file"),
-    "part of the weights": (shard_missing, "model-2.safetensors"),
-    "weights of another": (other_weights, "12 missing in the folder: model.embed_tokens.weight (1024, 32)"),
+    "part of the weights": (
+        pretrained({"model.safetensors.index.json": INDEX, "model-1.safetensors": ONE}),
+        "model-2.safetensors",
+    ),
+    "weights of another": (
+        pretrained({"model.safetensors": ONE}),
+        "12 missing in the folder: model.embed_tokens.weight (1024, 32)",
+    ),
     "no tokenizer": (no_tokenizer, "has no tokenizer, which its pretrained weights need"),
-    "tokenizer of another": (folder_with(config__json=described(), tokenizer__json="{}"), "no tokenizer"),
+    "tokenizer of another": (model({"config.json": described(), "tokenizer.json": "{}"}), "no tokenizer"),
     "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
-    "checkpoint of another tokenizer": (checkpoint("llama-tiny"), "another tokenizer"),
-    "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
-    "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "has checkpoints"),
+    "checkpoint of another tokenizer": (checkpoint(), "another tokenizer"),
+    "checkpoint beyond the end": (checkpoint(step=200), "beyond train.steps 100"),
+    "checkpoints in the way": (resumed("none", checkpoint()), "has checkpoints"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
     "no best checkpoint": (words("--checkpoint.resume", "best"), "checkpoint.resume is 'best', and there is no '"),
-    "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
+    "folder of checkpoints": (resumed("ckpts", checkpoint()), "is a folder of checkpoints"),
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
-    "checkpoint of another program": (foreign, "not one of `accordion train`"),
-    "damaged checkpoint": (damaged, "damaged"),
-    "every checkpoint cut": (all_cut(), "there are checkpoints, and none is complete: "),
-    "a new start beside cut ones": (
-        all_cut("--checkpoint.resume", "none"),
-        "step-000010/manifest.json cannot be used",
+    "checkpoint of another program": (resumed(STEP, foreign), "not one of `accordion train`"),
+    "damaged checkpoint": (resumed(STEP, checkpoint(), manifest="{"), "damaged"),
+    "every checkpoint cut": (two_cut, "there are checkpoints, and none is complete: "),
+    "a new start beside cut ones": (resumed("none", two_cut), "step-000010/manifest.json cannot be used"),
+    "file in the way": (files({"taken": ""}, "--run.dir", "taken/run"), "is a file"),
+    "chats in text": (
+        words("--data.path", "corpus/0.txt", "--data.format", "chat"),
+        "is text, and data.format chat takes",
     ),
-    "file in the way": (file_in_the_way, "is a file"),
+    "no chat template": (chat(folder="plain"), "the tokenizer has no chat template; give"),
+    "no template file": (chat("--data.chat_template", "x"), "data.chat_template 'x' cannot be read"),
+    "no tokenizer file": (chat("--data.tokenizer", "x"), "data.tokenizer 'x' is neither"),
+    "no such field": (chat("--data.format", "prompt"), "rows.jsonl' line 1 has no field 'prompt'"),
+    "all answers cut": (chat("--data.seq_len", "3"), "has an answer to learn among its first 3 tokens"),
+    "no JSON": (chat(content=f"{json.dumps(TALK)}\n{{\n"), "rows.jsonl' line 2 is no JSON"),
+    "an array": (chat(content="[\n1]"), "this file looks like one array"),
+    "one example": (chat(content=json.dumps(TALK)), "has one example; give at least two"),
+    "step of examples larger than the data": (
+        chat("--train.micro_batch", "90", "--data.packing", "none", "--data.seq_len", "96"),
+        "takes 180 examples",
+    ),
+    "a model that takes no positions": (chat(folder="bloom"), "takes no position ids"),
+    **{f"task: {name}": (task(content, flags), expected) for name, (content, flags, expected) in OF_TASKS.items()},
 }
 
 
@@ -265,9 +330,40 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
     make, expected = CASES[case]
     given = make(place)
     before = tree(place.parent)
-    refused(capfd, ["train", *SMALL, *given], expected)
+    refused(capfd, ["train", *([] if "--task" in given else SMALL), *given], expected)
     assert not started
     assert tree(place.parent) == before
+
+
+THEIRS = {  # what fails, the line that is shown, where
+    "the file": (changed("class Task:", "def f(:\nclass Task:"), "SyntaxError", "def f(:"),
+    "an import": (
+        changed("import torch\n", "import torch\nimport no_such_package\n"),
+        "ModuleNotFoundError",
+        "import no",
+    ),
+    "the constructor": (changed("self.width = width", "self.width = 1 / 0"), "ZeroDivisionError", "1 / 0"),
+    "the model": (changed("nn.Linear(4, self.width)", "nn.Linear(4, self.wdth)"), "AttributeError", "self.wdth"),
+    "the data": (changed("randn(50, 4)", "randn(50, -4)"), "RuntimeError", "randn(50, -4)"),
+    "the loss": (changed("model(batch[0])", "model(batch[0].T)"), "RuntimeError", "model(batch[0].T)"),
+}
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_errors_of_the_users_code_are_shown_with_its_files_alone(
+    place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    content, error, line = THEIRS[case]
+    Path("mine.py").write_text(content)
+    assert cli.main(["train", "--task", "mine.py"]) == 1
+    said = capfd.readouterr().err
+    assert f'{place / "mine.py"}", line ' in said
+    assert line in said
+    assert f"\n{error}: " in said or said.startswith(f"{error}: ")
+    assert "site-packages" not in said
+    assert "accordion/" not in said
+    assert said.rstrip().splitlines()[-1].startswith("accordion: the error above was raised by the task's code in ")
+    assert not started
 
 
 @pytest.mark.parametrize(
@@ -325,6 +421,33 @@ def test_good_input_starts_ranks(place: Path, started: list[int], capsys: pytest
     assert cli.main(["train", *SMALL]) == 0
     assert started == [2]
     assert "30 documents" in capsys.readouterr().out
+
+
+def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("options.py").write_text(
+        TASK.replace("class Task:", 'class Task:\n    """T.\n\n    Args:\n        width: of it\n    """')
+    )
+    Path("run.yaml").write_text("task: {class_path: options.py, width: 3, rate: 0.5}\ntrain: {steps: 4}\n")
+    values = flat(command.read(["--config", "run.yaml", "--task.name", "b", "--task.deep"]))
+    found = {key: values[f"task.{key}"] for key in ("class_path", "width", "name", "deep", "rate")}
+    assert found == {"class_path": "options.py", "width": 3, "name": "b", "deep": True, "rate": 0.5}
+    assert values["train.steps"] == 4
+    assert "model.preset" not in values
+    with pytest.raises(SystemExit):
+        command.read(["--task", "options.py", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--task.width NUMBER of it (default 8)" in shown
+    assert "--model.preset" not in shown
+
+
+def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("planned.py").write_text(changed("nn.Linear(4, self.width)", "nn.Linear(4, self.width, bias=False)"))
+    flags = ["--gpus", "2", "--strategy", "full_shard", "--checkpoint-activations", "none", "--json"]
+    assert cli.main(["plan", "--task", "planned.py", "--task.width", "1000", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == {"name": "Linear", "num_params": 4000}
+    assert cli.main(["plan", "--task.width", "7"]) == 2
+    assert "--task.width is an option of a task, and none is named" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["trian"], ["--help"], []])

@@ -1,4 +1,4 @@
-"""Runs in one process through `accordion.fit`: files that stay, resuming, and ends."""
+"""Runs in one process through `accordion.fit`: files that stay, resuming, ends, and what is released afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accordion as acc
+from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.errors import UsageError
+from accordion.errors import CheckpointError, UsageError
 from accordion.train.checkpoints import with_batch_of
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
@@ -28,18 +30,25 @@ from accordion.train.fitting import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "log.tensorboard": False}
+PREEMPT = partial(signal.raise_signal, signal.SIGUSR1)
 BEST = {"train_eval_every": 3, "train_keep_best": True}
 
 
 class Curve:
     """A weight that counts the steps, and a table of validation losses by count, 5.0 for counts that are not in it.
 
-    `signal_at`: the step of this start in which a signal arrives.
+    Calls `event` in the loss of number `event_at` of this start, of training or of validation.
     """
 
-    def __init__(self, losses: Mapping[int, float] | None = None, signal_at: int = -1) -> None:
-        self.losses = losses or {}
-        self.left = signal_at + 1  # one forward is tried before there are ranks
+    def __init__(
+        self,
+        losses: Mapping[int, float] | None = None,
+        *,
+        event_at: int = -1,
+        event: Callable[[], object] = PREEMPT,
+        in_validation: bool = False,
+    ) -> None:
+        self.losses, self.left, self.event, self.in_validation = losses or {}, event_at, event, in_validation
 
     def model(self) -> nn.Module:
         return nn.Linear(1, 1, bias=False)
@@ -54,13 +63,12 @@ class Curve:
         return torch.optim.SGD(params, lr=1.0)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        found = -model(batch[0]).mean()
-        if not model.training:
-            return torch.tensor(self.losses.get(-round(float(found)), 5.0))
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return found
+        loss = -model(batch[0]).mean()
+        if dist.is_initialized() and model.training is not self.in_validation:
+            self.left -= 1
+            if self.left == 0:
+                self.event()
+        return loss if model.training else torch.tensor(self.losses.get(-round(float(loss)), 5.0))
 
 
 @pytest.fixture
@@ -129,7 +137,7 @@ def test_a_validation_made_on_resume_may_be_the_best(
 ) -> None:
     """The run is preempted with a validation due, which turns out to be the best one."""
     best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
-    preempted(fit, Curve(signal_at=3), train_steps=6, checkpoint_resume="none", **BEST)
+    preempted(fit, Curve(event_at=3), train_steps=6, checkpoint_resume="none", **BEST)
     assert "the same command with --checkpoint.resume auto resumes from there" in capsys.readouterr().out
     assert not best.exists()
     fit(task, train_steps=6, **BEST)
@@ -160,7 +168,7 @@ def test_going_back_to_the_best_abandons_later_steps_and_then_goes_forward(
     fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
     before = (folder / "step-000006" / "manifest.json").read_bytes()
     back: dict[str, object] = {"checkpoint_resume": "best", "train_steps": 9, **BEST}
-    preempted(fit, Curve(signal_at=2), **back)
+    preempted(fit, Curve(event_at=2), **back)
     assert "the same command resumes from there" in capsys.readouterr().out
     abandoned = ["abandoned-1/step-000004", "abandoned-1/step-000006"]
     assert names_in(folder) == [*abandoned, "best", "step-000002", "step-000005"]
@@ -198,9 +206,18 @@ class LongToRead(Curve):
         return super().dataset(split)
 
 
-def test_the_time_limit_includes_the_preparation(fit: Callable[..., Fit]) -> None:
+def test_the_time_limit_includes_the_preparation(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next start resumes exactly."""
     found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
-    assert (found.state, found.step) == ("stopped", 1)
+    assert (found.state, found.step, found.why) == ("stopped", 1, "train.hours 0.000138889 have passed")
+    assert "stopped after 1 of 9 steps: train.hours 0.000138889 have passed" in capsys.readouterr().out
+    resumed, undisturbed = (
+        fit(Curve(), train_steps=9),
+        fit(Curve(), train_steps=9, run_dir=str(tmp_path / "undisturbed")),
+    )
+    assert (resumed.state, resumed.step, resumed.loss) == ("finished", 9, undisturbed.loss)
 
 
 @pytest.mark.parametrize(
@@ -262,3 +279,97 @@ def test_the_best_is_copied_without_hard_links(
     folder = tmp_path / "run" / "checkpoints"
     assert names_in(folder) == ["best", "step-000003"]
     assert verify(folder / "best") == []
+
+
+# -- failures, and what a program finds after them
+
+
+def fails() -> None:
+    raise ValueError("the task's own")
+
+
+def test_a_program_resumes_a_run_that_raised(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the error is kept, which refers to objects of the run, and with a background save of the previous step."""
+    with pytest.raises(ValueError, match="the task's own") as failed:
+        fit(Curve(event_at=3, event=fails), train_steps=4, checkpoint_every=2)
+    assert not dist.is_initialized()
+    assert not (tmp_path / "run" / ".owner").exists()
+    found = fit(Curve(), train_steps=4)
+    assert (found.state, found.step) == ("finished", 4)
+    assert "2 of 4 steps are done" in capsys.readouterr().out
+    del failed
+
+
+def test_a_signal_after_the_run_is_sent_to_the_program(fit: Callable[..., Fit], tmp_path: Path) -> None:
+    """In the last validation no decision follows. In a step the signal ends the run by its exit code, and is not sent again."""
+    taken: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
+    send = partial(signal.raise_signal, signal.SIGTERM)
+    found = fit(Curve(event_at=1, event=send, in_validation=True), train_steps=4)
+    assert (found.state, taken) == ("finished", [signal.SIGTERM])
+    preempted(fit, Curve(event_at=2, event=send), train_steps=4, run_dir=str(tmp_path / "early"))
+    assert taken == [signal.SIGTERM]
+    send()
+    assert len(taken) == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(fit: Callable[..., Fit], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step-000002").write_text("in the way")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        fit(Curve(), train_steps=4, checkpoint_every=1)
+    assert latest(folder) == str(folder / "step-000001")
+    assert (folder / "step-000002").read_text() == "in the way"
+
+
+def cut(manifest: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes()[:500])
+
+
+def test_resume_reports_which_checkpoints_it_passes_over(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    steps = [folder / f"step-{step:06d}" for step in range(5)]
+    fit(Curve(), train_steps=3, checkpoint_every=1)
+
+    def refused(error: type[Exception]) -> str:
+        with pytest.raises(error) as caught:
+            fit(Curve(), train_steps=4)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    (file,) = steps[3].glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    message = refused(CheckpointError)
+    assert f"The one before it, {steps[2]}, is complete" in message
+    assert "To resume from another, give its path as --checkpoint.resume." in message
+
+    cut(steps[3] / "manifest.json")
+    (steps[2] / "manifest.json").unlink()
+    before = tree(tmp_path)
+    assert f"'{steps[2]}' has no manifest.json" in refused(UsageError)
+    assert tree(tmp_path) == before
+    shutil.rmtree(steps[2])
+    capsys.readouterr()
+    found = fit(Curve(), train_steps=4)
+    shown = capsys.readouterr().out
+    assert f"{steps[1]} is the newest complete checkpoint, newer ones are damaged: " in shown
+    assert f"{steps[3]}" in shown.partition("To resume from another, give its path")[0]
+    assert "1 of 4 steps are done" in shown
+    assert found.checkpoint == str(steps[4])
+
+    for manifest in folder.glob("*/manifest.json"):
+        cut(manifest)
+    before = tree(tmp_path)
+    assert "there are checkpoints, and none is complete" in refused(UsageError)
+    assert tree(tmp_path) == before
+
+
+def tree(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}

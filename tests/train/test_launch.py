@@ -18,6 +18,7 @@ from accordion.train.config import LaunchConfig
 from accordion.train.launch import Forwarding, NothingStartedError, RankPlace, choose, first_host, place_of
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "gpu7", "MASTER_PORT": "29400"}
 SRUN = {
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "0",
@@ -31,13 +32,13 @@ SRUN = {
 
 
 def test_places_of_launchers() -> None:
-    place = RankPlace(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
+    place = RankPlace(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", address="gpu7:29400")
     assert place_of(TORCHRUN) == place
     assert place_of({**SRUN, **TORCHRUN}) == replace(place, job="srun 123456.0")
-    in_slurm = replace(place, starter="srun", url="tcp://gpu03:23456", job="srun 123456.0")
+    in_slurm = replace(place, starter="srun", address="gpu03:23456", job="srun 123456.0")
     assert place_of(SRUN) == in_slurm
     assert place_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) == replace(
-        in_slurm, url="tcp://10.0.0.1:29500"
+        in_slurm, address="10.0.0.1:29500"
     )
     with pytest.raises(UsageError, match=r"invalid.*'x'"):
         place_of({**TORCHRUN, "RANK": "x"})
@@ -72,7 +73,7 @@ def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-PLACE = RankPlace(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", url="env://")
+PLACE = RankPlace(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", address="gpu7:29400")
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,11 @@ def test_a_waiting_rank_reports_how_many_have_started(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     places = [
-        RankPlace(rank=r, world=3, local_rank=r, local_world=3, starter="srun", url=f"tcp://127.0.0.1:{port}")
+        RankPlace(rank=r, world=3, local_rank=r, local_world=3, starter="srun", address=f"127.0.0.1:{port}")
         for r in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
-        first, _ = [pool.submit(launch.joined, place, {}) for place in places]
+        first, _ = [pool.submit(launch.joined, place) for place in places]
         with pytest.raises(torch.distributed.DistStoreError, match="not all of 3 ranks have started"):
             first.result()
     said = capsys.readouterr().err
@@ -138,9 +139,9 @@ def test_a_waiting_rank_reports_how_many_have_started(
 def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        place = RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="srun", url=f"tcp://{address}")
+        place = RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="srun", address=address)
         with pytest.raises(AccordionError, match=f"rank 0 cannot open the job's store at {address}: "):
-            launch.joined(place, {})
+            launch.joined(place)
 
 
 def test_each_start_has_its_own_keys_in_the_store() -> None:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from accordion.errors import UsageError
 from accordion.train import owner
-from accordion.train.launch import RankPlace, first_of_all
+from accordion.train.launch import first_does
 from accordion.train.owner import FILE, Claim, check_free, job_of
 from tests.e2e.jobs import until
 from tests.support import forked
@@ -152,6 +152,5 @@ def test_a_usage_error_of_the_first_rank_is_raised_on_every_rank() -> None:
         raise UsageError("it is in use")
 
     for rank in (0, 1, 2):
-        place = RankPlace(rank=rank, world=3, local_rank=rank, local_world=3, starter="test", url="")
         with pytest.raises(UsageError, match="it is in use"):
-            first_of_all(place, store, refused if rank == 0 else lambda: pytest.fail("the first rank alone"))
+            first_does(rank == 0, store, "claim", refused if rank == 0 else lambda: pytest.fail("the first rank alone"))

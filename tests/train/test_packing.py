@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from accordion.train import language_work
-from accordion.train.data import IGNORED, GlobalOrder, Share, validation_batches
-from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed
+from accordion.train.data import GlobalOrder, Share
+from accordion.train.packing import Collate, ExampleRows, LengthOrder, packed
 from accordion.train.token_tables import Examples
 from tests.support import language_folders
 from tests.train.tables import examples_of
@@ -41,18 +41,19 @@ def test_packed_rows_have_each_example_once_and_little_padding() -> None:
 
 def test_examples_that_are_cut_are_counted() -> None:
     held = examples(200, longest=60)
-    fit = fitted(held, SEQ)
+    rows = ExampleRows(held, SEQ, "none")
     kept, lost, cut = [], 0, 0
     for i in range(len(held)):
         labels = held[i][1][1:]
         lost += labels[SEQ:].sum()
         kept += [i] if labels[:SEQ].any() else []
         cut += len(labels) > SEQ and bool(labels[:SEQ].any())
-    assert fit.indices.tolist() == kept
-    assert (fit.num_lost, fit.num_cut, fit.num_left_out) == (lost, cut, 200 - len(kept))
-    assert fit.lengths.max() == SEQ
-    assert f"{cut + fit.num_left_out} of 200 examples are longer" in str(fit.words(SEQ))
-    assert fitted(examples(), SEQ).words(SEQ) is None
+    assert rows.indices.tolist() == kept
+    assert (rows.num_lost, rows.num_long) == (lost, cut + 200 - len(kept))
+    assert rows.lengths.max() == SEQ
+    assert f"{rows.num_long} of 200 examples are longer" in str(rows.note())
+    assert (f"; {200 - len(kept)} of them have no answer left" in str(rows.note())) == (len(kept) < 200)
+    assert ExampleRows(examples(), SEQ, "none").note() is None
 
 
 def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
@@ -87,7 +88,7 @@ def test_packed_losses_are_those_of_each_example_alone(
     collate = Collate(SEQ, "documents")
     assert len(rows) < len(held)
     for at in range(0, len(rows), 4):
-        numbers = [int(rows.fit.indices[i]) for row in rows.rows[at : at + 4] for i in row]
+        numbers = [int(rows.indices[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
         batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
         total, count = language_work.label_losses(model, batch)
@@ -106,10 +107,10 @@ def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path], packin
     rows = ExampleRows(held, SEQ, packing)
     batch = Collate(SEQ, packing)([rows[i] for i in range(8)])
     numbers = [row[0] for row in rows.rows[:8]]
-    expected = [alone(model, held, int(rows.fit.indices[i])) for i in numbers]
+    expected = [alone(model, held, int(rows.indices[i])) for i in numbers]
     total, _ = language_work.label_losses(model, batch)
     assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
-    assert batch["input_ids"].shape[1] == int(rows.fit.lengths[numbers].max())
+    assert batch["input_ids"].shape[1] == int(rows.lengths[numbers].max())
 
 
 @pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
@@ -134,16 +135,6 @@ def test_rows_of_a_step_have_similar_lengths_on_any_number_of_ranks(world: int, 
 def test_rows_that_are_sorted_by_length_are_the_same_rows() -> None:
     held = examples()
     rows = ExampleRows(held, SEQ, "length")
-    lengths = rows.fit.lengths[[row[0] for row in rows.rows]]
-    assert lengths.tolist() == sorted(rows.fit.lengths)
+    lengths = rows.lengths[[row[0] for row in rows.rows]]
+    assert lengths.tolist() == sorted(rows.lengths)
     assert sorted(row[0] for row in rows.rows) == list(range(len(held)))
-
-
-@pytest.mark.parametrize("world", [1, 3, 7])
-def test_held_out_rows_count_once(world: int) -> None:
-    rows, collate = ExampleRows(examples(10), SEQ, "none"), Collate(SEQ, "none")
-    shares = [Share(rank=rank, world=world, micro_batch=2, accumulate=1) for rank in range(world)]
-    ranks = [list(validation_batches(rows, range(10), share, collate)) for share in shares]
-    assert len({len(batches) for batches in ranks}) == 1
-    found = sum(int((batch["labels"][:num] != IGNORED).sum()) for batches in ranks for batch, num in batches)
-    assert found == sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -21,16 +22,52 @@ from accordion.train.sources import PIECE_CHARS, Piece, find, split_of
 TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
 
 
-def jsonl(folder: Path) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)) + "\n\n")
-    return path
+JSONL = ("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)) + "\n\n").encode()
+ARRAY = [{"text": text} for text in TEXTS]
+TABLE = pa.table({"id": range(5), "text": TEXTS})
 
 
-def parquet_file(folder: Path) -> Path:
-    path = folder / "rows.parquet"
-    parquet.write_table(pa.table({"id": range(5), "text": TEXTS}), path)
-    return path
+def csv_text(columns: tuple[str, str], separator: str) -> str:
+    text = io.StringIO(newline="")
+    rows = [{"id": i, "text": value} for i, value in enumerate(TEXTS)]
+    writer = csv.DictWriter(text, columns, delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def arrow(new: Callable[..., pa.RecordBatchFileWriter]) -> bytes:
+    sink = io.BytesIO()
+    with new(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    return sink.getvalue()
+
+
+def parquet_of(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    return sink.getvalue()
+
+
+FILES = {
+    "rows.jsonl": JSONL,
+    "rows.jsonl.gz": gzip.compress(JSONL),
+    "rows.jsonl.zst": pa.compress(JSONL, codec="zstd", asbytes=True),
+    "rows.json": json.dumps(ARRAY, indent=1).encode(),
+    "windows.json": (
+        "\ufeff\r\n  " + json.dumps(ARRAY)
+    ).encode(),  # a byte order mark, and blank lines before the array
+    "rows.csv": csv_text(("id", "text"), ",").encode(),
+    "rows.tsv.xz": lzma.compress(csv_text(("text", "id"), "\t").encode("utf-8-sig")),  # with Excel's byte order mark
+    "rows.parquet": parquet_of(TABLE),
+    "stream.arrow": arrow(pa.ipc.new_stream),
+    "file.arrow": arrow(pa.ipc.new_file),
+}
+
+
+def file(folder: Path, name: str, content: bytes | None = None) -> Path:
+    (folder / name).write_bytes(FILES[name] if content is None else content)
+    return folder / name
 
 
 def text_folder(folder: Path) -> Path:
@@ -47,84 +84,19 @@ def datasets_folder(folder: Path) -> Path:
     return folder / "saved"
 
 
-def array(folder: Path) -> Path:
-    (folder / "rows.json").write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
-    return folder / "rows.json"
-
-
-def compressed(folder: Path) -> Path:
-    with gzip.open(folder / "rows.jsonl.gz", "wb") as file:
-        file.write(jsonl(folder).read_bytes())
-    return folder / "rows.jsonl.gz"
-
-
-def array_behind_a_mark(folder: Path) -> Path:
-    """As Windows writes it: a byte order mark, and blank lines before the array."""
-    text = "\ufeff\r\n  " + json.dumps([{"text": text} for text in TEXTS])
-    (folder / "rows.json").write_bytes(text.encode())
-    return folder / "rows.json"
-
-
-def zstandard(folder: Path) -> Path:
-    with pa.OSFile(str(folder / "rows.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as stream:
-        stream.write(jsonl(folder).read_bytes())
-    return folder / "rows.jsonl.zst"
-
-
-def csv_file(folder: Path) -> Path:
-    with (folder / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
-    return folder / "rows.csv"
-
-
-def tsv_file(folder: Path) -> Path:
-    """As Excel writes it: with a byte order mark; here compressed."""
-    with lzma.open(folder / "rows.tsv.xz", "wt", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([("text", "id"), *((text, i) for i, text in enumerate(TEXTS))])
-    return folder / "rows.tsv.xz"
-
-
-def arrow_stream(folder: Path, new: Callable[..., pa.RecordBatchFileWriter] = pa.ipc.new_stream) -> Path:
-    table = pa.table({"id": range(5), "text": TEXTS})
-    with new(str(folder / "rows.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    return folder / "rows.arrow"
-
-
-def arrow_file(folder: Path) -> Path:
-    return arrow_stream(folder, pa.ipc.new_file)
-
-
 def linked(folder: Path) -> Path:
-    (folder / "real").mkdir()
-    jsonl(folder / "real")
-    (folder / "data").mkdir()
+    for name in ("real", "data"):
+        (folder / name).mkdir()
+    file(folder / "real", "rows.jsonl")
     (folder / "data" / "sub").symlink_to(folder / "real")
     (folder / "real" / "circle").symlink_to(folder / "real")
     return folder / "data"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        jsonl,
-        parquet_file,
-        text_folder,
-        datasets_folder,
-        array,
-        array_behind_a_mark,
-        compressed,
-        zstandard,
-        csv_file,
-        tsv_file,
-        arrow_stream,
-        arrow_file,
-        linked,
-    ],
-)
+@pytest.mark.parametrize("kind", [*FILES, text_folder, datasets_folder, linked])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_kind_gives_the_same_documents(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    source = find(DataConfig(path=str(make(tmp_path))))
+def test_every_kind_gives_the_same_documents(tmp_path: Path, kind: str | Callable[[Path], Path]) -> None:
+    source = find(DataConfig(path=str(file(tmp_path, kind) if isinstance(kind, str) else kind(tmp_path))))
     assert [piece.text for piece in source.pieces()] == TEXTS
     assert all(piece.ends for piece in source.pieces())
     assert len({piece.key for piece in source.pieces()}) == len(TEXTS)
@@ -224,14 +196,13 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, line: str,
 
 
 def test_a_bad_column_is_named(tmp_path: Path) -> None:
-    path = parquet_file(tmp_path)
+    path = file(tmp_path, "rows.parquet")
     with pytest.raises(UsageError, match=r"no column 'txt'.*'text'"):
         list(find(DataConfig(path=str(path), text_field="txt")).pieces())
     with pytest.raises(UsageError, match="row 1: field 'id' is int, not text"):
         list(find(DataConfig(path=str(path), text_field="id")).pieces())
     for kind, content in (("parquet", b"PAR1 but no more"), ("arrow", b"ARROW1 but no more"), ("csv", b'text\n"a\n')):
-        path = tmp_path / f"bad.{kind}"
-        path.write_bytes(content)
+        path = file(tmp_path, f"bad.{kind}", content)
         with pytest.raises(UsageError, match=f"is no {kind} file that can be read"):
             list(find(DataConfig(path=str(path))).pieces())
 
@@ -245,11 +216,8 @@ def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"x.{kind}"
-    if kind == "csv":
-        path.write_text("text,text\na,b\n")
-    else:
-        parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    path = file(tmp_path, f"x.{kind}", b"text,text\na,b\n" if kind == "csv" else parquet_of(table))
     with pytest.raises(UsageError, match="has two columns named 'text'"):
         list(find(DataConfig(path=str(path))).pieces())
 
@@ -263,11 +231,10 @@ def test_rows_keep_their_own_fields_and_texts(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
-    whole = compressed(tmp_path).read_bytes()
-    for content in (whole[:-20], b"no gzip"):
-        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+    for content in (FILES["rows.jsonl.gz"][:-20], b"no gzip"):
+        path = file(tmp_path, "rows.jsonl.gz", content)
         with pytest.raises(UsageError, match=r"rows\.jsonl\.gz' cannot be read"):
-            list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
+            list(find(DataConfig(path=str(path))).pieces())
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
@@ -289,6 +256,8 @@ def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="without files"):
         find(DataConfig(path=str(tmp_path / "folder")))
+    with pytest.raises(UsageError, match=r"data\.format chat takes JSON, JSONL, CSV, parquet"):
+        find(DataConfig(format="chat"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="no regular file"):
         find(DataConfig(path=str(tmp_path / "pipe")))

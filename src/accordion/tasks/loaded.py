@@ -1,10 +1,10 @@
-"""Tasks made from an object or from a class path, with checks of their functions and of the results of these."""
+"""Tasks made from an object, a class path or a command line, with checks of their functions and of the results of these."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from accordion.errors import UsageError
-from accordion.tasks.classes import PartConfig, target_of
+from accordion.options import values_of
+from accordion.tasks.classes import PartConfig, options_kind, part_of, target_of
 from accordion.tasks.errors import of_the_task
 
 NEEDED = {"model": (), "dataset": ("split",), "loss": ("model", "batch")}
@@ -119,6 +120,26 @@ def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str
         signature.bind(*takes, **asked)
     except TypeError as error:
         raise UsageError(f"{name}{signature} cannot be called as {name}({', '.join(takes)}): {error}.") from None
+
+
+def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words of a command line into (options `--task.*` with their values, all other words)."""
+    task_words, others = list[str](), list[str]()
+    into = others
+    for word in words:
+        if word.startswith("--"):
+            into = task_words if word.startswith("--task.") else others
+        into.append(word)
+    return task_words, others
+
+
+def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
+    """Return the task at `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` if its code fails."""
+    kind = options_kind("task", class_path)
+    keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
+    flags = values_of(keys, words, prog, "") or {}
+    values = {name.removeprefix("task."): value for name, value in flags.items()}
+    return loaded({"task": part_of("task", {**values, "class_path": class_path})})
 
 
 # -- results of the functions

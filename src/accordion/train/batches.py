@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
-from accordion.tasks.loaded import is_indexed, is_loader
+from accordion.tasks.loaded import count_of, is_indexed, is_loader, scalar_of
 from accordion.train.data import GlobalOrder, Share, loader_of, validation_batches
 
 Collate = Callable[[list[Any]], Any]
@@ -277,3 +277,40 @@ def on_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
     return tree_map(move, batch)
+
+
+def means_of(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, int]],
+    values_of: Callable[[Any], Mapping[str, Any]],
+    device: torch.device,
+) -> dict[str, float]:
+    """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; empty without batches.
+    Collective. Random numbers that are drawn meanwhile do not change those of the training.
+
+    `batches`: (batch, number of its samples that count). `values_of`: name -> mean of a batch, or (sum, count).
+    """
+    drawn, was_training = RandomState().state_dict(), model.training
+    model.eval()
+    sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
+    for batch, num_samples in batches:
+        for name, value in values_of(on_device(batch, device)).items():
+            sums[name] = sums.get(name, 0.0) + _weighed(name, value, num_samples, device)
+    model.train(was_training)
+    RandomState().load_state_dict(drawn)
+    if not sums:
+        return {}
+    total = torch.stack(list(sums.values()))
+    dist.all_reduce(total)
+    return {name: float(pair[0] / pair[1]) for name, pair in zip(sums, total, strict=True)}
+
+
+def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
+    """Return (sum, count) of `value`, a mean or a (sum, count), as a tensor (2,) float64; zeros if `num_samples` is 0."""
+    if num_samples == 0:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    if isinstance(value, tuple) and len(value) == 2:
+        top = torch.as_tensor(value[0], device=device)
+        return torch.stack([top.double(), count_of(value[1], device, f"the task's {name}").double()])
+    mean = scalar_of(torch.as_tensor(value, device=device), f"the task's {name}").double()
+    return torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])

@@ -132,7 +132,7 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
-    place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train", url="")
+    place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
     prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
     return launch.start(loop.train, (prepared, device), world, signals)
 

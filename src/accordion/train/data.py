@@ -54,7 +54,7 @@ class Sequences(Dataset[Row]):
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
-        self._count = num_sequences(len(tokens) + (seq_len - 1) * rest, seq_len)
+        self._count = max(0, (len(tokens) + (seq_len - 1) * rest - 1) // seq_len)
 
     def __len__(self) -> int:
         return self._count
@@ -63,11 +63,6 @@ class Sequences(Dataset[Row]):
         start = index * self.seq_len
         window = torch.from_numpy(np.asarray(self.tokens[start : start + self.seq_len + 1]).astype(np.int64))
         return [(window[:-1], window[1:])]
-
-
-def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Return the number of whole windows in `num_tokens` tokens."""
-    return max(0, (num_tokens - 1) // seq_len)
 
 
 class GlobalOrder(Sampler[list[int]]):

@@ -64,9 +64,9 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     store: Store
     screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
-        place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
+        place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit"), HashStore()
     else:
-        store = launch.joined(place, os.environ)
+        store = launch.joined(place)
     prepared = launch.once_per_host(
         place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
     )

@@ -23,7 +23,7 @@ from accordion.errors import UsageError
 from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
-from accordion.train.batches import OrderedBatches, on_device
+from accordion.train.batches import OrderedBatches, means_of
 from accordion.train.config import Config, DataConfig
 from accordion.train.data import (
     IGNORED,
@@ -108,20 +108,12 @@ class LanguageWork:
         """Return the validation: the mean loss of the labels of all ranks that are not `IGNORED`. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
-        was_training = model.training
-        model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-        for batch, num_rows in validation_batches(rows, order, share, self._collate()):
-            sums = label_losses(model, on_device(batch, device))
-            if num_rows:
-                total += torch.stack([value.double() for value in sums])
-        dist.all_reduce(total)
-        model.train(was_training)
-        loss, tokens = total.tolist()
-        perplexity = math.exp(min(loss / tokens, 700.0))
+        batches = validation_batches(rows, order, share, self._collate())
+        loss = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch)}, device)["loss"]
+        perplexity = math.exp(min(loss, 700.0))
         whose = "" if self.is_text else " of an answer's token"
         words = f" (perplexity {perplexity:,.1f}{whose}; {rows_read(order, len(rows))})"
-        return Validation(loss=loss / tokens, words=words)
+        return Validation(loss=loss, words=words)
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """Show a sample of text, or an answer to the first held-out example."""

@@ -83,7 +83,7 @@ class RankPlace:
     local_rank: int
     local_world: int
     starter: str  # name of the launcher
-    url: str  # address of the job's store
+    address: str = ""  # host:port of the job's store
     job: str | None = None  # the launcher's name for the job, equal on all hosts and after restarts
 
 
@@ -98,12 +98,22 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
                 local_world=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
                 starter="torchrun",
-                url="env://",
+                address=_torchrun_address(environ),
                 job=job_of(environ),
             )
         return _slurm_place(environ)
     except ValueError as error:
         raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
+
+
+def _torchrun_address(environ: Mapping[str, str]) -> str:
+    for name in ADDRESS:
+        if not environ.get(name):
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset both"
+            )
+    host, port = (environ[name] for name in ADDRESS)
+    return f"{host}:{_port(port)}"
 
 
 def _port(text: str) -> int:
@@ -135,7 +145,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
         local_world=-(-world // nodes),
         starter="srun",
-        url=f"tcp://{host}:{_port(port)}",
+        address=f"{host}:{_port(port)}",
         job=job_of(environ),
     )
 
@@ -296,7 +306,7 @@ def guarded(entry: Entry, *args: Any) -> None:
         assert place is not None, "ranks are started by a launcher"
         if "OMP_NUM_THREADS" not in os.environ:  # each rank would use all cores
             torch.set_num_threads(max(1, num_cores() // place.local_world))
-        store = joined(place, os.environ)
+        store = joined(place)
         try:
             code = entry(place, store, *args)
         except KeyboardInterrupt as error:
@@ -313,10 +323,10 @@ def guarded(entry: Entry, *args: Any) -> None:
             os._exit(code)  # sys.exit would wait for collectives in flight
 
 
-def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
+def joined(place: RankPlace) -> Store:
     """Connect to the job's store, and return it with a prefix for the keys of this start. Collective. If that takes long, the
-    first rank of each host prints how many ranks have started, and how to train without the others. Raises `UsageError` if the
-    store's address is invalid, and `AccordionError` if it cannot be reached."""
+    first rank of each host prints how many ranks have started, and how to train without the others. Raises `AccordionError` if
+    the store cannot be reached."""
     started: set[str] = set()
 
     def report() -> None:
@@ -333,7 +343,7 @@ def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
     if place.local_rank == 0:
         slow.start()
     try:
-        return of_this_start(_connected(place, environ), place.rank, place.world, started)
+        return of_this_start(_connected(place), place.rank, place.world, started)
     finally:
         slow.cancel()
 
@@ -344,22 +354,10 @@ def _report_to_hubs(error: BaseException) -> None:
         hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
 
-def _connected(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """Return the job's store. Raises `UsageError` if its address is invalid, and `AccordionError` if it cannot be reached."""
-    address, keeps = place.url.removeprefix("tcp://"), place.rank == 0
-    if place.starter == "torchrun":
-        for name in ADDRESS:
-            if not environ.get(name):
-                raise UsageError(
-                    f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset both."
-                )
-        try:
-            _port(environ["MASTER_PORT"])
-        except ValueError as error:
-            raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
-        address = ":".join(environ[name] for name in ADDRESS)
-        keeps = keeps and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
-    host, _, port = address.rpartition(":")
+def _connected(place: RankPlace) -> Store:
+    """Return the job's store. Raises `AccordionError` if it cannot be reached."""
+    keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
+    host, _, port = place.address.rpartition(":")
     try:
         # Ranks wait for each other in `of_this_start`, which counts them.
         store: Store = TCPStore(
@@ -369,8 +367,8 @@ def _connected(place: RankPlace, environ: Mapping[str, str]) -> Store:
     except torch.distributed.DistError as error:
         why = str(error).partition(" Exception raised from")[0]
         raise AccordionError(
-            f"rank {place.rank} cannot {'open' if keeps else 'reach'} the job's store at {address}: {why}; set MASTER_PORT to "
-            "a port that nothing else uses."
+            f"rank {place.rank} cannot {'open' if keeps else 'reach'} the job's store at {place.address}: {why}; set "
+            "MASTER_PORT to a port that nothing else uses."
         ) from None
 
 
@@ -446,20 +444,14 @@ def _report(error: Exception, rank: int, store: Store) -> int:
     return code
 
 
-def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
-    """Call `do` on rank 0 while the others wait. Returns its result on rank 0 and None on the others. A `UsageError` of `do` is
-    raised on every rank."""
-    return _first_does(place.rank == 0, store, "accordion/first", do)
-
-
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
     """Call `do` on the first rank of each host, then on the others, and return its result, which must not be None. A `UsageError`
     of the first rank is raised on all ranks of its host."""
-    result = _first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
+    result = first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
-def _first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
+def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
     """Call `do` if `is_first` and return its result; otherwise wait for the first rank and return None. A `UsageError` of `do` is
     raised on the other ranks too. `key`: key in `store` for its text."""
     if not is_first:

@@ -16,7 +16,7 @@ from accordion.train import checkpoints
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
-from accordion.train.launch import RankPlace, first_of_all, join_group
+from accordion.train.launch import RankPlace, first_does, join_group
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
@@ -49,7 +49,7 @@ def trained(
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
-        claim = first_of_all(place, store, lambda: _claim(prepared, place, screen))
+        claim = first_does(place.rank == 0, store, "accordion/first", lambda: _claim(prepared, place, screen))
         if claim is not None:
             cleanups.callback(claim.release)
         device = join_group(place, store, kind, config.launch.timeout_s)

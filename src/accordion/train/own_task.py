@@ -20,7 +20,6 @@ from accordion.tasks.classes import PartConfig
 from accordion.tasks.errors import is_own, of_the_task
 from accordion.tasks.loaded import (
     LoadedTask,
-    count_of,
     data_of,
     is_indexed,
     is_loader,
@@ -29,13 +28,12 @@ from accordion.tasks.loaded import (
     made_optimizer,
     model_of,
     of_object,
-    scalar_of,
 )
 from accordion.train.batches import (
     Batches,
     batches_of,
     check_kind,
-    on_device,
+    means_of,
     rows_of,
     seed_all,
     validation_of,
@@ -138,23 +136,15 @@ class OwnTask:
         the task returns for a batch is weighted by the number of samples in the batch."""
         if self.validation is None:
             return None
-        drawn, was_training = RandomState().state_dict(), model.training
-        model.eval()
-        sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
-        for batch, num_samples in validation_of(self.validation, share, self.loaded.collate, device):
-            on_it = on_device(batch, device)
-            values: dict[str, Any] = {"loss": self.loss(model, on_it)}
-            if self.loaded.metrics is not None:
-                values |= _metrics(self.loaded.metrics(model, on_it))
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + _weighed(name, value, num_samples, device)
-        model.train(was_training)
-        RandomState().load_state_dict(drawn)
-        if not sums:
+
+        def values_of(batch: Any) -> dict[str, Any]:
+            metrics = {} if self.loaded.metrics is None else _metrics(self.loaded.metrics(model, batch))
+            return {"loss": self.loss(model, batch), **metrics}
+
+        batches = validation_of(self.validation, share, self.loaded.collate, device)
+        means = means_of(model, batches, values_of, device)
+        if not means:
             return None
-        total = torch.stack(list(sums.values()))
-        dist.all_reduce(total)
-        means = {name: float(pair[0] / pair[1]) for name, pair in zip(sums, total, strict=True)}
         loss = means.pop("loss")
         return Validation(
             loss=loss, words="".join(f", {name} {value:.4f}" for name, value in means.items()), metrics=means
@@ -191,15 +181,15 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
     """Raise `UsageError` if `make`, tried on a matrix and a vector, fails or returns no optimizer that can be used."""
     if make is None:
         return
-    params = [nn.Parameter(torch.zeros((2,) * dim, device="cpu")) for dim in (2, 1)]
+    params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
     try:
-        optimizer = make(params)
+        optimizer = made_optimizer(make, params)
+    except UsageError:
+        raise
     except (ValueError, TypeError, RuntimeError) as error:
         if is_own(error):
             raise
         raise UsageError(f"optimizer: {brief(error)}") from None
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
@@ -260,14 +250,3 @@ def _metrics(metrics: object) -> dict[str, Any]:
             "the task's metrics have one named 'loss', which is the name of the task's loss; give it another name."
         )
     return dict(metrics)
-
-
-def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return (sum, count) of `value`, a mean or a (sum, count), as a tensor (2,) float64; zeros if `num_samples` is 0."""
-    if num_samples == 0:
-        return torch.zeros(2, dtype=torch.float64, device=device)
-    if isinstance(value, tuple) and len(value) == 2:
-        top = torch.as_tensor(value[0], device=device)
-        return torch.stack([top.double(), count_of(value[1], device, f"the task's {name}").double()])
-    mean = scalar_of(torch.as_tensor(value, device=device), f"the task's {name}").double()
-    return torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])

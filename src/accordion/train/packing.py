@@ -20,49 +20,6 @@ Batch = dict[str, Any]
 """`input_ids` and `labels`, (b, tokens); `position_ids` if rows have several examples; `num_tokens`, without padding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The examples that have an answer after they are truncated to `seq_len` labels."""
-
-    indices: np.ndarray  # (examples,) their positions in the data
-    lengths: np.ndarray  # (examples,) labels of each after truncation
-    num_cut: int  # of these examples, those that are truncated
-    num_left_out: int  # other examples, which have no answer after truncation
-    num_lost: int  # answer tokens that are cut off
-    num_answers: int  # answer tokens of all examples before truncation
-
-    def words(self, seq_len: int) -> str | None:
-        """Return a note for the user on examples and answer tokens that are cut off at `seq_len`; None if there are none."""
-        if not self.num_cut and not self.num_left_out:
-            return None
-        total, lost = self.num_cut + self.num_left_out, self.num_lost
-        left_out = f"; {self.num_left_out:,} of them have no answer left and are left out" if self.num_left_out else ""
-        return (
-            f"{total:,} of {len(self.indices) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
-            f"{lost:,} of {self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
-        )
-
-
-def fitted(examples: Examples, seq_len: int) -> Fitted:
-    lengths = examples.lengths - 1  # the first token is no label
-    fits, num_lost, num_left_out = np.ones(len(lengths), dtype=bool), 0, 0
-    for i in np.flatnonzero(lengths > seq_len):
-        labels = examples[int(i)][1][1:]
-        num_lost += int(labels[seq_len:].sum())
-        if not labels[:seq_len].any():
-            fits[i] = False
-            num_left_out += 1
-    indices = np.flatnonzero(fits)
-    return Fitted(
-        indices=indices,
-        lengths=np.minimum(lengths[indices], seq_len),
-        num_cut=int((lengths > seq_len).sum()) - num_left_out,
-        num_left_out=num_left_out,
-        num_lost=num_lost,
-        num_answers=examples.num_answers,
-    )
-
-
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
     """Pack items of `lengths` into rows of at most `size` tokens, and return the indices of the items in each row. The longest
     items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al., 1974), which
@@ -90,19 +47,39 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[Row]):
-    """Dataset of rows of examples; without rows if no example has an answer."""
+    """Dataset of rows of the examples that have an answer after they are truncated to `seq_len` labels."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
-        self.fit = fitted(examples, seq_len)
-        if not self.fit.num_answers:
+        lengths = examples.lengths - 1  # the first token is no label
+        fits, self.num_lost = np.ones(len(lengths), dtype=bool), 0  # answer tokens that are cut off
+        for i in np.flatnonzero(lengths > seq_len):
+            labels = examples[int(i)][1][1:]
+            self.num_lost += int(labels[seq_len:].sum())
+            fits[i] = labels[:seq_len].any()
+        self.indices = np.flatnonzero(fits)  # (examples,) positions in the data of those with an answer
+        self.lengths = np.minimum(lengths[self.indices], seq_len)  # (examples,) labels of each
+        self.num_long = int((lengths > seq_len).sum())  # examples that are truncated or left out
+        if not examples.num_answers:
             self.rows = []
         elif packing == "documents":
-            self.rows = packed(self.fit.lengths, seq_len)
+            self.rows = packed(self.lengths, seq_len)
         elif packing == "length":
-            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1).tolist()
+            self.rows = np.argsort(self.lengths, kind="stable").reshape(-1, 1).tolist()
         else:
-            self.rows = [[i] for i in range(len(self.fit.indices))]
+            self.rows = [[i] for i in range(len(self.indices))]
+
+    def note(self) -> str | None:
+        """Return a line on examples and answer tokens that are cut off at `seq_len`; None if there are none."""
+        if not self.num_long:
+            return None
+        num_all, num_answers = len(self.examples), self.examples.num_answers
+        left_out = num_all - len(self.indices)
+        words = f"; {left_out:,} of them have no answer left and are left out" if left_out else ""
+        return (
+            f"{self.num_long:,} of {num_all:,} examples are longer than data.seq_len {self.seq_len} and cut: "
+            f"{self.num_lost:,} of {num_answers:,} answer tokens ({100 * self.num_lost / num_answers:.1f} %) are lost{words}"
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,7 +87,7 @@ class ExampleRows(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         documents = []
         for i in self.rows[index]:
-            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.fit.indices[i])])
+            ids, answers = (values[: self.seq_len + 1] for values in self.examples[int(self.indices[i])])
             labels = np.where(answers[1:], ids[1:].astype(np.int64), IGNORED)
             documents.append((torch.from_numpy(ids[:-1].astype(np.int64)), torch.from_numpy(labels)))
         return documents

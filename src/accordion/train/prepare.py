@@ -201,15 +201,15 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
     what, train = "tokens", rows["train"]
     for split, split_rows in rows.items():
         if isinstance(split_rows, ExampleRows):
-            what, cut = "examples", split_rows.fit.words(split_rows.seq_len)
+            what, cut = "examples", split_rows.note()
             if cut is not None:
                 say(f"data, {split}: {cut}")
     say(f"data: {source.label}, {files.num_documents:,} documents")
     say(f"data: {files.num_train:,} {what} to train on, {files.num_validation:,} to validate on")
     if isinstance(train, ExampleRows):
         tokens = int(train.examples.lengths.sum())
-        full = 100 * train.fit.lengths.sum() / (len(train) * train.seq_len)
-        say(f"data: {train.fit.num_answers:,} of {tokens:,} tokens to train on are answers")
+        full = 100 * train.lengths.sum() / (len(train) * train.seq_len)
+        say(f"data: {train.examples.num_answers:,} of {tokens:,} tokens to train on are answers")
         say(f"data: {len(train):,} rows to train on, {full:.1f} % full")
 
 

@@ -18,7 +18,7 @@ def run(words: list[str]) -> int:
     """Run the subcommand with the options in `words`. Returns the exit code: 1 if nothing fits."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
-        from accordion.tasks.flags import split_task
+        from accordion.tasks.loaded import split_task
 
         task_words, words = split_task(words)
     o = read(Options, words, "accordion plan", ABOUT)

@@ -22,8 +22,7 @@ from accordion.plan.search.suggest import NODE, smallest_change
 from accordion.plan.trained_models import Kernels
 from accordion.plan.workload import Workload
 from accordion.tasks.errors import of_the_task
-from accordion.tasks.flags import read_task
-from accordion.tasks.loaded import example_of, mean_loss, model_of
+from accordion.tasks.loaded import example_of, mean_loss, model_of, read_task
 
 PURE = "bf16-pure"
 TASK_BATCH = 8

@@ -1,4 +1,4 @@
-"""Every command that the README and its guide show is one that runs."""
+"""Every command in the README, the guide and docs/first-gpu-run.md runs, or exists with the options that it is given."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import checkpoint, gpu, streams
 from torch.distributed import Store
 
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import launch
+from tests.gpu import test_grid
 from tests.support import forked, language_folders
 from tests.support.sample import sampled
 
@@ -24,9 +26,26 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
 README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-COMMANDS = [*dict.fromkeys(line.split(" #")[0].strip() for line in BLOCKS.splitlines() if line.strip())]
+GPU_RUN = (ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
+
+
+def commands_in(page: str) -> list[str]:
+    """Return the commands in the shell blocks of `page`, without comments."""
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    return [*dict.fromkeys(line.split(" #")[0].strip() for line in lines if line.strip())]
+
+
+COMMANDS, GPU_COMMANDS = commands_in(README), commands_in(GPU_RUN)
 INLINE = [*dict.fromkeys(re.findall(r"`(torchrun [^`]*examples/[^`]*)`", README))]
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of `command` without variables that are set before it."""
+    return [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+
+
+def gpu_commands(*start: str) -> list[str]:
+    return [command for command in GPU_COMMANDS if words_of(command)[: len(start)] == list(start)]
 
 
 def exit_code(words: list[str]) -> int:
@@ -49,17 +68,8 @@ def test_make_targets_exist(command: str) -> None:
     assert ("accordion train" if "train" in command else "pytest") in done.stdout
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("accordion train")])
-def test_flags_are_understood(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "notes.txt").write_text("a line of text\n" * 100)
-    monkeypatch.chdir(tmp_path)
-    assert exit_code([*shlex.split(command)[1:], "--print_config"]) == 0
-    assert "strategy" in capsys.readouterr().out
-
-
-SAID = {
+OPTIONS = {
+    "train": "strategy",
     "plan": "--json",
     "generate": "--max-new-tokens",
     "export": "--format",
@@ -69,12 +79,17 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(f"accordion {name}" for name in SAID))])
-def test_other_commands_know_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They parse."""
-    words = shlex.split(command)[1:]
-    assert exit_code([*words, "--help"]) == 0
-    assert SAID[words[0]] in capsys.readouterr().out
+@pytest.mark.parametrize("command", [*gpu_commands("accordion"), *(c for c in COMMANDS if c.startswith("accordion"))])
+def test_options_of_each_command_parse(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("a line of text\n" * 100)
+    monkeypatch.chdir(tmp_path)
+    name, *words = words_of(command)[1:]
+    assert exit_code([name, *words, "--print_config" if name == "train" else "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert OPTIONS[name] in shown
+    assert name == "train" or all(word in shown for word in words if word.startswith("--")), "those of train are parsed"
 
 
 # -- what they do, with the words of the README and small sizes behind them
@@ -107,17 +122,12 @@ SHOWS = {
     "accordion doctor": "ranks",
     "accordion bench": "written: ",
 }
-QUICK = (
-    "--print_config",
-    "accordion checkpoint",
-    "accordion generate",
-    "accordion export",
-)  # the others take seconds each
+QUICK = ("--print_config", "accordion checkpoint", "accordion generate", "accordion export")  # others take seconds each
 WHOLE = [command for command in COMMANDS if command.startswith("accordion")]
 
 
 def longest(table: dict[str, str], command: str) -> str:
-    """What stands in the table for the longest beginning of `command`."""
+    """Return the value in `table` for the longest beginning of `command`."""
     return table[max((key for key in table if command.startswith(key)), key=len)]
 
 
@@ -177,3 +187,37 @@ def test_examples_run(command: str) -> None:
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loss" in done.stdout or "full_shard" in done.stdout
+
+
+# -- docs/first-gpu-run.md
+
+SCRIPTS = {
+    "benchmarks/checkpoint.py": checkpoint.run,
+    "benchmarks/gpu.py": gpu.run,
+    "benchmarks/streams.py": streams.run,
+}
+
+
+def test_there_are_ten_commands_with_numbers_each_checked_below() -> None:
+    assert len(GPU_COMMANDS) == 10
+    assert re.findall(r"^\*\*(\d+)\.", GPU_RUN, re.MULTILINE) == [str(n + 1) for n in range(10)]
+    starts = [("accordion",), ("torchrun",), ("python", "-m", "pytest", "tests/gpu"), *(("python", s) for s in SCRIPTS)]
+    assert sorted(command for start in starts for command in gpu_commands(*start)) == sorted(GPU_COMMANDS)
+    assert "docs/first-gpu-run.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_of_scripts_are_understood(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"], SCRIPTS[script]) == 0
+    shown, commands = capsys.readouterr().out, gpu_commands("python", script)
+    assert commands
+    assert all(word in shown for command in commands for word in words_of(command) if word.startswith("--"))
+
+
+def test_programs_and_tests_of_the_gpu_run_exist() -> None:
+    for command in gpu_commands("torchrun"):
+        assert (ROOT / words_of(command)[-1]).is_file()
+    for command in gpu_commands("python", "-m"):
+        *words, part = words_of(command)
+        assert words == ["python", "-m", "pytest", "tests/gpu", "-k"]
+        assert any(part in name for name in vars(test_grid) if name.startswith("test_"))

@@ -1,0 +1,116 @@
+"""The samples that each rank reads from each kind of data, and the mean over them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accordion.train.batches import LoaderBatches, OrderedBatches, batches_of, rows_of
+from accordion.train.data import Share
+from accordion.train.steps import Counted
+
+SHARE = Share(rank=0, world=1, micro_batch=6, accumulate=1)
+
+
+def of_ranks(
+    world: int, data: object, steps: int, start: dict[int, object] | None = None
+) -> tuple[list[set[int]], object]:
+    """Return what `world` ranks read together in each step, and their positions afterwards."""
+    every = []
+    for rank in range(world):
+        share = Share(rank=rank, world=world, micro_batch=6 // world, accumulate=2)
+        batches = batches_of(data, share, 0, list, pins=False)
+        if start is not None:
+            assert batches.resume(start)
+        every.append(([{int(x) for _ in range(2) for x in next(batches)} for _ in range(steps)], batches.position()))
+    assert all(kept == every[0][1] for _, kept in every)
+    return [set().union(*(read[i] for read, _ in every)) for i in range(steps)], every[0][1]
+
+
+class Walk:
+    """An iterable that starts at another number in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return (number % 50 for number in range(self.epoch, self.epoch + 50))
+
+
+@pytest.mark.parametrize("data", [range(50), Walk()], ids=["map", "iter"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_the_data_and_any_number_of_ranks_resumes(data: object, world: int) -> None:
+    """Each step has 12 samples, each of them once; four steps make an epoch of 50, and two samples are left out."""
+    expected, _ = of_ranks(1, data, 9)
+    assert all(len(step) == 12 for step in expected)
+    assert len(set().union(*expected[:4])) == 48
+    first, place = of_ranks(world, data, 5)
+    again, _ = of_ranks(3, data, 4, place)  # type: ignore[arg-type]
+    assert [*first, *again] == expected
+
+
+def test_kinds_of_data() -> None:
+    data = TensorDataset(torch.arange(8.0))
+    assert isinstance(batches_of(data, SHARE, 0, list, pins=False), OrderedBatches)
+    alone = DataLoader(data, sampler=torch.utils.data.SubsetRandomSampler([1, 2, 3]), batch_size=2)
+    batches = batches_of(alone, SHARE, 0, list, pins=False)
+    assert isinstance(batches, LoaderBatches)
+    read = [next(batches) for _ in range(4)]
+    assert [rows_of(batch) for batch in read] == [2, 1, 2, 1]
+    other = batches_of(alone, SHARE, 0, list, pins=False)
+    assert other.resume({"epoch": 1, "num_batches": 1})
+    assert torch.equal(next(other)[0], read[3][0])
+    assert not other.resume({"epoch": 1, "num_read": 1})
+
+
+def stateful_loader() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about what the package calls
+        return StatefulDataLoader(range(40), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def test_data_with_a_state_dict_resumes_from_it() -> None:
+    """Across the end of an epoch of the loader, which has 20 batches."""
+    first = batches_of(stateful_loader(), SHARE, 0, list, pins=False)
+    read = [[int(x) for x in next(first)] for _ in range(13)]
+    state, position = {name: deepcopy(one.state_dict()) for name, one in first.state().items()}, first.position()
+    read += [[int(x) for x in next(first)] for _ in range(13)]
+    again = batches_of(stateful_loader(), SHARE, 0, list, pins=False)
+    for name, one in again.state().items():
+        one.load_state_dict(state[name])
+    assert again.resume(position)
+    assert [[int(x) for x in next(again)] for _ in range(13)] == read[13:]
+
+
+def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:
+    """Return the mean that four ranks compute from sums and counts, also without any, and the expected mean."""
+    rank = torch.distributed.get_rank()
+    share = Share(rank=rank, world=4, micro_batch=1, accumulate=accumulate)
+    sums = torch.tensor([[5.0, 2.0, 7.0], [1.0, 4.0, 3.0], [0.0, 0.0, 0.0], [8.0, 8.0, 8.0]])[:, :accumulate]
+    counts = torch.tensor([[2.0, 0.0, 5.0], [0.0, 1.0, 9.0], [0.0, 0.0, 0.0], [3.0, 5.0, 1.0]])[:, :accumulate]
+    found = []
+    for scale in (1.0, 0.0):
+        counter = Counted(share)
+        mine = sum(counter.mean_of((sums[rank, i], scale * counts[rank, i])) for i in range(accumulate))
+        left = counter.left()
+        total = mine * (1.0 if left is None else left)
+        torch.distributed.all_reduce(total)
+        found.append(float(total) / 4)
+    return found[0], found[1], float(sums.sum() / counts.sum())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_sums_and_counts_make_the_mean_of_a_step(world: object, accumulate: int) -> None:
+    for mean, of_nothing, expected in world.run(4, counted, accumulate):  # type: ignore[attr-defined]
+        assert mean == pytest.approx(expected, rel=1e-6)
+        assert of_nothing == of_nothing  # no NaN
