@@ -39,12 +39,10 @@ ONE = 1  # the rank that parts, unless the way says another
 
 
 class Script:
-    """One rank's training; the deeds of a way run on its one rank at the moments that they are named after.
+    """One rank's training; the deed of its way runs on one rank when this training reaches the way's moment.
 
     `model`, `optimizer`: those of a user. `here`: this rank diverges in this step.
     """
-
-    strategy = acc.FULL_SHARD
 
     def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
         self.way, self.rank, self.num_ranks, self.folder, self._at = way, rank, num_ranks, folder, at
@@ -58,31 +56,28 @@ class Script:
     def here(self) -> bool:
         return self.is_one and self.step == self.way.step
 
-    def leaves_out(self, name: str) -> bool:
-        """Return True if this rank skips `name` in this step."""
-        leaves_out = self.here and name in self.way.deeds
-        if leaves_out:
+    def is_at(self, moment: str) -> bool:
+        """Return True if this rank diverges at `moment` of this step; the time counts from then on."""
+        is_at = self.here and moment == self.way.moment
+        if is_at:
             self._at()
-        return leaves_out
+        return is_at
 
-    def moment(self, name: str) -> None:
-        """Run the deeds of moment `name`: first that of all ranks, then that of this rank."""
-        parts = self.here and name in self.way.deeds
-        if parts:
-            self._at()
-        if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
-            self.way.all_do[name](self)
-        if parts:
-            self.way.deeds[name](self)
+    def reaches(self, moment: str) -> None:
+        """Run the deeds of `moment`: first that of all ranks, then that of this rank."""
+        is_at = self.is_at(moment)
+        if moment in self.way.all_do and self.step == (0 if moment == "before_training" else self.way.step):
+            self.way.all_do[moment](self)
+        if is_at:
+            self.way.deed(self)
 
     def train(self) -> None:
         way = self.way
         if way.is_own:
             report_crashes()
-        self.moment("before_group")
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         self.step = 0
-        self.moment("before_shard")
+        self.reaches("before_shard")
         options = dict(way.options)
         if self.is_one:
             if way.others_options:
@@ -94,22 +89,20 @@ class Script:
         plain = models.Tiny(**(way.others_model if self.is_one else {}))
         self.model = acc.shard(plain, mesh, units={models.Block}, **options)
         self.optimizer = self.make_optimizer()
-        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
+        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.reaches("forward"))
         self.model.head.register_forward_hook(self._watch)
-        self.moment("before_training")
+        self.reaches("before_training")
         for step in range(1, way.num_steps + 1):
             self.step = step
             try:
-                self.moment("loader")
+                self.reaches("loader")
             except StopIteration:
                 break
-            if self.here and self.way.leaves_step_out:
+            if self.is_at("skips_step_of_loop"):
                 continue
             tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
             self.one_step(tokens, targets)
-        self.moment("end")
-        if "leaves_group" in way.deeds:
-            dist.destroy_process_group()
+        self.reaches("end")
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         kind, options = torch.optim.AdamW, {"lr": 1e-3}
@@ -120,26 +113,26 @@ class Script:
         return acc.wrap_optimizer(made) if self.way.wrapped else made
 
     def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        if self.here and "backward" in self.way.deeds and out.requires_grad:
-            out.register_hook(lambda grad: self.moment("backward"))
+        if self.here and self.way.moment == "backward" and out.requires_grad:
+            out.register_hook(lambda grad: self.reaches("backward"))
 
     def one_step(self, tokens: Tensor, targets: Tensor) -> None:
         try:
             with self._no_sync():
                 loss = self.loss(tokens, targets)
-                if not self.leaves_out("skips_backward"):
+                if not self.is_at("skips_backward"):
                     loss.backward()
         except torch.OutOfMemoryError:
             if not self.way.swallows:
                 raise
-        self.moment("after_backward")
-        if not self.leaves_out("skips_clip") and self.way.clips:
+        self.reaches("after_backward")
+        if not self.is_at("skips_clip") and self.way.clips:
             acc.clip_grad_norm_(self.model, 1.0)
-        self.moment("before_step")
-        if not self.leaves_out("skips_step"):
+        self.reaches("before_step")
+        if not self.is_at("skips_step"):
             self.optimizer.step()
-        self.moment("after_step")
-        if not self.leaves_out("skips_zero_grad"):
+        self.reaches("after_step")
+        if not self.is_at("skips_zero_grad"):
             self.optimizer.zero_grad()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +141,7 @@ class Script:
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
-        with acc.no_sync(self.model) if self.leaves_out("no_sync") else contextlib.nullcontext():
+        with acc.no_sync(self.model) if self.is_at("no_sync") else contextlib.nullcontext():
             yield
 
 
@@ -163,7 +156,7 @@ def nothing(script: Script) -> None:
 class Way:
     """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
 
-    `deeds`: functions that rank `one` runs in step `step`, by moment. `others_...`: arguments of rank `one` alone. `all_say`: it
+    `deed`: function that rank `one` runs at `moment` of step `step`. `others_...`: arguments of rank `one` alone. `all_say`: it
     prints the sentence too. `one_says`: only it does. `all_do`: functions that every rank runs, by moment. `stays`: it ends after
     the others. `is_own`: ranks run as under `accordion run`, so that others report the line of a crash.
     """
@@ -171,7 +164,8 @@ class Way:
     name: str
     sentence: str
     also: str = ""
-    deeds: dict[str, Deed] = field(default_factory=dict)
+    moment: str = ""
+    deed: Deed = nothing
     _: KW_ONLY
     one: int = ONE
     step: int = AT
@@ -187,7 +181,6 @@ class Way:
     all_say: bool = False
     one_says: bool = False
     all_do: dict[str, Deed] = field(default_factory=dict)
-    leaves_step_out: bool = False
     stays: bool = False
     is_own: bool = False
 
