@@ -14,9 +14,9 @@ import pytest
 
 import accordion as acc
 from accordion.errors import DivergenceError
-from accordion.safety.liveness import hub as hub_module
+from accordion.safety import divergence
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.messages import HasEnded, Post, StepDigest, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
 from accordion.safety.liveness.polling import once_after, poll
 from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
@@ -110,14 +110,26 @@ def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert last.others([0, 1, 2, 3], silent_too=False) == ""
 
 
-def test_the_first_rank_compares_steps() -> None:
+def test_ranks_that_step_differently_raise_at_the_same_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are compared in quiet meetings: of the first 8 backwards, and then of every 8th."""
+    monkeypatch.setattr(divergence, "POSTS_S", 0.0)
+    for begins, raises in ((2, 2), (8, 8), (9, 16), (17, 24)):
+        hubs = hubs_of(3)
+        monitors = [divergence.DivergenceMonitor([], range(3), hub) for hub in hubs]
+        for num in range(1, raises + divergence.NOTICED_STEPS):
+            for rank in (2, 1, 0) if num % 2 else (0, 1, 2):
+                monitors[rank].send_steps(num, num + (num >= begins and rank == 2))
+        for monitor in monitors:
+            with pytest.raises(DivergenceError, match="begins a backward"):
+                monitor.send_steps(raises + divergence.NOTICED_STEPS, 0)
+
+
+def test_a_quiet_meeting_ends_with_a_message_only_if_reports_differ() -> None:
     hubs = hubs_of(3)
-    for hub in hubs:
-        hub.send_to_first(StepDigest(rank=hub.rank, model="m", num=1, chain=5))
-    hubs[2].send_to_first(StepDigest(rank=2, model="m", num=2, chain=8))  # ahead of the first
-    assert [hub.steps_differ_at("m") for hub in hubs] == [None] * 3
-    hubs[0].send_to_first(StepDigest(rank=0, model="m", num=2, chain=7))
-    assert [hub.steps_differ_at("m") for hub in hubs] == [2 + hub_module.NOTICED_STEPS] * 3
+    for name, last in (("equal", "a"), ("different", "b")):
+        for hub in hubs:
+            hub.arrive(name, 3, last if hub.rank == 2 else "a", quiet=True)
+    assert [(hub.has_over("equal"), hub.has_over("different")) for hub in hubs] == [(False, True)] * 3
 
 
 def test_our_own_error_is_secondary_if_it_names_another_rank() -> None:

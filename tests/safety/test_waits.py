@@ -96,7 +96,8 @@ def test_a_wait_for_a_rank_that_sends_nothing_names_it(
     ):
         alone_here.meet({"what": "begins a forward"})
     hint = f" {divergence.CANNOT_ASK}" if cannot_ask else ""
-    text = "rank 0 begins a forward, and there is no answer from rank 1; all ranks must call the model."
+    silent = "there is no answer from rank 1, whose process has not started, is stopped, or hangs"
+    text = f"rank 0 begins a forward, and {silent}; all ranks must call the model."
     assert caplog.messages == [text + hint]
 
 

@@ -22,7 +22,7 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import ECHO_S, Hub, Position
-from accordion.safety.liveness.messages import InputDigest, MeetingOver, StepDigest
+from accordion.safety.liveness.messages import InputDigest, MeetingOver
 from accordion.safety.liveness.polling import poll
 from accordion.safety.liveness.wording import ADVICE, advice
 
@@ -40,6 +40,7 @@ SILENT_POLLS = 30  # after which a waiting rank names the ranks that did not rep
 # After so many forwards without a meeting, devices stop comparing tags, which takes kernels.
 COMPARED_PASSES = 3
 DIGEST_STEPS = 8  # if no reduce carries the digest of steps, the first rank gets every 8th, and the first 8
+NOTICED_STEPS = 4  # backwards after which all ranks know that such digests differ
 POLLS = 3  # polls in a row in which ranks must wait for each other: a rank may just be leaving a wait
 CANNOT_ASK = (
     'On this backend, ranks that wait in a collective cannot be asked, and end with its timeout; debug="order" makes all ranks '
@@ -207,9 +208,9 @@ class DivergenceMonitor(Observer):
 
         over = poll(ready, lost_s, check, hub.pause)
         if over is None:
-            silent = self._silent(hub, hub.posts(self._prefix))
-            others = f"other ranks have made no progress for {lost_s:g} s{silent and f': {silent}'}"
-            self.fail(f"this rank {what}, and {others}; {ADVICE}")
+            others = self._without_post(hub)
+            no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
+            self.fail(f"this rank {what}, and {no_progress}; {ADVICE}")
         self.busy(None)
         return over
 
@@ -311,9 +312,9 @@ class DivergenceMonitor(Observer):
             if "failed" in post:
                 self._break(wording.meanwhile(self._doing(what), rank, post["failed"]), of_rank=rank)
         self._num_polls += 1
-        if self._num_polls == SILENT_POLLS and (silent := self._silent(hub, posts)):
+        if self._num_polls == SILENT_POLLS and (others := self._without_post(hub)):
             hint = f" {CANNOT_ASK}" if self.cannot_ask else ""
-            log.warning("rank %d %s, and %s; all ranks must call the model.%s", self._rank, what, silent, hint)
+            log.warning("rank %d %s, and %s; all ranks must call the model.%s", self._rank, what, others, hint)
         # A wait that all of its ranks have joined is slow, but will end.
         places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
         goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
@@ -322,13 +323,11 @@ class DivergenceMonitor(Observer):
             each = wording.doing_of(posts)
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
 
-    def _silent(self, hub: Hub, posts: Mapping[int, Any]) -> str:
-        """Return the positions of the ranks without a post if all of them answer; otherwise name them."""
+    def _without_post(self, hub: Hub) -> str:
+        """Return text on the ranks that have posted nothing: their positions, and which of them do not answer."""
+        posts = hub.posts(self._prefix)
         ranks = [rank for rank in self._ranks if rank not in posts]
-        where = hub.where(ranks) if ranks else {}
-        if ranks and set(where) >= set(ranks):
-            return wording.each_of(where, ", ")
-        return f"there is no answer from rank {wording.numbers(ranks)}" if ranks else ""
+        return hub.others(ranks) if ranks else ""
 
     # -- failures
 
@@ -373,17 +372,19 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """Send the digest `chain` of this rank's steps up to backward `num` to the first rank, for every few backwards.
+        """Have the digest `chain` of this rank's steps up to backward `num` compared, for every few backwards.
 
         Raises `DivergenceError`, at the same backward on every rank, if digests have differed.
         """
         if (hub := self._hub) is None:
             return
-        at = hub.steps_differ_at(self._prefix)
-        if at is not None and num >= at:
+        # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.
+        last = num - NOTICED_STEPS
+        last -= last % DIGEST_STEPS if last > DIGEST_STEPS else 0
+        if hub.has_over(f"{self._prefix}/steps/{last}"):
             self._fail_mismatch("begins a backward")
         if num <= DIGEST_STEPS or num % DIGEST_STEPS == 0:
-            hub.send_to_first(StepDigest(rank=hub.rank, model=self._prefix, num=num, chain=chain))
+            hub.arrive(f"{self._prefix}/steps/{num}", len(self._ranks), str(chain), quiet=True)
 
     def send_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if two ranks have equal ones."""
