@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from tests.support import models
 TIMEOUT_S = 20.0  # of the process group
 MARGIN_S = 5.0  # beyond it every rank has ended
 STEPS = 6
-AT = 3  # the step in which ranks part, unless the way says another
+AT = 3  # the step in which ranks diverge, unless the way has another
 NUM_AT_A_TIME = min(6, 2 * (os.cpu_count() or 1))  # more would be late for want of a core
-ONE = 1  # the rank that parts, unless the way says another
+ONE = 1  # the rank that diverges, unless the way has another
 
 
 class Script:
@@ -109,8 +109,8 @@ class Script:
         if self.is_one and self.way.others_optimizer:
             self._at()
             kind, options = self.way.others_optimizer
-        made = kind(self.model.parameters(), **options)
-        return acc.wrap_optimizer(made) if self.way.wrapped else made
+        optimizer = kind(self.model.parameters(), **options)
+        return acc.wrap_optimizer(optimizer) if self.way.wrapped else optimizer
 
     def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
         if self.here and self.way.moment == "backward" and out.requires_grad:
@@ -118,7 +118,7 @@ class Script:
 
     def one_step(self, tokens: Tensor, targets: Tensor) -> None:
         try:
-            with self._no_sync():
+            with acc.no_sync(self.model) if self.is_at("no_sync") else contextlib.nullcontext():
                 loss = self.loss(tokens, targets)
                 if not self.is_at("skips_backward"):
                     loss.backward()
@@ -138,11 +138,6 @@ class Script:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(tokens)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        with acc.no_sync(self.model) if self.is_at("no_sync") else contextlib.nullcontext():
-            yield
 
 
 Deed = Callable[[Script], Any]
@@ -237,8 +232,13 @@ class Run:
     def path(self, name: str) -> Path:
         return Path(self.folder, name)
 
+    def since_moment_s(self) -> float | None:
+        """Return the seconds since the one rank diverged; None before."""
+        moment = self.path("moment")
+        return time.time() - moment.stat().st_mtime if moment.exists() else None
+
     def start(self) -> Callable[[], None] | None:
-        """Fork the ranks. In a rank gives what it has to do, else None."""
+        """Fork the ranks; return None, and in a rank its program."""
         port = free_port()
         for rank in range(self.way.num_ranks):
             pid = os.fork()
@@ -249,7 +249,7 @@ class Run:
                 out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what runs behind it
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
                 moment = self.path("moment")
                 torch.manual_seed(0)
@@ -258,7 +258,7 @@ class Run:
         return None
 
     def poll(self) -> bool:
-        """Whether all ranks have ended; those that stay too long are ended."""
+        """Return True if all ranks have ended; kill those that run for too long."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -270,20 +270,19 @@ class Run:
         if self.way.stays and set(self.pids) - set(self.codes) == {self.way.one} and not self.at_rest:
             self.at_rest = time.monotonic()
             os.kill(self.pids[self.way.one], signal.SIGKILL)
-        moment = self.path("moment")
-        since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
-        if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
+        since_s = self.since_moment_s() or 0.0
+        if since_s > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
             self.late = [rank for rank in self.pids if rank not in self.codes]
             for rank in self.late:
-                os.kill(self.pids[rank], signal.SIGUSR1)  # it says where it is
+                os.kill(self.pids[rank], signal.SIGUSR1)  # it prints its stacks
             time.sleep(0.5)
             for rank in self.late:
                 os.kill(self.pids[rank], signal.SIGKILL)
         return False
 
     def outcome(self) -> Outcome:
-        moment = self.path("moment")
-        begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
+        since_s = self.since_moment_s()
+        begun = self.begun if since_s is None else time.monotonic() - since_s
         texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
         if os.environ.get("WAYS_VERBOSE"):
             for rank, text in texts.items():
@@ -295,21 +294,17 @@ class Run:
         return Outcome(self.way, seconds, said, self.codes, late)
 
 
-def run(
-    ways: Sequence[Way], note: Callable[[Outcome], None] = lambda outcome: None
-) -> list[Outcome] | Callable[[], None]:
-    """All of them, several at a time; in a forked rank, what that rank has to do."""
-    waiting, under_way, done = list(ways), list[Run](), list[Outcome]()
-    while waiting or under_way:
-        while waiting and len(under_way) < NUM_AT_A_TIME:
-            one = Run(waiting.pop(0))
-            under_way.append(one)
-            if (job := one.start()) is not None:
+def run(ways: Sequence[Way], note: Callable[[Outcome], None]) -> list[Outcome] | Callable[[], None]:
+    """Run `ways`, several at a time, and return their outcomes in the same order; in a forked rank return its program."""
+    waiting, runs, outcomes = list(ways), list[Run](), dict[str, Outcome]()
+    while waiting or runs:
+        while waiting and len(runs) < NUM_AT_A_TIME:
+            runs.append(Run(waiting.pop(0)))
+            if (job := runs[-1].start()) is not None:
                 return job
         time.sleep(0.05)
-        for one in [one for one in under_way if one.poll()]:
-            under_way.remove(one)
-            done.append(one.outcome())
-            note(done[-1])
-    order = {way.name: i for i, way in enumerate(ways)}
-    return sorted(done, key=lambda outcome: order[outcome.way.name])
+        for each in [each for each in runs if each.poll()]:
+            runs.remove(each)
+            outcome = outcomes[each.way.name] = each.outcome()
+            note(outcome)
+    return [outcomes[way.name] for way in ways]

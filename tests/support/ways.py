@@ -735,7 +735,7 @@ def pattern_of(sentence: str, rank: int) -> str:
 
 
 def is_expected(outcome: Outcome) -> bool:
-    """Return True if all ranks that should print did so in time: first the way's sentence, with its other pattern."""
+    """Return True if each rank that should print did so in time: its sentence, which matches `also` too."""
     way = outcome.way
     if way.sentence == "nothing":
         return not outcome.late and not any(outcome.codes.values())
@@ -757,10 +757,10 @@ def main() -> Callable[[], None] | None:
     torch.set_num_threads(1)
     for name in _torch.PRELOADED:  # else each rank imports it for half a second, and longer than its steps take
         importlib.import_module(name)
-    gc.freeze()  # what was imported is not looked through at the end of each rank
-    parts = re.split(r",(?==)", only) if only.startswith("=") else [part for part in only.split(",") if part]
+    gc.freeze()  # no rank's last collection visits the imported objects
+    words = re.split(r",(?==)", only) if only.startswith("=") else [word for word in only.split(",") if word]
     ways = [
-        way for way in WAYS.values() if not parts or any(part == f"={way.name}" or part in way.name for part in parts)
+        way for way in WAYS.values() if not words or any(word == f"={way.name}" or word in way.name for word in words)
     ]
 
     def note(outcome: Outcome) -> None:
