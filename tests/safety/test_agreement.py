@@ -25,68 +25,65 @@ from tests.support.ranked import on_mesh, on_world
 from tests.support.reference import local_of, params_of
 
 BF16 = acc.Precision(params=torch.bfloat16)
-Given = tuple[Callable[[], nn.Module], dict[str, Any]]
+Arguments = tuple[Callable[[], nn.Module], dict[str, Any]]
 
 
-def given(build: Callable[[], nn.Module] = models.plain, **options: Any) -> Given:
+def passes(build: Callable[[], nn.Module] = models.plain, **options: Any) -> Arguments:
     """Return a model and arguments of `shard`."""
     return build, options
 
 
-def layers(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(make() for make in layers))
+def layers(*kinds: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for kind in kinds))
 
 
 LAYER = partial(nn.Linear, 4, 5)
-ONE = given(layers(LAYER))
+PLAIN = passes()
+ONE = passes(layers(LAYER))
 # What rank 1 passes to `shard`, what the others pass, and the difference in the error.
-DIFFERENT: dict[str, tuple[Given, Given, str]] = {
-    "reduce_op": (given(reduce_op="sum"), given(), "reduce_op 'sum' (rank 0: 'mean')"),
-    "debug": (given(), given(debug="order"), "debug [] (rank 0: ['order'])"),
+DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
+    "reduce_op": (passes(reduce_op="sum"), PLAIN, "reduce_op 'sum' (rank 0: 'mean')"),
+    "debug": (PLAIN, passes(debug="order"), "debug [] (rank 0: ['order'])"),
     "prefetch": (
-        given(prefetch=acc.Prefetch(budget_bytes=10**6)),
-        given(),
+        passes(prefetch=acc.Prefetch(budget_bytes=10**6)),
+        PLAIN,
         "prefetch.budget_bytes 1000000 (rank 0: None)",
     ),
     "activations": (
-        given(checkpoint_activations="every:2"),
-        given(checkpoint_activations="full"),
+        passes(checkpoint_activations="every:2"),
+        passes(checkpoint_activations="full"),
         "checkpoint_activations 'every:2' (rank 0: 'full')",
     ),
-    "precision": (given(precision=BF16), given(), "precision.params bfloat16 (rank 0: None)"),
-    "output": (
-        given(precision=acc.Precision(output=torch.float16)),
-        given(),
-        "precision.output float16 (rank 0: None)",
-    ),
+    "precision": (passes(precision=BF16), PLAIN, "precision.params bfloat16 (rank 0: None)"),
+    "output": (passes(precision=acc.Precision(output=torch.float16)), PLAIN, "precision.output float16 (rank 0: None)"),
     "override": (
-        given(precision=acc.Precision(overrides={"blocks.1": BF16}), units={models.Block}),
-        given(units={models.Block}),
+        passes(precision=acc.Precision(overrides={"blocks.1": BF16}), units={models.Block}),
+        passes(units={models.Block}),
         "precision.params of unit 'blocks.1' bfloat16 (rank 0: not at all)",
     ),
-    "offload": (given(offload=acc.Offload(optimizer="host")), given(), "offload.optimizer 'host' (rank 0: 'device')"),
-    "strategy": (given(strategy=acc.SHARD_OPTIM), given(), "strategy shard_optim (rank 0: full_shard)"),
-    "units": (given(units=set()), given(units={models.Block}), "unit 'blocks.0' not at all (rank 0: Block)"),
-    "sync": (given(sync=True), given(), "sync True (rank 0: False)"),
-    "secondary": (given(secondary=3), given(), "secondary 3 (rank 0: None)"),
+    "offload": (passes(offload=acc.Offload(optimizer="host")), PLAIN, "offload.optimizer 'host' (rank 0: 'device')"),
+    "strategy": (passes(strategy=acc.SHARD_OPTIM), PLAIN, "strategy shard_optim (rank 0: full_shard)"),
+    "units": (passes(units=set()), passes(units={models.Block}), "unit 'blocks.0' not at all (rank 0: Block)"),
+    "sync": (passes(sync=True), PLAIN, "sync True (rank 0: False)"),
+    "secondary": (passes(secondary=3), PLAIN, "secondary 3 (rank 0: None)"),
     "width": (
-        given(layers(partial(nn.Linear, 4, 6))),
+        passes(layers(partial(nn.Linear, 4, 6))),
         ONE,
         "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
     ),
-    "dtype": (given(lambda: layers(LAYER)().half()), ONE, "parameter '0.weight' float16 (5, 4), trained"),
-    "depth": (given(layers(LAYER, partial(nn.Linear, 5, 5))), ONE, "parameter '1.weight' float32 (5, 5)"),
+    "dtype": (passes(lambda: layers(LAYER)().half()), ONE, "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (passes(layers(LAYER, partial(nn.Linear, 5, 5))), ONE, "parameter '1.weight' float32 (5, 5)"),
     "frozen": (
-        given(lambda: layers(LAYER)().requires_grad_(False)),
+        passes(lambda: layers(LAYER)().requires_grad_(False)),
         ONE,
         "parameter '0.weight' float32 (5, 4), frozen",
     ),
     "meta": (
-        given(layers(partial(LAYER, device="meta"))),
+        passes(layers(partial(LAYER, device="meta"))),
         ONE,
         "parameter '0.weight' float32 (5, 4) on meta, trained",
     ),
-    "many": (given(layers(*[LAYER] * 4)), ONE, " and 3 more"),
+    "many": (passes(layers(*[LAYER] * 4)), ONE, " and 3 more"),
 }
 
 

@@ -33,14 +33,14 @@ def test_poll_returns_the_first_answer_or_none_in_time() -> None:
 
 
 def test_once_after_calls_once() -> None:
-    told: list[str] = []
-    look = once_after(2.0, lambda: told.append("slow"))
+    calls: list[str] = []
+    check = once_after(2.0, lambda: calls.append("slow"))
     for waited_s in (1.0, 3.0, 4.0):
-        look(waited_s)
-    assert told == ["slow"]
+        check(waited_s)
+    assert calls == ["slow"]
 
 
-# -- what ranks hear
+# -- messages
 
 
 def test_a_message_is_one_line() -> None:
@@ -59,11 +59,11 @@ def test_a_meeting_ends_when_all_have_joined_and_returns_reports_that_differ() -
         hubs[0].arrive("m", 3, "a", wakes=True)
         assert hubs[0].over("m") is None
         hubs[2].arrive("m", 3, second, {"evaluates": True}, wakes=True)
-        said = [(0, "a", {}), (1, "a", {}), (2, "b", {"evaluates": True})]
+        reports = [(0, "a", {}), (1, "a", {}), (2, "b", {"evaluates": True})]
         for hub in hubs:
             over = hub.over("m")
             assert over is not None
-            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == said
+            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == reports
             assert not hub.is_called("m")
             assert hub.over("m") is None
 
@@ -169,8 +169,8 @@ def test_a_handled_error_is_reported_with_its_place() -> None:
     try:
         raise ValueError("bad sample\nand more")
     except ValueError as error:
-        told = wording.while_handling(error)
-    assert told.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
+        text = wording.while_handling(error)
+    assert text.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
     assert [wording.while_handling(each) for each in (None, SystemExit(1), StopIteration())] == [""] * 3
 
 
@@ -189,8 +189,8 @@ def test_a_crash_is_reported_with_the_line_of_the_crashed_or_the_main_thread(
     monkeypatch: pytest.MonkeyPatch, first: str, line: int
 ) -> None:
     monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
-    told = wording.end_of(WORDS.format(first=first).splitlines())
-    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
+    text = wording.end_of(WORDS.format(first=first).splitlines())
+    assert text.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
     assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 
