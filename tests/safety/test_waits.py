@@ -86,8 +86,8 @@ def test_a_wait_for_a_rank_that_sends_nothing_names_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cannot_ask: bool
 ) -> None:
     """One rank evaluates, and the other waits at a barrier that the engine does not see."""
-    for name, seconds in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
-        monkeypatch.setattr(divergence, name, seconds)
+    for name, value in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0, "SILENT_POLLS": 3}.items():
+        monkeypatch.setattr(divergence, name, value)
     alone_here = DivergenceMonitor([], [0, 1], hub_of(0, 2))
     alone_here.cannot_ask = cannot_ask
     with (

@@ -8,6 +8,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -52,6 +53,16 @@ Join = Callable[[str], dict[int, dict[str, Any]]]
 """Callback that joins a meeting opened by another rank: takes what this rank does, returns the reports by rank."""
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A long wait of this rank for `ranks`: what it does, and how many polls of this wait there were."""
+
+    ranks: list[int]
+    what: str
+    num_polls: int = 0
+    num_circles: int = 0  # polls in a row in which ranks waited for each other
+
+
 class DivergenceMonitor(Observer):
     """Observer that reports this rank's position over the hub, and raises `DivergenceError` if ranks diverge.
 
@@ -77,13 +88,12 @@ class DivergenceMonitor(Observer):
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
         self._join: Callable[[], Join | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
-        self._num_polls = self._num_met = 0
-        self._num_circles = 0  # polls in a row in which ranks waited for each other
+        self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
-        self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
+        self._prefix = f"accordion/{common_name(communicators)}"
         self._own_hub = hub
         if self.listens and hub is None:
-            self._own_hub = hub = Hub.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
+            self._own_hub = hub = Hub.of_job(self._ranks, dist.get_rank(), _torch.default_store(), self._prefix)
             hub.position.may_wait_on_device |= self.cannot_ask
         self._position = Position() if hub is None else hub.position  # for ranks that ask
         self.num_steps = 0  # optimizer steps of parameters of this model
@@ -194,7 +204,7 @@ class DivergenceMonitor(Observer):
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        self._num_circles, next_s = 0, min(REPORT_AFTER_S, lost_s)
+        wait, next_s = _Wait(self._ranks, what), min(REPORT_AFTER_S, lost_s)
 
         def check(waited_s: float) -> None:
             nonlocal next_s
@@ -204,7 +214,7 @@ class DivergenceMonitor(Observer):
                 return
             next_s = waited_s + POLL_S
             self.busy(what)
-            self._report_wait(hub, self._ranks, what)
+            self._report(hub, wait)
 
         over = poll(ready, lost_s, check, hub.pause)
         if over is None:
@@ -263,7 +273,7 @@ class DivergenceMonitor(Observer):
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
         """Wait for `work`, and check now and then if its `ranks` have ended, diverged or opened a meeting."""
-        done, self._num_circles = False, 0
+        done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting
 
@@ -287,7 +297,7 @@ class DivergenceMonitor(Observer):
                 if waited_s - called_s > POLLS * REPORT_AFTER_S and not work.is_completed():
                     self.fail_diverged(reports)  # this rank has joined before, and the work still waits
             elif waited_s >= REPORT_AFTER_S:
-                self._report_wait(hub, ranks, what)
+                self._report(hub, long_wait)
 
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
@@ -304,22 +314,23 @@ class DivergenceMonitor(Observer):
             self._fail_in_backend(what, error)
         return True
 
-    def _report_wait(self, hub: Hub, ranks: list[int], what: str) -> None:
-        """Post that this rank waits for `ranks`; raise `DivergenceError` if all ranks wait for each other in different places."""
-        self._tell({"ranks": ranks, "what": self._doing(what), **self._facts})
+    def _report(self, hub: Hub, wait: _Wait) -> None:
+        """Post that this rank waits; raise `DivergenceError` if all ranks wait for each other in different places."""
+        doing = self._doing(wait.what)
+        self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
         for rank, post in posts.items():
             if "failed" in post:
-                self._break(wording.meanwhile(self._doing(what), rank, post["failed"]), of_rank=rank)
-        self._num_polls += 1
-        if self._num_polls == SILENT_POLLS and (others := self._without_post(hub)):
+                self._break(wording.meanwhile(doing, rank, post["failed"]), of_rank=rank)
+        wait.num_polls += 1
+        if wait.num_polls == SILENT_POLLS and (others := self._without_post(hub)):
             hint = f" {CANNOT_ASK}" if self.cannot_ask else ""
-            log.warning("rank %d %s, and %s; all ranks must call the model.%s", self._rank, what, others, hint)
+            log.warning("rank %d %s, and %s; all ranks must call the model.%s", hub.rank, wait.what, others, hint)
         # A wait that all of its ranks have joined is slow, but will end.
         places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
         goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
-        self._num_circles = 0 if goes_on or len(posts) < len(self._ranks) else self._num_circles + 1
-        if self._num_circles == POLLS:
+        wait.num_circles = 0 if goes_on or len(posts) < len(self._ranks) else wait.num_circles + 1
+        if wait.num_circles == POLLS:
             each = wording.doing_of(posts)
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
 
@@ -355,7 +366,7 @@ class DivergenceMonitor(Observer):
         """Withdraw this rank's post."""
         if self._post is not None and (hub := self._hub) is not None:
             hub.post(self._prefix, None)
-        self._post, self._num_polls = None, 0
+        self._post = None
 
     def looks(self, device: torch.device) -> bool:
         """Return True if ranks compare the tags of messages: always on a CPU; on a device only soon after a meeting."""
@@ -404,7 +415,7 @@ class DivergenceMonitor(Observer):
             if len(posts) == len(self._ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
             else:
-                others = {rank: post for rank, post in posts.items() if rank != self._rank and "what" in post}
+                others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
                 gone = self._gone(self._ranks)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
