@@ -100,9 +100,7 @@ class DivergenceMonitor(Observer):
         self._failed_in = ""  # the unit whose forward raised
         self._facts: dict[str, Any] = {}  # about this rank's last passes, for `advice`
         self._awaits_backward = self._has_caught = self._in_backward = False
-        # Set by `StepWatch`: the records of this rank's steps, and the comparison of all ranks' records.
-        self.history: Callable[[], dict[str, Any]] = dict
-        self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
+        self.history: Callable[[], dict[str, Any]] = dict  # `StepWatch.history`: the records of this rank's steps
 
     @property
     def _hub(self) -> Hub | None:
@@ -410,7 +408,7 @@ class DivergenceMonitor(Observer):
         if (hub := self._hub) is not None:  # all ranks detect the mismatch at about the same time
             poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), POSTS_S, pause=hub.pause)
             posts = hub.posts(self._prefix)
-        text = self.compare(posts)
+        text = wording.step_differences(posts)
         if not text:
             if len(posts) == len(self._ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
