@@ -273,7 +273,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
 
 
-def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
+def load_different(mesh: Any, strategy: acc.Strategy) -> None:
     rank = dist.get_rank()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     before, right = held(model), models.seeded(9).state_dict()
@@ -297,7 +297,7 @@ def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
 
 @under("hybrid_shard_optim")
 def test_loading_different_full_tensors_raises_before_anything_changes(world, strategy):
-    run_under(world, strategy, loaded_apart)
+    run_under(world, strategy, load_different)
 
 
 def loads_its_shards(mesh: Any) -> None:

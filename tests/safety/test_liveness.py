@@ -194,13 +194,13 @@ def test_a_crash_is_reported_with_the_line_of_the_crashed_or_the_main_thread(
     assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 
-def waited_behind(handled: BaseException, waits: int) -> BaseException:
+def failed_wait_while_handling(handled: BaseException, waits: int) -> BaseException:
     """Return the error that follows `handled` if `waits` nested handlers each wait for others and time out."""
     try:
         try:
             if waits == 1:
                 raise handled
-            raise waited_behind(handled, waits - 1)
+            raise failed_wait_while_handling(handled, waits - 1)
         finally:
             raise RuntimeError("gloo: Timed out waiting")
     except RuntimeError as error:
@@ -215,7 +215,7 @@ def waited_behind(handled: BaseException, waits: int) -> BaseException:
 def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wait(
     waits: int, handled: Exception, says: str
 ) -> None:
-    text = wording.failure(waited_behind(handled, waits), "after the backward of step 2")
+    text = wording.failure(failed_wait_while_handling(handled, waits), "after the backward of step 2")
     place = r" \(at test_liveness.py:\d+ `.*`\)" if says else ""
     where = r"at test_liveness.py:\d+ `.*`"
     assert re.fullmatch(
@@ -225,12 +225,12 @@ def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wa
 
 def test_a_wait_that_fails_after_an_interrupt_reports_the_interrupt() -> None:
     for waits in (1, 2):
-        text = wording.failure(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
+        text = wording.failure(failed_wait_while_handling(KeyboardInterrupt(), waits), "in the forward of step 2")
         assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
         hubs = hubs_of(2)
-        assert hubs[1].explain(waited_behind(KeyboardInterrupt(), waits)) == ""
+        assert hubs[1].explain(failed_wait_while_handling(KeyboardInterrupt(), waits)) == ""
         assert hubs[0].cause() == (1, "was interrupted (Ctrl-C or SIGINT)"), "it ends of itself, not because of others"
-    gone = waited_behind(RuntimeError("gloo: Broken pipe"), 2)
+    gone = failed_wait_while_handling(RuntimeError("gloo: Broken pipe"), 2)
     gone.__context__ = RuntimeError("gloo: Broken pipe")
     gone.__context__.__context__ = gone.__context__
     assert " while it handles " not in wording.failure(gone)

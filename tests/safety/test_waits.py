@@ -1,4 +1,4 @@
-"""How waits for collectives end."""
+"""Waits for collectives end, with an error that names the cause."""
 
 from __future__ import annotations
 
