@@ -317,7 +317,7 @@ BUDGETS = {
     "offload": 3210,
     "pages": 340,
     "plan": 6430,
-    "safety": 3500,
+    "safety": 3460,
     "shard": 1660,
     "tasks": 530,
     "train": 5890,

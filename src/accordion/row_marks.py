@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -74,23 +75,21 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
         what: name of the loaded tensors, for the message.
     """
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
-    pid = os.getpid()
-    from_file = []
-    for loaded, target in sharded:
-        mesh = loaded.device_mesh
-        if vars(mesh).get(MADE, (pid, id(mesh))) != (pid, id(mesh)):
-            from_file.append((loaded, target))
-    if from_file:
-        marks = (_mark(loaded) for loaded, target in from_file if _is_elsewhere(loaded, target))
-        _refuse_on_all(next(marks, None), (target for _, target in from_file), what)
-    others = (pair for pair in sharded if pair[0].device_mesh is not pair[1].device_mesh)
-    _refuse_on_all(next((_mark(a) for a, b in others if _is_elsewhere(a, b)), None), (), what)
+    of_other_meshes = ((a, b) for a, b in sharded if a.device_mesh is not b.device_mesh)
+    mark = next((_mark(loaded) for loaded, target in of_other_meshes if _is_elsewhere(loaded, target)), None)
+    _refuse_on_all(mark, (target for loaded, target in sharded if _is_copy(loaded.device_mesh)), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
     """Raise `UsageError` on every rank if an unwrapped `optimizer` has states of another rank's rows on any of them."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
+
+
+def _is_copy(mesh: DeviceMesh) -> bool:
+    """Return True if `mesh` is a copy from a file of a mesh that `mark_meshes` has marked."""
+    this = os.getpid(), id(mesh)
+    return bool(vars(mesh).get(MADE, this) != this)
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,100 +25,87 @@ from tests.support.ranked import on_mesh, on_world
 from tests.support.reference import local_of, params_of
 
 BF16 = acc.Precision(params=torch.bfloat16)
+Arguments = tuple[Callable[[], nn.Module], dict[str, Any]]
 
-# What rank 1 gives, what the others give, and what the message must say of each.
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "reduce_op": ({"reduce_op": "sum"}, {}, "reduce_op 'sum' (rank 0: 'mean')"),
-    "debug": ({}, {"debug": "order"}, "debug [] (rank 0: ['order'])"),
+
+def passes(build: Callable[[], nn.Module] = models.plain, **options: Any) -> Arguments:
+    """Return a model and arguments of `shard`."""
+    return build, options
+
+
+def layers(*kinds: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for kind in kinds))
+
+
+LAYER = partial(nn.Linear, 4, 5)
+PLAIN = passes()
+ONE = passes(layers(LAYER))
+# What rank 1 passes to `shard`, what the others pass, and the difference in the error.
+DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
+    "reduce_op": (passes(reduce_op="sum"), PLAIN, "reduce_op 'sum' (rank 0: 'mean')"),
+    "debug": (PLAIN, passes(debug="order"), "debug [] (rank 0: ['order'])"),
     "prefetch": (
-        {"prefetch": acc.Prefetch(budget_bytes=10**6)},
-        {},
+        passes(prefetch=acc.Prefetch(budget_bytes=10**6)),
+        PLAIN,
         "prefetch.budget_bytes 1000000 (rank 0: None)",
     ),
     "activations": (
-        {"checkpoint_activations": "every:2"},
-        {"checkpoint_activations": "full"},
+        passes(checkpoint_activations="every:2"),
+        passes(checkpoint_activations="full"),
         "checkpoint_activations 'every:2' (rank 0: 'full')",
     ),
-    "precision": ({"precision": BF16}, {}, "precision.params bfloat16 (rank 0: None)"),
-    "output": (
-        {"precision": acc.Precision(output=torch.float16)},
-        {},
-        "precision.output float16 (rank 0: None)",
-    ),
+    "precision": (passes(precision=BF16), PLAIN, "precision.params bfloat16 (rank 0: None)"),
+    "output": (passes(precision=acc.Precision(output=torch.float16)), PLAIN, "precision.output float16 (rank 0: None)"),
     "override": (
-        {"precision": acc.Precision(overrides={"blocks.1": BF16}), "units": {models.Block}},
-        {"units": {models.Block}},
+        passes(precision=acc.Precision(overrides={"blocks.1": BF16}), units={models.Block}),
+        passes(units={models.Block}),
         "precision.params of unit 'blocks.1' bfloat16 (rank 0: not at all)",
     ),
-    "offload": ({"offload": acc.Offload(optimizer="host")}, {}, "offload.optimizer 'host' (rank 0: 'device')"),
-    "strategy": ({"strategy": acc.SHARD_OPTIM}, {}, "strategy shard_optim (rank 0: full_shard)"),
-    "units": ({"units": set()}, {"units": {models.Block}}, "unit 'blocks.0' not at all (rank 0: Block)"),
-    "sync": ({"sync": True}, {}, "sync True (rank 0: False)"),
-    "secondary": ({"secondary": 3}, {}, "secondary 3 (rank 0: None)"),
+    "offload": (passes(offload=acc.Offload(optimizer="host")), PLAIN, "offload.optimizer 'host' (rank 0: 'device')"),
+    "strategy": (passes(strategy=acc.SHARD_OPTIM), PLAIN, "strategy shard_optim (rank 0: full_shard)"),
+    "units": (passes(units=set()), passes(units={models.Block}), "unit 'blocks.0' not at all (rank 0: Block)"),
+    "sync": (passes(sync=True), PLAIN, "sync True (rank 0: False)"),
+    "secondary": (passes(secondary=3), PLAIN, "secondary 3 (rank 0: None)"),
+    "width": (
+        passes(layers(partial(nn.Linear, 4, 6))),
+        ONE,
+        "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
+    ),
+    "dtype": (passes(lambda: layers(LAYER)().half()), ONE, "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (passes(layers(LAYER, partial(nn.Linear, 5, 5))), ONE, "parameter '1.weight' float32 (5, 5)"),
+    "frozen": (
+        passes(lambda: layers(LAYER)().requires_grad_(False)),
+        ONE,
+        "parameter '0.weight' float32 (5, 4), frozen",
+    ),
+    "meta": (
+        passes(layers(partial(LAYER, device="meta"))),
+        ONE,
+        "parameter '0.weight' float32 (5, 4) on meta, trained",
+    ),
+    "many": (passes(layers(*[LAYER] * 4)), ONE, " and 3 more"),
 }
 
 
-def argued(mesh: Any) -> dict[str, str]:
-    """Return this rank's error for each argument that differs on rank 1."""
+def refused(mesh: Any) -> dict[str, str]:
+    """Return this rank's error for each difference."""
     texts = {}
-    for name, (mine, others, _) in ARGUMENTS.items():
-        model = models.plain()
-        with pytest.raises(acc.DivergenceError) as caught:
-            acc.shard(model, mesh=mesh, **(mine if mesh.get_rank() == 1 else others))
+    for name, (mine, others, _) in DIFFERENT.items():
+        build, options = mine if mesh.get_rank() == 1 else others
+        model = build()
+        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has ") as caught:
+            acc.shard(model, mesh=mesh, **options)
         texts[name] = str(caught.value)
         assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
     return texts
 
 
-def test_different_arguments_are_named_with_both_values(world):
-    first, *others = world.run(3, argued)
+def test_different_arguments_and_models_are_named_with_both_values(world):
+    first, *others = world.run(3, refused)
     assert all(other == first for other in others)
-    for name, (_, _, words) in ARGUMENTS.items():
+    for name, (_, _, words) in DIFFERENT.items():
         assert words in first[name], first[name]
-        assert "rank 1 has " in first[name], first[name]
         assert "rank 2" not in first[name], first[name]
-
-
-def wider() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6))
-
-
-# What rank 1 builds in place of `nn.Sequential(nn.Linear(4, 5))`, and what is said of it.
-BUILDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "width": (
-        wider,
-        "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
-    ),
-    "dtype": (lambda: nn.Sequential(nn.Linear(4, 5)).half(), "parameter '0.weight' float16 (5, 4), trained"),
-    "depth": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5)), "parameter '1.weight' float32 (5, 5)"),
-    "frozen": (
-        lambda: nn.Sequential(nn.Linear(4, 5)).requires_grad_(False),
-        "parameter '0.weight' float32 (5, 4), frozen",
-    ),
-    "meta": (
-        lambda: nn.Sequential(nn.Linear(4, 5, device="meta")),
-        "parameter '0.weight' float32 (5, 4) on meta, trained",
-    ),
-    "many": (lambda: nn.Sequential(*(nn.Linear(4, 5) for _ in range(4))), " and 3 more"),
-}
-
-
-def built(mesh: Any) -> dict[str, str]:
-    texts = {}
-    for name, (make, _) in BUILDS.items():
-        model = make() if mesh.get_rank() == 1 else nn.Sequential(nn.Linear(4, 5))
-        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has") as caught:
-            acc.shard(model, mesh=mesh)
-        texts[name] = str(caught.value)
-    return texts
-
-
-def test_different_models_are_named_by_parameter_with_both_shapes(world):
-    first, second = world.run(2, built)
-    assert first == second
-    for name, (_, words) in BUILDS.items():
-        assert words in first[name], first[name]
 
 
 # -- meshes
@@ -285,7 +273,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
 
 
-def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
+def load_different(mesh: Any, strategy: acc.Strategy) -> None:
     rank = dist.get_rank()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     before, right = held(model), models.seeded(9).state_dict()
@@ -309,7 +297,7 @@ def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
 
 @under("hybrid_shard_optim")
 def test_loading_different_full_tensors_raises_before_anything_changes(world, strategy):
-    run_under(world, strategy, loaded_apart)
+    run_under(world, strategy, load_different)
 
 
 def loads_its_shards(mesh: Any) -> None:

@@ -37,7 +37,7 @@ def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
         divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = before
 
 
-# What rank 1 does where the others train, and what its message or theirs names.
+# What rank 1 does while the others train, and what its message or theirs names.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "calls_a_block": ("unit 2 (blocks.1) in its forward", "unit 0 (root)"),
     "trains_less": ("training 0 of 6", "training 6 of "),
@@ -45,7 +45,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 }
 
 
-def goes(model: nn.Module, how: str, step: int) -> None:
+def diverge(model: nn.Module, how: str, step: int) -> None:
     if how == "calls_a_block":
         model.blocks[1](torch.ones(2, 3, 32, requires_grad=True, device=device())).sum().backward()
         return
@@ -57,57 +57,48 @@ def goes(model: nn.Module, how: str, step: int) -> None:
     loss.backward()
 
 
-def apart(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
-    """Return this rank's error if ranks diverge after `steps` correct steps."""
+def continue_training(model: nn.Module, how: str) -> None:
+    """Run three steps in which rank 1 diverges; if the first one does not raise, a later one does."""
+    for step in range(3):
+        diverge(model, how, step) if dist.get_rank() == 1 else one_loss(model, step).backward()
+
+
+def diverged(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
+    """Return this rank's error if rank 1 diverges after `steps` correct steps."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
     for step in range(steps):
         one_loss(model, step).backward()
     start = time.monotonic()
     with impatient(), pytest.raises(acc.DivergenceError) as caught:
-        go_on(model, how)
+        continue_training(model, how)
     assert time.monotonic() - start < SOON_S
     return str(caught.value)
 
 
-def go_on(model: nn.Module, how: str) -> None:
-    """Run three steps in which rank 1 diverges; if the first one does not raise, a later one does."""
-    for step in range(3):
-        if dist.get_rank() == 1:
-            goes(model, how, step)
-        else:
-            one_loss(model, step).backward()
+def assert_named(texts: list[str], how: str) -> None:
+    """Assert that every error names a rank, and that one of them names what rank 1 and what another rank does."""
+    assert all("rank" in text for text in texts), texts
+    assert any(all(part in text for part in ELSEWHERE[how]) for text in texts), texts
 
 
-def named(texts: list[str], how: str) -> bool:
-    return all("rank" in text for text in texts) and any(all(part in t for part in ELSEWHERE[how]) for t in texts)
-
-
+# In the first step ranks agree on each unit. Later they do not, and streams cannot be asked.
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
 @pytest.mark.parametrize(("how", "num_ranks"), [(how, 2 + i % 2) for i, how in enumerate(ELSEWHERE)])
-def test_divergence_in_the_first_step_names_the_units_on_every_rank(alone, how, num_ranks):
-    """Ranks agree on each unit of the first step, so the error has both units and ranks."""
-    texts = alone.run(num_ranks, apart, acc.FULL_SHARD, how, 0)
-    assert named(texts, how), texts
-
-
-@IN_STREAMS
-@pytest.mark.parametrize("how", ELSEWHERE)
-def test_divergence_in_a_later_step_is_named(alone, how):
-    texts = alone.run(2, apart, acc.FULL_SHARD, how, 2)
-    assert named(texts, how), texts
+def test_divergence_names_the_units_on_every_rank(alone, how, num_ranks, steps):
+    assert_named(alone.run(num_ranks, diverged, acc.FULL_SHARD, how, steps), how)
 
 
 @IN_STREAMS
 @under("hybrid_shard")
 def test_divergence_in_a_later_step_is_named_with_every_strategy(alone, strategy):
-    strategy = STRATEGIES[strategy]
-    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)
+    texts = alone.run_mesh(*mesh_of(STRATEGIES[strategy]), diverged, STRATEGIES[strategy], "calls_a_block", 2)
     assert all("unit" in text for text in texts), texts
 
 
 @under("no_shard")
 def test_debug_order_names_divergence_in_any_step(alone, strategy):
     strategy = STRATEGIES[strategy]
-    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "forwards_again", 2, debug="order")
+    texts = alone.run_mesh(*mesh_of(strategy), diverged, strategy, "forwards_again", 2, debug="order")
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 

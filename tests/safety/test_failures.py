@@ -105,7 +105,7 @@ FAILURES = [
 
 
 def failing(name: str) -> tuple[Callable[[], Chain], dict[str, Any], str]:
-    """How to build the model, options of `shard`, and what to plant."""
+    """Return a function that builds the model, options of `shard`, and the failure to plant."""
     what, _, how = name.partition(", ")
     call = None
     if what == "recomputation" and how != "activations":
@@ -270,7 +270,7 @@ def test_the_backward_of_a_graph_older_than_the_weights_is_refused(mesh, strateg
         m.zero_grad()
         del loss
     if strategy is acc.FULL_SHARD:
-        for _ in range(2):  # and goes on
+        for _ in range(2):  # and training continues
             plain_run(model, 1)
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         rest(model)

@@ -14,9 +14,9 @@ import pytest
 
 import accordion as acc
 from accordion.errors import DivergenceError
-from accordion.safety.liveness import hub as hub_module
+from accordion.safety import divergence
 from accordion.safety.liveness import wording
-from accordion.safety.liveness.messages import HasEnded, Post, StepDigest, decoded, encoded
+from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
 from accordion.safety.liveness.polling import once_after, poll
 from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
@@ -33,14 +33,14 @@ def test_poll_returns_the_first_answer_or_none_in_time() -> None:
 
 
 def test_once_after_calls_once() -> None:
-    told: list[str] = []
-    look = once_after(2.0, lambda: told.append("slow"))
+    calls: list[str] = []
+    check = once_after(2.0, lambda: calls.append("slow"))
     for waited_s in (1.0, 3.0, 4.0):
-        look(waited_s)
-    assert told == ["slow"]
+        check(waited_s)
+    assert calls == ["slow"]
 
 
-# -- what ranks hear
+# -- messages
 
 
 def test_a_message_is_one_line() -> None:
@@ -59,11 +59,11 @@ def test_a_meeting_ends_when_all_have_joined_and_returns_reports_that_differ() -
         hubs[0].arrive("m", 3, "a", wakes=True)
         assert hubs[0].over("m") is None
         hubs[2].arrive("m", 3, second, {"evaluates": True}, wakes=True)
-        said = [(0, "a", {}), (1, "a", {}), (2, "b", {"evaluates": True})]
+        reports = [(0, "a", {}), (1, "a", {}), (2, "b", {"evaluates": True})]
         for hub in hubs:
             over = hub.over("m")
             assert over is not None
-            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == said
+            assert over.reports is None if second == "a" else [tuple(one) for one in over.reports or []] == reports
             assert not hub.is_called("m")
             assert hub.over("m") is None
 
@@ -110,14 +110,26 @@ def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert last.others([0, 1, 2, 3], silent_too=False) == ""
 
 
-def test_the_first_rank_compares_steps() -> None:
+def test_ranks_that_step_differently_raise_at_the_same_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are compared in quiet meetings: of the first 8 backwards, and then of every 8th."""
+    monkeypatch.setattr(divergence, "POSTS_S", 0.0)
+    for begins, raises in ((2, 2), (8, 8), (9, 16), (17, 24)):
+        hubs = hubs_of(3)
+        monitors = [divergence.DivergenceMonitor([], range(3), hub) for hub in hubs]
+        for num in range(1, raises + divergence.NOTICED_STEPS):
+            for rank in (2, 1, 0) if num % 2 else (0, 1, 2):
+                monitors[rank].send_steps(num, num + (num >= begins and rank == 2))
+        for monitor in monitors:
+            with pytest.raises(DivergenceError, match="begins a backward"):
+                monitor.send_steps(raises + divergence.NOTICED_STEPS, 0)
+
+
+def test_a_quiet_meeting_ends_with_a_message_only_if_reports_differ() -> None:
     hubs = hubs_of(3)
-    for hub in hubs:
-        hub.send_to_first(StepDigest(rank=hub.rank, model="m", num=1, chain=5))
-    hubs[2].send_to_first(StepDigest(rank=2, model="m", num=2, chain=8))  # ahead of the first
-    assert [hub.steps_differ_at("m") for hub in hubs] == [None] * 3
-    hubs[0].send_to_first(StepDigest(rank=0, model="m", num=2, chain=7))
-    assert [hub.steps_differ_at("m") for hub in hubs] == [2 + hub_module.NOTICED_STEPS] * 3
+    for name, last in (("equal", "a"), ("different", "b")):
+        for hub in hubs:
+            hub.arrive(name, 3, last if hub.rank == 2 else "a", quiet=True)
+    assert [(hub.has_over("equal"), hub.has_over("different")) for hub in hubs] == [(False, True)] * 3
 
 
 def test_our_own_error_is_secondary_if_it_names_another_rank() -> None:
@@ -157,8 +169,8 @@ def test_a_handled_error_is_reported_with_its_place() -> None:
     try:
         raise ValueError("bad sample\nand more")
     except ValueError as error:
-        told = wording.while_handling(error)
-    assert told.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
+        text = wording.while_handling(error)
+    assert text.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
     assert [wording.while_handling(each) for each in (None, SystemExit(1), StopIteration())] == [""] * 3
 
 
@@ -177,18 +189,18 @@ def test_a_crash_is_reported_with_the_line_of_the_crashed_or_the_main_thread(
     monkeypatch: pytest.MonkeyPatch, first: str, line: int
 ) -> None:
     monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
-    told = wording.end_of(WORDS.format(first=first).splitlines())
-    assert told.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
+    text = wording.end_of(WORDS.format(first=first).splitlines())
+    assert text.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
     assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 
-def waited_behind(handled: BaseException, waits: int) -> BaseException:
+def failed_wait_while_handling(handled: BaseException, waits: int) -> BaseException:
     """Return the error that follows `handled` if `waits` nested handlers each wait for others and time out."""
     try:
         try:
             if waits == 1:
                 raise handled
-            raise waited_behind(handled, waits - 1)
+            raise failed_wait_while_handling(handled, waits - 1)
         finally:
             raise RuntimeError("gloo: Timed out waiting")
     except RuntimeError as error:
@@ -203,7 +215,7 @@ def waited_behind(handled: BaseException, waits: int) -> BaseException:
 def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wait(
     waits: int, handled: Exception, says: str
 ) -> None:
-    text = wording.failure(waited_behind(handled, waits), "after the backward of step 2")
+    text = wording.failure(failed_wait_while_handling(handled, waits), "after the backward of step 2")
     place = r" \(at test_liveness.py:\d+ `.*`\)" if says else ""
     where = r"at test_liveness.py:\d+ `.*`"
     assert re.fullmatch(
@@ -213,12 +225,12 @@ def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wa
 
 def test_a_wait_that_fails_after_an_interrupt_reports_the_interrupt() -> None:
     for waits in (1, 2):
-        text = wording.failure(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
+        text = wording.failure(failed_wait_while_handling(KeyboardInterrupt(), waits), "in the forward of step 2")
         assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
         hubs = hubs_of(2)
-        assert hubs[1].explain(waited_behind(KeyboardInterrupt(), waits)) == ""
+        assert hubs[1].explain(failed_wait_while_handling(KeyboardInterrupt(), waits)) == ""
         assert hubs[0].cause() == (1, "was interrupted (Ctrl-C or SIGINT)"), "it ends of itself, not because of others"
-    gone = waited_behind(RuntimeError("gloo: Broken pipe"), 2)
+    gone = failed_wait_while_handling(RuntimeError("gloo: Broken pipe"), 2)
     gone.__context__ = RuntimeError("gloo: Broken pipe")
     gone.__context__.__context__ = gone.__context__
     assert " while it handles " not in wording.failure(gone)

@@ -104,8 +104,8 @@ def run_ways(mesh, strategy: acc.Strategy, ways: Sequence[Sequence[Way]], **opti
     return [message for message in messages if "call different units" in message]
 
 
-# What ranks 0 and 1 call; others as these in turn.
-APART: dict[str, tuple[Way, Way]] = {
+# The calls of ranks 0 and 1; further ranks take these in turn.
+BY_RANK: dict[str, tuple[Way, Way]] = {
     "leaves_one_out": (WHOLE, (0, 2, (3, (0, 1)))),
     "leaves_the_first_out": (WHOLE, (1, 2, (3, (0, 1)))),
     "ends_early": (WHOLE, (0,)),
@@ -121,30 +121,30 @@ APART: dict[str, tuple[Way, Way]] = {
 SHOWN = {"swaps", "a_tower_of_its_own"}
 
 
-@pytest.mark.parametrize("how", sampled(APART, SHOWN.__contains__))
+@pytest.mark.parametrize("how", sampled(BY_RANK, SHOWN.__contains__))
 def test_ranks_may_skip_units_from_the_first_step_on(world, how):
-    said = world.run(3, run_ways, acc.FULL_SHARD, [APART[how]] * 2)
+    said = world.run(3, run_ways, acc.FULL_SHARD, [BY_RANK[how]] * 2)
     assert all(len(lines) == 1 for lines in said), said
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("how", sampled(APART, {"leaves_one_out", "nothing_in_common", "calls_none"}.__contains__))
+@pytest.mark.parametrize("how", sampled(BY_RANK, {"leaves_one_out", "nothing_in_common", "calls_none"}.__contains__))
 def test_ranks_may_skip_units_from_a_later_step_on(world, how):
-    """By then the other ranks wait in a collective, where they poll for meetings."""
-    said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [APART[how]] * 2 + [(WHOLE,)])
+    """Ranks skip units when the others wait in a collective, where they poll for meetings."""
+    said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [BY_RANK[how]] * 2 + [(WHOLE,)])
     assert all(len(lines) == 1 for lines in said), said
 
 
 @under("shard_grad_op", "hybrid_shard_optim")
 def test_ranks_may_skip_units_with_every_strategy(world, strategy):
-    ways = [APART["leaves_one_out"], APART["ends_early"]]
+    ways = [BY_RANK["leaves_one_out"], BY_RANK["ends_early"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
 @IN_STREAMS
 @under("no_shard", "hybrid_shard")
 def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(world, strategy):
-    ways = [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]
+    ways = [(WHOLE,), (WHOLE,), BY_RANK["leaves_a_tower_out"]]
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
 
 
@@ -161,15 +161,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", sampled(OPTIONS, {"debug", "selective"}.__contains__))
 def test_ranks_may_skip_units_with_each_option(world, name):
-    apart, options = OPTIONS[name]
-    world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], APART[apart], (WHOLE,)], **options)
+    how, options = OPTIONS[name]
+    world.run(2, run_ways, acc.FULL_SHARD, [BY_RANK["leaves_the_first_out"], BY_RANK[how], (WHOLE,)], **options)
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("name", sampled(OPTIONS, {"offload", "full"}.__contains__))
 def test_ranks_may_skip_units_with_each_option_from_a_later_step_on(world, name):
-    apart, options = OPTIONS[name]
-    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), APART[apart]], **options)
+    how, options = OPTIONS[name]
+    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), BY_RANK[how]], **options)
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
@@ -190,8 +190,8 @@ def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
         return calls
 
     steps = [[way()] if rng.random() < 0.3 else [way() for _ in range(num_ranks)] for _ in range(5)]
-    apart = APART[rng.choice(("leaves_one_out", "leaves_the_first_out", "leaves_a_tower_out", "calls_none"))]
-    return [[WHOLE], apart, *steps] if rng.random() < 0.3 else [apart, *steps]
+    first = BY_RANK[rng.choice(("leaves_one_out", "leaves_the_first_out", "leaves_a_tower_out", "calls_none"))]
+    return [[WHOLE], first, *steps] if rng.random() < 0.3 else [first, *steps]
 
 
 def run_drawn(mesh, seeds: Sequence[int]) -> None:
@@ -278,7 +278,7 @@ def test_ranks_may_skip_units_under_no_sync(mesh, strategy: acc.Strategy) -> Non
     """Ranks skip a tower in passes without communication."""
     model, plain = paths(mesh, strategy=strategy)
     for step in range(4):
-        way = APART["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
+        way = BY_RANK["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
         check_step(mesh, model, plain, way, step, no_sync=2)
 
 

@@ -1,4 +1,4 @@
-"""How waits for collectives end."""
+"""Waits for collectives end, with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_a_wait_for_a_rank_that_sends_nothing_names_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cannot_ask: bool
 ) -> None:
     """One rank evaluates, and the other waits at a barrier that the engine does not see."""
-    for name, seconds in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
-        monkeypatch.setattr(divergence, name, seconds)
+    for name, value in {"REPORT_AFTER_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0, "SILENT_POLLS": 3}.items():
+        monkeypatch.setattr(divergence, name, value)
     alone_here = DivergenceMonitor([], [0, 1], hub_of(0, 2))
     alone_here.cannot_ask = cannot_ask
     with (
@@ -96,7 +96,8 @@ def test_a_wait_for_a_rank_that_sends_nothing_names_it(
     ):
         alone_here.meet({"what": "begins a forward"})
     hint = f" {divergence.CANNOT_ASK}" if cannot_ask else ""
-    text = "rank 0 begins a forward, and there is no answer from rank 1; all ranks must call the model."
+    silent = "there is no answer from rank 1, whose process has not started, is stopped, or hangs"
+    text = f"rank 0 begins a forward, and {silent}; all ranks must call the model."
     assert caplog.messages == [text + hint]
 
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,16 @@ from tests.support import models
 TIMEOUT_S = 20.0  # of the process group
 MARGIN_S = 5.0  # beyond it every rank has ended
 STEPS = 6
-AT = 3  # the step in which ranks part, unless the way says another
+AT = 3  # the step in which ranks diverge, unless the way has another
 NUM_AT_A_TIME = min(6, 2 * (os.cpu_count() or 1))  # more would be late for want of a core
-ONE = 1  # the rank that parts, unless the way says another
+ONE = 1  # the rank that diverges, unless the way has another
 
 
 class Script:
-    """One rank's training; the deeds of a way run on its one rank at the moments that they are named after.
+    """One rank's training; the deed of its way runs on one rank when this training reaches the way's moment.
 
     `model`, `optimizer`: those of a user. `here`: this rank diverges in this step.
     """
-
-    strategy = acc.FULL_SHARD
 
     def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
         self.way, self.rank, self.num_ranks, self.folder, self._at = way, rank, num_ranks, folder, at
@@ -58,31 +56,28 @@ class Script:
     def here(self) -> bool:
         return self.is_one and self.step == self.way.step
 
-    def leaves_out(self, name: str) -> bool:
-        """Return True if this rank skips `name` in this step."""
-        leaves_out = self.here and name in self.way.deeds
-        if leaves_out:
+    def is_at(self, moment: str) -> bool:
+        """Return True if this rank diverges at `moment` of this step; the time counts from then on."""
+        is_at = self.here and moment == self.way.moment
+        if is_at:
             self._at()
-        return leaves_out
+        return is_at
 
-    def moment(self, name: str) -> None:
-        """Run the deeds of moment `name`: first that of all ranks, then that of this rank."""
-        parts = self.here and name in self.way.deeds
-        if parts:
-            self._at()
-        if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
-            self.way.all_do[name](self)
-        if parts:
-            self.way.deeds[name](self)
+    def reaches(self, moment: str) -> None:
+        """Run the deeds of `moment`: first that of all ranks, then that of this rank."""
+        is_at = self.is_at(moment)
+        if moment in self.way.all_do and self.step == (0 if moment == "before_training" else self.way.step):
+            self.way.all_do[moment](self)
+        if is_at:
+            self.way.deed(self)
 
     def train(self) -> None:
         way = self.way
         if way.is_own:
             report_crashes()
-        self.moment("before_group")
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         self.step = 0
-        self.moment("before_shard")
+        self.reaches("before_shard")
         options = dict(way.options)
         if self.is_one:
             if way.others_options:
@@ -94,62 +89,55 @@ class Script:
         plain = models.Tiny(**(way.others_model if self.is_one else {}))
         self.model = acc.shard(plain, mesh, units={models.Block}, **options)
         self.optimizer = self.make_optimizer()
-        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
+        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.reaches("forward"))
         self.model.head.register_forward_hook(self._watch)
-        self.moment("before_training")
+        self.reaches("before_training")
         for step in range(1, way.num_steps + 1):
             self.step = step
             try:
-                self.moment("loader")
+                self.reaches("loader")
             except StopIteration:
                 break
-            if self.here and self.way.leaves_step_out:
+            if self.is_at("skips_step_of_loop"):
                 continue
             tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
             self.one_step(tokens, targets)
-        self.moment("end")
-        if "leaves_group" in way.deeds:
-            dist.destroy_process_group()
+        self.reaches("end")
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         kind, options = torch.optim.AdamW, {"lr": 1e-3}
         if self.is_one and self.way.others_optimizer:
             self._at()
             kind, options = self.way.others_optimizer
-        made = kind(self.model.parameters(), **options)
-        return acc.wrap_optimizer(made) if self.way.wrapped else made
+        optimizer = kind(self.model.parameters(), **options)
+        return acc.wrap_optimizer(optimizer) if self.way.wrapped else optimizer
 
     def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        if self.here and "backward" in self.way.deeds and out.requires_grad:
-            out.register_hook(lambda grad: self.moment("backward"))
+        if self.here and self.way.moment == "backward" and out.requires_grad:
+            out.register_hook(lambda grad: self.reaches("backward"))
 
     def one_step(self, tokens: Tensor, targets: Tensor) -> None:
         try:
-            with self._no_sync():
+            with acc.no_sync(self.model) if self.is_at("no_sync") else contextlib.nullcontext():
                 loss = self.loss(tokens, targets)
-                if not self.leaves_out("skips_backward"):
+                if not self.is_at("skips_backward"):
                     loss.backward()
         except torch.OutOfMemoryError:
             if not self.way.swallows:
                 raise
-        self.moment("after_backward")
-        if not self.leaves_out("skips_clip") and self.way.clips:
+        self.reaches("after_backward")
+        if not self.is_at("skips_clip") and self.way.clips:
             acc.clip_grad_norm_(self.model, 1.0)
-        self.moment("before_step")
-        if not self.leaves_out("skips_step"):
+        self.reaches("before_step")
+        if not self.is_at("skips_step"):
             self.optimizer.step()
-        self.moment("after_step")
-        if not self.leaves_out("skips_zero_grad"):
+        self.reaches("after_step")
+        if not self.is_at("skips_zero_grad"):
             self.optimizer.zero_grad()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(tokens)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        with acc.no_sync(self.model) if self.leaves_out("no_sync") else contextlib.nullcontext():
-            yield
 
 
 Deed = Callable[[Script], Any]
@@ -163,7 +151,7 @@ def nothing(script: Script) -> None:
 class Way:
     """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
 
-    `deeds`: functions that rank `one` runs in step `step`, by moment. `others_...`: arguments of rank `one` alone. `all_say`: it
+    `deed`: function that rank `one` runs at `moment` of step `step`. `others_...`: arguments of rank `one` alone. `all_say`: it
     prints the sentence too. `one_says`: only it does. `all_do`: functions that every rank runs, by moment. `stays`: it ends after
     the others. `is_own`: ranks run as under `accordion run`, so that others report the line of a crash.
     """
@@ -171,7 +159,8 @@ class Way:
     name: str
     sentence: str
     also: str = ""
-    deeds: dict[str, Deed] = field(default_factory=dict)
+    moment: str = ""
+    deed: Deed = nothing
     _: KW_ONLY
     one: int = ONE
     step: int = AT
@@ -187,7 +176,6 @@ class Way:
     all_say: bool = False
     one_says: bool = False
     all_do: dict[str, Deed] = field(default_factory=dict)
-    leaves_step_out: bool = False
     stays: bool = False
     is_own: bool = False
 
@@ -244,8 +232,13 @@ class Run:
     def path(self, name: str) -> Path:
         return Path(self.folder, name)
 
+    def since_moment_s(self) -> float | None:
+        """Return the seconds since the one rank diverged; None before."""
+        moment = self.path("moment")
+        return time.time() - moment.stat().st_mtime if moment.exists() else None
+
     def start(self) -> Callable[[], None] | None:
-        """Fork the ranks. In a rank gives what it has to do, else None."""
+        """Fork the ranks; return None, and in a rank its program."""
         port = free_port()
         for rank in range(self.way.num_ranks):
             pid = os.fork()
@@ -256,7 +249,7 @@ class Run:
                 out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what runs behind it
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
                 moment = self.path("moment")
                 torch.manual_seed(0)
@@ -265,7 +258,7 @@ class Run:
         return None
 
     def poll(self) -> bool:
-        """Whether all ranks have ended; those that stay too long are ended."""
+        """Return True if all ranks have ended; kill those that run for too long."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -277,20 +270,19 @@ class Run:
         if self.way.stays and set(self.pids) - set(self.codes) == {self.way.one} and not self.at_rest:
             self.at_rest = time.monotonic()
             os.kill(self.pids[self.way.one], signal.SIGKILL)
-        moment = self.path("moment")
-        since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
-        if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
+        since_s = self.since_moment_s() or 0.0
+        if since_s > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
             self.late = [rank for rank in self.pids if rank not in self.codes]
             for rank in self.late:
-                os.kill(self.pids[rank], signal.SIGUSR1)  # it says where it is
+                os.kill(self.pids[rank], signal.SIGUSR1)  # it prints its stacks
             time.sleep(0.5)
             for rank in self.late:
                 os.kill(self.pids[rank], signal.SIGKILL)
         return False
 
     def outcome(self) -> Outcome:
-        moment = self.path("moment")
-        begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
+        since_s = self.since_moment_s()
+        begun = self.begun if since_s is None else time.monotonic() - since_s
         texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
         if os.environ.get("WAYS_VERBOSE"):
             for rank, text in texts.items():
@@ -302,21 +294,17 @@ class Run:
         return Outcome(self.way, seconds, said, self.codes, late)
 
 
-def run(
-    ways: Sequence[Way], note: Callable[[Outcome], None] = lambda outcome: None
-) -> list[Outcome] | Callable[[], None]:
-    """All of them, several at a time; in a forked rank, what that rank has to do."""
-    waiting, under_way, done = list(ways), list[Run](), list[Outcome]()
-    while waiting or under_way:
-        while waiting and len(under_way) < NUM_AT_A_TIME:
-            one = Run(waiting.pop(0))
-            under_way.append(one)
-            if (job := one.start()) is not None:
+def run(ways: Sequence[Way], note: Callable[[Outcome], None]) -> list[Outcome] | Callable[[], None]:
+    """Run `ways`, several at a time, and return their outcomes in the same order; in a forked rank return its program."""
+    waiting, runs, outcomes = list(ways), list[Run](), dict[str, Outcome]()
+    while waiting or runs:
+        while waiting and len(runs) < NUM_AT_A_TIME:
+            runs.append(Run(waiting.pop(0)))
+            if (job := runs[-1].start()) is not None:
                 return job
         time.sleep(0.05)
-        for one in [one for one in under_way if one.poll()]:
-            under_way.remove(one)
-            done.append(one.outcome())
-            note(done[-1])
-    order = {way.name: i for i, way in enumerate(ways)}
-    return sorted(done, key=lambda outcome: order[outcome.way.name])
+        for each in [each for each in runs if each.poll()]:
+            runs.remove(each)
+            outcome = outcomes[each.way.name] = each.outcome()
+            note(outcome)
+    return [outcomes[way.name] for way in ways]

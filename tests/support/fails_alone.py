@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Four blocks. `fails`: "forward" or "backward", perhaps with ", absent gradients"; `fail` is called behind block `at`."""
+    """Four blocks. `fails`: "forward" or "backward", perhaps with ", absent gradients"; `fail` is called after block `at`."""
 
     fails, at = "", 1
 
@@ -137,7 +137,7 @@ def ended(pid: int, deadline: float) -> int | None:
 
 
 def main(device: str, path: str, *names: str) -> Callable[[], None] | None:
-    """Fork all ranks and print what became of them. In a rank return its program, for the end of this file to run."""
+    """Fork all ranks and print their outcomes. In a rank return its program, for the end of this file to run."""
     torch.set_num_threads(1)
     for name in _torch.PRELOADED:  # else each rank imports it for itself
         importlib.import_module(name)

@@ -95,23 +95,23 @@ def ends() -> Iterator[Way]:
         for moment, (where, step) in MOMENTS.items():
             if moment == "backward" and how.startswith("exits"):
                 continue  # autograd turns it into an error of its own
-            yield Way(f"{how} {where}", sentence, also, {moment: deed}, step=step, is_own=how == "aborts")
+            yield Way(f"{how} {where}", sentence, also, moment, deed, step=step, is_own=how == "aborts")
     for moment in ("forward", "backward", "before_step"):
         where = MOMENTS[moment][0]
-        yield Way(f"raises {where}, first step", "failed", "bad sample", {moment: fails}, step=1)
-        yield Way(f"rank 0 raises {where}", "failed", "bad sample", {moment: fails}, one=0, num_ranks=3)
-        yield Way(f"rank 2 of 3 raises {where}", "failed", "bad sample", {moment: fails}, one=2, num_ranks=3)
+        yield Way(f"raises {where}, first step", "failed", "bad sample", moment, fails, step=1)
+        yield Way(f"rank 0 raises {where}", "failed", "bad sample", moment, fails, one=0, num_ranks=3)
+        yield Way(f"rank 2 of 3 raises {where}", "failed", "bad sample", moment, fails, one=2, num_ranks=3)
     for moment in ("before_training", "forward", "before_step"):
         where, step = MOMENTS[moment]
-        yield Way(f"rank 0 is killed {where}", "silent", deeds={moment: is_killed()}, one=0, num_ranks=3, step=step)
+        yield Way(f"rank 0 is killed {where}", "silent", "", moment, is_killed(), one=0, num_ranks=3, step=step)
+    stops = is_killed(signal.SIGSTOP)
     for moment, (where, step) in MOMENTS.items():
         for one in (0, 1):
             sentence = "nothing new" if moment == "before_training" else "unheard"
-            deeds = {moment: is_killed(signal.SIGSTOP)}
-            name = f"rank {one} is stopped, as by Ctrl-Z, {where}"
-            yield Way(name, sentence, f"there is no answer from rank {one}", deeds, step=step, one=one, stays=True)
+            name, also = f"rank {one} is stopped, as by Ctrl-Z, {where}", f"there is no answer from rank {one}"
+            yield Way(name, sentence, also, moment, stops, step=step, one=one, stays=True)
     for how in ("raises", "exits with 0", "is killed"):
-        yield Way(f"{how} before shard", "before shard", deeds={"before_shard": ENDS[how][0]}, step=0)
+        yield Way(f"{how} before shard", "before shard", "", "before_shard", ENDS[how][0], step=0)
 
 
 # -- what one rank does alone
@@ -206,12 +206,20 @@ def logs_grad_norm(script: Script) -> None:
     print(sum(p.grad.norm() for p in script.model.parameters() if p.grad is not None))
 
 
+def takes_grad_norm(script: Script) -> None:
+    next(script.model.parameters()).grad.norm().item()
+
+
 def clips_with_torch(script: Script) -> None:
     torch.nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
 
 
 def makes_group(script: Script) -> None:
     script.other_group = dist.new_group()
+
+
+def waits_at_other_group(script: Script) -> None:
+    dist.barrier(group=script.other_group)
 
 
 def loads_optimizer_state(script: Script) -> None:
@@ -222,7 +230,7 @@ def alone() -> Iterator[Way]:
     waits: list[tuple[str, str, Deed, str]] = [
         ("clips", "after_backward", lambda s: acc.clip_grad_norm_(s.model, 1.0), "clip"),
         ("clips with torch's function", "before_step", clips_with_torch, "clip_grad_norm_"),
-        ("takes the norm of a DTensor", "after_backward", lambda s: next(s.model.parameters()).grad.norm().item(), "norm"),
+        ("takes the norm of a DTensor", "after_backward", takes_grad_norm, "norm"),
         ("adds up norms of gradients for a log", "before_step", logs_grad_norm, "norm"),
         ("prints the mean of a parameter", "before_step", lambda s: next(s.model.parameters()).mean().item(), "mean"),
         ("takes a full tensor", "after_backward", full_tensor, r"full_tensor\(\)"),
@@ -233,97 +241,61 @@ def alone() -> Iterator[Way]:
         ("makes a group", "loader", lambda script: dist.new_group(), "new_group"),
         ("loads its optimizer's state", "loader", loads_optimizer_state, "load_state_dict"),
         ("shards another model", "loader", lambda script: acc.shard(models.Tiny(), units={models.Block}), "shard"),
-    ]  # fmt: skip
-    for name, moment, deed, says in waits:
+    ]
+    for name, moment, deed, also in waits:
         # Whether gloo lets the rank wait, lets it crash, or fails first depends on sizes.
-        yield Way(name, "absent|in vain|crashed", says, {moment: deed}, is_own=True)
-    yield Way(
-        "waits in the store",
-        "failed",
-        "wait timeout",
-        {"loader": lambda script: dist.distributed_c10d._get_default_store().wait(["never"])},
-    )
-    yield Way(
-        "waits at a barrier of another group",
-        "absent",
-        "barrier",
-        {"loader": lambda script: dist.barrier(group=script.other_group)},
-        all_do={"before_training": makes_group},
-        is_own=True,
-    )
-    for name, moment, deed, says in [
-        ("sleeps in the loader", "loader", sleeps, "sleep"),
-        ("sleeps in its forward", "forward", sleeps, "sleep"),
-        ("its thread that reads ahead has died", "loader", waits_for_thread, r"rows\.get"),
-        ("deletes its model and goes on", "loader", deletes_model, r"Event\(\)\.wait"),
-    ]:
-        yield Way(name, "absent", says, {moment: deed}, stays=True)
-    yield Way(
-        "sleeps before the first forward",
-        "nothing new",
-        "rank 1 .*sleep",
-        {"before_training": sleeps},
-        step=0,
-        stays=True,
-    )
-    yield Way(
-        "loops for ever", "absent|unheard", "while True|there is no answer from rank 1", {"loader": loops}, stays=True
-    )
-    yield Way("holds Python's lock", "unheard", deeds={"loader": holds_lock}, stays=True)
-    yield Way("leaves the process group", "left", deeds={"loader": leaves_group})
-    own: list[tuple[str, str, Deed, str]] = [
-        ("saves", "loader", saves, "saves"),
-        ("saves in the background", "loader", lambda s: acc.save(f"{s.folder}/step", s.model, background=True), "saves"),
-        ("takes the full state dict", "loader", lambda script: acc.full_state_dict(script.model), "full state dict"),
-        ("shows full parameters", "loader", shows_full, "full parameters"),
-        ("loads a state dict", "loader", lambda script: script.model.load_state_dict(models.Tiny().state_dict()), "state"),
-    ]  # fmt: skip
-    for name, moment, deed, says in own:
-        yield Way(name, "alone", says, {moment: deed})
-    yield Way("rank 0 evaluates with full parameters", "alone", "full parameters", {"loader": evaluates_full}, one=0)
+        yield Way(name, "absent|in vain|crashed", also, moment, deed, is_own=True)
+    groups: dict[str, Any] = {"all_do": {"before_training": makes_group}, "is_own": True}
+    yield Way("waits at a barrier of another group", "absent", "barrier", "loader", waits_at_other_group, **groups)
+    stays: list[tuple[str, str, str, Deed, str]] = [
+        ("sleeps in the loader", "absent", "loader", sleeps, "sleep"),
+        ("sleeps in its forward", "absent", "forward", sleeps, "sleep"),
+        ("its thread that reads ahead has died", "absent", "loader", waits_for_thread, r"rows\.get"),
+        ("deletes its model and goes on", "absent", "loader", deletes_model, r"Event\(\)\.wait"),
+        ("loops for ever", "absent|unheard", "loader", loops, "while True|there is no answer from rank 1"),
+        ("holds Python's lock", "unheard", "loader", holds_lock, ""),
+    ]
+    for name, sentence, moment, deed, also in stays:
+        yield Way(name, sentence, also, moment, deed, stays=True)
+    name = "sleeps before the first forward"
+    yield Way(name, "nothing new", "rank 1 .*sleep", "before_training", sleeps, step=0, stays=True)
+    in_loader: list[tuple[str, str, str, Deed]] = [
+        ("waits in the store", "failed", "wait timeout", lambda s: _torch.default_store().wait(["never"])),
+        ("leaves the process group", "left", "", leaves_group),
+        ("saves", "alone", "saves", saves),
+        ("saves in the background", "alone", "saves", lambda s: acc.save(f"{s.folder}/step", s.model, background=True)),
+        ("takes the full state dict", "alone", "full state dict", lambda script: acc.full_state_dict(script.model)),
+        ("shows full parameters", "alone", "full parameters", shows_full),
+        ("loads a state dict", "alone", "state", lambda s: s.model.load_state_dict(models.Tiny().state_dict())),
+        ("evaluates", "evaluates", "", evaluates),
+        ("calls a block", "other unit", r"blocks\.1", calls_a_block),
+        ("freezes a block", "other unit", "training 0 of", lambda s: s.model.blocks[1].requires_grad_(False)),
+        ("freezes the head", "other unit", "", lambda script: script.model.head.requires_grad_(False)),
+        ("freezes the whole model", "other unit", "", lambda script: script.model.requires_grad_(False)),
+        ("casts its model", "failed", "UsageError", lambda script: script.model.half()),
+    ]
+    for name, sentence, also, deed in in_loader:
+        yield Way(name, sentence, also, "loader", deed)
+    yield Way("rank 0 evaluates with full parameters", "alone", "full parameters", "loader", evaluates_full, one=0)
+    saved: dict[str, Deed] = {"before_training": saves}
     for name, deed in (("loads a checkpoint", loads), ("loads a checkpoint with its optimizer", loads_optimizer)):
-        yield Way(name, "alone", "load", {"loader": deed}, all_do={"before_training": saves})
-    together = {"before_training": saves, "loader": loads_but_one}
-    yield Way(
-        "loads the optimizer, and the others the model alone",
-        "contents",
-        "optimizer",
-        {"loader": loads_optimizer},
-        all_do=together,
-    )
-    for name, deed, sentence in [
-        ("saves", saves, "ended"),
-        ("takes the full state dict", lambda script: acc.full_state_dict(script.model), "ended"),
-        ("takes a full tensor", full_tensor, "ends itself"),
-        ("evaluates", evaluates, "ended"),
-    ]:
-        yield Way(
-            f"rank 0 {name} at the end",
-            sentence,
-            "rank 1 has ended its program",
-            {"end": deed},
-            one=0,
-            step=STEPS,
-            one_says=True,
-        )
-    yield Way("evaluates", "evaluates", deeds={"loader": evaluates})
-    yield Way(
-        "its evaluation has a batch more",
-        "evaluates",
-        deeds={"before_step": nothing},
-        all_do={"before_step": evaluates_more},
-    )
-    yield Way("calls the model again", "no backward", deeds={"after_backward": lambda s: s.model(a_batch(s)[0])})
-    yield Way("skips its backward", "no backward", deeds={"skips_backward": nothing})
-    yield Way("backs under no_sync", "no_sync", deeds={"no_sync": nothing})
-    yield Way("leaves a clip out", "other waits", "clip", {"skips_clip": nothing}, clips=True)
-    yield Way("calls a block", "other unit", r"blocks\.1", {"loader": calls_a_block})
-    yield Way(
-        "freezes a block", "other unit", "training 0 of", {"loader": lambda s: s.model.blocks[1].requires_grad_(False)}
-    )
-    yield Way("freezes the head", "other unit", deeds={"loader": lambda s: s.model.head.requires_grad_(False)})
-    yield Way("freezes the whole model", "other unit", deeds={"loader": lambda s: s.model.requires_grad_(False)})
-    yield Way("casts its model", "failed", "UsageError", {"loader": lambda script: script.model.half()})
+        yield Way(name, "alone", "load", "loader", deed, all_do=saved)
+    name = "loads the optimizer, and the others the model alone"
+    yield Way(name, "contents", "optimizer", "loader", loads_optimizer, all_do={**saved, "loader": loads_but_one})
+    at_end: list[tuple[str, str, Deed]] = [
+        ("saves", "ended", saves),
+        ("takes the full state dict", "ended", lambda script: acc.full_state_dict(script.model)),
+        ("takes a full tensor", "ends itself", full_tensor),
+        ("evaluates", "ended", evaluates),
+    ]
+    for name, sentence, deed in at_end:
+        name, also = f"rank 0 {name} at the end", "rank 1 has ended its program"
+        yield Way(name, sentence, also, "end", deed, one=0, step=STEPS, one_says=True)
+    yield Way("its evaluation has a batch more", "evaluates", "", "before_step", all_do={"before_step": evaluates_more})
+    yield Way("calls the model again", "no backward", "", "after_backward", lambda s: s.model(a_batch(s)[0]))
+    yield Way("skips its backward", "no backward", "", "skips_backward")
+    yield Way("backs under no_sync", "no_sync", "", "no_sync")
+    yield Way("leaves a clip out", "other waits", "clip", "skips_clip", clips=True)
 
 
 # -- what differs in silence
@@ -388,7 +360,7 @@ SILENT: dict[str, tuple[str, Deed, str]] = {
 
 def differs() -> Iterator[Way]:
     adam = torch.optim.AdamW
-    for name, other, said in [
+    for name, other, also in [
         ("another learning rate", (adam, {"lr": 2e-3}), r"lr"),
         ("other betas", (adam, {"lr": 1e-3, "betas": (0.8, 0.99)}), "betas"),
         ("another weight decay", (adam, {"lr": 1e-3, "weight_decay": 0.2}), "weight_decay"),
@@ -398,18 +370,15 @@ def differs() -> Iterator[Way]:
     ]:
         for wrapped in (True, False):
             full = f"{name}{'' if wrapped else ', not wrapped'}"
-            yield Way(full, "steps", f"step 1: .*{said}", others_optimizer=other, wrapped=wrapped, all_say=True)
+            yield Way(full, "steps", f"step 1: .*{also}", others_optimizer=other, wrapped=wrapped, all_say=True)
     for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM, acc.NO_SHARD, acc.HYBRID_SHARD):
-        options, num_ranks = {"strategy": strategy}, 4 if strategy.hybrid else 2
-        for name, (moment, deed, said) in SILENT.items():
-            full = f"{name}, {strategy.name}"
-            yield Way(full, "steps", said, {moment: deed}, options=options, all_say=True, num_ranks=num_ranks)
+        rows = dict(SILENT)
         if strategy in (acc.NO_SHARD, acc.HYBRID_SHARD):
-            full = f"its replica drifts, {strategy.name}"
-            yield Way(
-                full, "steps", "weights", {"after_step": drifts}, options=options, all_say=True, num_ranks=num_ranks
-            )
-    for name, moment, deed, said in [
+            rows["its replica drifts"] = ("after_step", drifts, "weights")
+        more: dict[str, Any] = {"options": {"strategy": strategy}, "num_ranks": 4 if strategy.hybrid else 2}
+        for name, (moment, deed, also) in rows.items():
+            yield Way(f"{name}, {strategy.name}", "steps", also, moment, deed, all_say=True, **more)
+    for name, moment, deed, also in [
         ("its learning rate falls with its own loss", "after_step", plateaus, "lr"),
         ("clears gradients before its step", "before_step", lambda script: script.optimizer.zero_grad(), "gradients"),
         ("has a micro-batch more", "loader", lambda s: s.loss(*a_batch(s)).backward(), "steps before it"),
@@ -419,14 +388,15 @@ def differs() -> Iterator[Way]:
         ("forgets model.train()", "before_training", lambda script: script.model.eval(), "eval mode"),
     ]:
         step = 0 if moment == "before_training" else AT
-        yield Way(name, "steps", said, {moment: deed}, step=step, all_say=True)
+        yield Way(name, "steps", also, moment, deed, step=step, all_say=True)
     yield scheduled("its scheduler steps once more")
-    yield Way("has a micro-batch more, under no_sync", "no_sync", deeds={"loader": accumulates})
+    yield Way("has a micro-batch more, under no_sync", "no_sync", "", "loader", accumulates)
 
 
 def scheduled(name: str, **more: Any) -> Way:
-    deeds = {"before_step": lambda script: script.scheduler.step()}
-    return Way(name, "steps", "step 3: .*lr", deeds, all_say=True, all_do={"before_training": makes_scheduler}, **more)
+    makes: dict[str, Deed] = {"before_training": makes_scheduler}
+    more |= {"all_say": True, "all_do": makes}
+    return Way(name, "steps", "step 3: .*lr", "before_step", lambda script: script.scheduler.step(), **more)
 
 
 def given() -> Iterator[Way]:
@@ -452,31 +422,34 @@ def given() -> Iterator[Way]:
 
 
 class Rows(Dataset[Tensor]):
-    def __init__(self, deed: Callable[[], None]) -> None:
-        self.deed = deed
+    """Four rows; `read` is called with the index of each row that is read."""
+
+    def __init__(self, read: Callable[[int], object]) -> None:
+        self.read = read
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, i: int) -> Tensor:
-        if i == 2:
-            self.deed()
+        self.read(i)
         return torch.zeros(3)
 
 
-def loads_rows(deed: Callable[[], None]) -> Deed:
+def loads_rows(deed: Deed) -> Deed:
+    """Load rows with a worker, which runs `deed` at the third row."""
+
     def loads(script: Script) -> None:
-        for _ in DataLoader(Rows(deed), num_workers=1, multiprocessing_context="fork"):
-            pass
+        rows = Rows(lambda i: deed(script) if i == 2 else None)
+        list(DataLoader(rows, num_workers=1, multiprocessing_context="fork"))
 
     return loads
 
 
-def forks(end: Callable[[], None]) -> Deed:
+def forks(end: Deed) -> Deed:
     def deed(script: Script) -> None:
         pid = os.fork()
         if pid == 0:
-            end()
+            end(script)
         os.waitpid(pid, 0)
 
     return deed
@@ -632,7 +605,7 @@ def saves_two(script: Script) -> None:
     acc.save(f"{script.folder}/two", script.model, script.optimizer)
 
 
-def saves_behind_and(then: Deed) -> dict[str, Deed]:
+def saves_in_background_and(then: Deed) -> dict[str, Deed]:
     """Start a background save, during which one rank ends."""
 
     def begins(script: Script) -> None:
@@ -644,66 +617,53 @@ def saves_behind_and(then: Deed) -> dict[str, Deed]:
     return {"loader": begins}
 
 
-def users() -> Iterator[Way]:
-    loader = {"loader": nothing}
-    yield Way("its loader is shorter", "ended", deeds={"loader": ends_its_loop})
-    yield Way(
-        "its loader is shorter, and all save at the end",
-        "alone",
-        "saves a checkpoint alone",
-        {"loader": ends_its_loop},
-        all_do={"end": lambda script: acc.save(f"{script.folder}/last", script.model)},
-    )
-    yield Way(
-        "its loader is shorter, and all meet at a barrier",
-        "absent|in vain|crashed",
-        "barrier",
-        {"loader": ends_its_loop},
-        all_do={"end": lambda script: dist.barrier()},
-        is_own=True,
-    )
-    yield Way("leaves out a step whose loss is NaN", "ended", deeds=loader, leaves_step_out=True)
-    for name, deed, says in [
-        ("a row of its loader's worker is bad", loads_rows(lambda: is_bad_hook()), "bad row|ValueError"),
-        ("its loader's worker is killed", loads_rows(lambda: os.kill(os.getpid(), signal.SIGKILL)), "DataLoader worker"),
+def of_loaders() -> Iterator[Way]:
+    name = "its loader is shorter"
+    yield Way(name, "ended", "", "loader", ends_its_loop)
+    saves_last: dict[str, Deed] = {"end": lambda script: acc.save(f"{script.folder}/last", script.model)}
+    also = "saves a checkpoint alone"
+    yield Way(f"{name}, and all save at the end", "alone", also, "loader", ends_its_loop, all_do=saves_last)
+    meet: dict[str, Any] = {"all_do": {"end": lambda script: dist.barrier()}, "is_own": True}
+    gloo = "absent|in vain|crashed"
+    yield Way(f"{name}, and all meet at a barrier", gloo, "barrier", "loader", ends_its_loop, **meet)
+    yield Way("leaves out a step whose loss is NaN", "ended", "", "skips_step_of_loop")
+    for name, deed, also in [
+        ("a row of its loader's worker is bad", fails, "bad row|ValueError"),
+        ("its loader's worker is killed", is_killed(), "DataLoader worker"),
         # torch says what it met first: no such file, an end of file, a connection reset
-        ("its loader's worker is interrupted", loads_rows(lambda: os.kill(os.getpid(), signal.SIGINT)), r"DataLoader\("),
-    ]:  # fmt: skip
-        yield Way(name, "failed", says, {"loader": deed})
+        ("its loader's worker is interrupted", is_killed(signal.SIGINT), r"DataLoader\("),
+    ]:
+        yield Way(name, "failed", also, "loader", loads_rows(deed))
     for name, deed in [
         ("saves its state dict with torch.save", lambda s: torch.save(s.model.state_dict(), f"{s.folder}/model.pt")),
-        ("loads rows with a worker", loads_rows(lambda: None)),
-        ("a child that it forked ends", forks(lambda: os._exit(0))),
-        ("a child that it forked ends as a script does", forks(lambda: sys.exit(0))),
-        ("a child that it forked fails", forks(lambda: is_bad_hook())),
+        ("loads rows with a worker", loads_rows(nothing)),
+        ("a child that it forked ends", forks(ENDS["calls os._exit(0)"][0])),
+        ("a child that it forked ends as a script does", forks(ENDS["exits with 0"][0])),
+        ("a child that it forked fails", forks(fails)),
     ]:
-        yield Way(name, "nothing", deeds={"loader": deed})
-    yield Way("calls the model in a forked child", "caller", "fork", {"loader": calls_in_child}, one_says=True)
-    yield Way("calls the model from two threads", "caller", "two threads", {"forward": calls_in_thread}, one_says=True)
-    for where, said in (("forward", "OutOfMemoryError"), ("backward", "in the backward of step 3")):
-        name = f"swallows an out-of-memory error in its {where}"
-        yield Way(name, "caught", said, {where: runs_out}, swallows=True)
-        name = f"takes a batch again where memory is full in its {where}"
-        yield Way(name, "caught", "OutOfMemoryError", {"loader": retries(where == "backward")})
-    yield Way("goes on after a bad sample", "caught", "bad sample", {"loader": skips_after_error})
-    leave = dist.destroy_process_group
-    yield Way("leaves the process group on the way of an error", "left", "bad sample", {"loader": handles(leave)})
-    yield Way(
-        "leaves the process group in an except clause and exits",
-        "left",
-        "bad sample",
-        {"loader": handles(leave, catches=True)},
-    )
-    yield Way(
-        "waits at a barrier on the way of an error",
-        "in vain|absent",
-        "bad sample",
-        {"loader": handles(dist.barrier)},
-        is_own=True,
-    )
-    yield Way("prints an error and exits", "ended", deeds={"loader": logs_and_exits})
-    yield Way("exits when a signal comes", "ended", deeds={"loader": on_signal(lambda script: sys.exit(0))})
-    yield Way("saves when a signal comes", "alone", "saves", {"forward": on_signal(saves)})
+        yield Way(name, "nothing", "", "loader", deed)
+    yield Way("calls the model in a forked child", "caller", "fork", "loader", calls_in_child, one_says=True)
+    yield Way("calls the model from two threads", "caller", "two threads", "forward", calls_in_thread, one_says=True)
+
+
+def with_errors() -> Iterator[Way]:
+    for where, also in (("forward", "OutOfMemoryError"), ("backward", "in the backward of step 3")):
+        yield Way(f"swallows an out-of-memory error in its {where}", "caught", also, where, runs_out, swallows=True)
+        name, deed = f"takes a batch again where memory is full in its {where}", retries(where == "backward")
+        yield Way(name, "caught", "OutOfMemoryError", "loader", deed)
+    leaves, exits = handles(dist.destroy_process_group), handles(dist.destroy_process_group, catches=True)
+    rows: list[tuple[str, str, str, str, Deed]] = [
+        ("goes on after a bad sample", "caught", "bad sample", "loader", skips_after_error),
+        ("leaves the process group on the way of an error", "left", "bad sample", "loader", leaves),
+        ("leaves the process group in an except clause and exits", "left", "bad sample", "loader", exits),
+        ("prints an error and exits", "ended", "", "loader", logs_and_exits),
+        ("exits when a signal comes", "ended", "", "loader", on_signal(lambda script: sys.exit(0))),
+        ("saves when a signal comes", "alone", "saves", "forward", on_signal(saves)),
+    ]
+    for name, sentence, also, moment, deed in rows:
+        yield Way(name, sentence, also, moment, deed)
+    name = "waits at a barrier on the way of an error"
+    yield Way(name, "in vain|absent", "bad sample", "loader", handles(dist.barrier), is_own=True)
     for name, hook, on in [
         ("a forward hook fails", "register_forward_hook", lambda s: s.model.blocks[1]),
         ("a hook of the whole model fails", "register_forward_pre_hook", lambda s: s.model),
@@ -711,63 +671,61 @@ def users() -> Iterator[Way]:
         ("a hook on a parameter's gradient fails", "register_hook", a_parameter),
         ("a hook after a gradient is there fails", "register_post_accumulate_grad_hook", a_parameter),
         ("a hook of the optimizer fails", "register_step_pre_hook", lambda s: s.optimizer),
-    ]:  # fmt: skip
-        yield Way(name, "failed", "bad sample", {"loader": hooks(hook, on)})
-    both = {"before_training": shards_two, "loader": turns_two_round}
-    yield Way("calls two models in another order", "absent|other unit|circle", deeds=loader, all_do=both)
-    yield Way("goes back twice", "alone", "begins a backward", loader, all_do={"loader": backs_twice})
-    yield Way("asks for gradients of one parameter first", "circle", "backward", loader, all_do={"loader": penalises})
-    yield Way("saves elsewhere", "paths", "best", loader, all_do={"loader": saves_elsewhere}, all_say=True)
-    yield Way(
-        "saves with a learning rate of its own, before a step with it",
-        "contents",
-        "lr",
-        loader,
-        all_do={"loader": saves_with_own_rate},
-        all_say=True,
-    )
-    yield Way(
-        "loads another checkpoint",
-        "paths",
-        "other checkpoints",
-        loader,
-        all_do={"before_training": saves_two, "loader": loads_elsewhere},
-        all_say=True,
-    )
+    ]:
+        yield Way(name, "failed", "bad sample", "loader", hooks(hook, on))
+
+
+def of_all() -> Iterator[Way]:
+    """All ranks call the same function, which does something else on rank `one`."""
+    two: dict[str, Deed] = {"before_training": shards_two, "loader": turns_two_round}
+    yield Way("calls two models in another order", "absent|other unit|circle", "", "loader", all_do=two)
+    other: dict[str, Deed] = {"before_training": saves_two, "loader": loads_elsewhere}
+    yield Way("loads another checkpoint", "paths", "other checkpoints", "loader", all_do=other, all_say=True)
+    rows: list[tuple[str, str, str, Deed, bool]] = [
+        ("goes back twice", "alone", "begins a backward", backs_twice, False),
+        ("asks for gradients of one parameter first", "circle", "backward", penalises, False),
+        ("saves elsewhere", "paths", "best", saves_elsewhere, True),
+        ("saves with a learning rate of its own, before a step with it", "contents", "lr", saves_with_own_rate, True),
+    ]
+    for name, sentence, also, deed, all_say in rows:
+        yield Way(name, sentence, also, "loader", all_do={"loader": deed}, all_say=all_say)
     for prefix, one in (("", 1), ("rank 0 ", 0)):
-        stopped = saves_behind_and(is_killed(signal.SIGSTOP))
-        name = "while all save in the background"
-        yield Way(f"{prefix}is killed {name}", "save ends", "", loader, all_do=saves_behind_and(is_killed()), one=one)
-        yield Way(f"{prefix}is stopped {name}", "save waits", "", loader, all_do=stopped, one=one, stays=True)
-    yield Way("raises while all save in the background", "failed", "bad sample", loader, all_do=saves_behind_and(fails))
-    for name, options, num_ranks, num_steps in (
-        (
-            "offload to host",
-            {"offload": acc.Offload(params="host", optimizer="host")},
-            2,
-            16,
-        ),  # digests go over the hub
+        name, stops = "while all save in the background", saves_in_background_and(is_killed(signal.SIGSTOP))
+        dies = saves_in_background_and(is_killed())
+        yield Way(f"{prefix}is killed {name}", "save ends", "", "loader", all_do=dies, one=one)
+        yield Way(f"{prefix}is stopped {name}", "save waits", "", "loader", all_do=stops, one=one, stays=True)
+    raises = saves_in_background_and(fails)
+    yield Way("raises while all save in the background", "failed", "bad sample", "loader", all_do=raises)
+
+
+def with_options() -> Iterator[Way]:
+    host = {"offload": acc.Offload(params="host", optimizer="host")}
+    for name, options, num_ranks, num_steps in [
+        ("offload to host", host, 2, 16),  # digests go over the hub
         ("hybrid_shard", {"strategy": acc.HYBRID_SHARD}, 4, STEPS),
         ("no_shard", {"strategy": acc.NO_SHARD}, 2, STEPS),
         ("shard_grad_op", {"strategy": acc.SHARD_GRAD_OP}, 2, STEPS),
-    ):
+    ]:
         more: dict[str, Any] = {"options": options, "num_ranks": num_ranks, "num_steps": num_steps}
         harmless = name == "no_shard"
-        yield Way(f"a bad sample, {name}", "failed", "bad sample", {"loader": fails}, **more)
-        yield Way(f"its step fails, {name}", "failed", "bad sample", {"before_step": fails}, **more)
-        yield Way(f"its disk is full at the step, {name}", "failed", "No space", {"before_step": fills_disk}, **more)
-        yield Way(f"is killed in its backward, {name}", "silent", deeds={"backward": is_killed()}, **more)
-        yield Way(
-            f"evaluates alone, {name}", "nothing" if harmless else "evaluates", deeds={"loader": evaluates}, **more
-        )
-        yield Way(f"its loader is shorter, {name}", "ended", deeds={"loader": ends_its_loop}, **more)
-        yield Way(f"skips its backward, {name}", "no backward", deeds={"skips_backward": nothing}, **more)
+        rows: list[tuple[str, str, str, str, Deed]] = [
+            ("a bad sample", "failed", "bad sample", "loader", fails),
+            ("its step fails", "failed", "bad sample", "before_step", fails),
+            ("its disk is full at the step", "failed", "No space", "before_step", fills_disk),
+            ("is killed in its backward", "silent", "", "backward", is_killed()),
+            ("evaluates alone", "nothing" if harmless else "evaluates", "", "loader", evaluates),
+            ("its loader is shorter", "ended", "", "loader", ends_its_loop),
+            ("skips its backward", "no backward", "", "skips_backward", nothing),
+            ("a step left out", "steps", "steps before it", "skips_step", nothing),
+            ("weights written", "steps", "weights", "after_step", changes_weights),
+        ]
+        for what, sentence, also, moment, deed in rows:
+            yield Way(f"{what}, {name}", sentence, also, moment, deed, all_say=sentence == "steps", **more)
         yield scheduled(f"its scheduler steps once more, {name}", **more)
-        yield Way(f"a step left out, {name}", "steps", "steps before it", {"skips_step": nothing}, all_say=True, **more)
-        yield Way(f"weights written, {name}", "steps", "weights", {"after_step": changes_weights}, all_say=True, **more)
 
 
-WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given, users) for way in make()}
+MAKERS = (ends, alone, differs, given, of_loaders, with_errors, of_all, with_options)
+WAYS: dict[str, Way] = {way.name: way for make in MAKERS for way in make()}
 
 
 def pattern_of(sentence: str, rank: int) -> str:
@@ -777,7 +735,7 @@ def pattern_of(sentence: str, rank: int) -> str:
 
 
 def is_expected(outcome: Outcome) -> bool:
-    """Return True if all ranks that should print did so in time: first the way's sentence, with its other pattern."""
+    """Return True if each rank that should print did so in time: its sentence, which matches `also` too."""
     way = outcome.way
     if way.sentence == "nothing":
         return not outcome.late and not any(outcome.codes.values())
@@ -799,10 +757,10 @@ def main() -> Callable[[], None] | None:
     torch.set_num_threads(1)
     for name in _torch.PRELOADED:  # else each rank imports it for half a second, and longer than its steps take
         importlib.import_module(name)
-    gc.freeze()  # what was imported is not looked through at the end of each rank
-    parts = re.split(r",(?==)", only) if only.startswith("=") else [part for part in only.split(",") if part]
+    gc.freeze()  # no rank's last collection visits the imported objects
+    words = re.split(r",(?==)", only) if only.startswith("=") else [word for word in only.split(",") if word]
     ways = [
-        way for way in WAYS.values() if not parts or any(part == f"={way.name}" or part in way.name for part in parts)
+        way for way in WAYS.values() if not words or any(word == f"={way.name}" or word in way.name for word in words)
     ]
 
     def note(outcome: Outcome) -> None:

@@ -8,14 +8,12 @@ from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.offload.tiers import Tiers
 from accordion.safety.agreement import OrderAgreement
-from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
-from accordion.safety.finite import FiniteCheck
+from accordion.safety.finite import FiniteCheck, OverflowSpread
 from accordion.safety.first_inputs import FirstInputs, have_own_data
 from accordion.safety.forward_writes import ForwardWrites
 from accordion.safety.hidden_losses import HiddenLosses
-from accordion.safety.overflow import OverflowSpread
-from accordion.safety.refusals import guard
+from accordion.safety.refusals import OneCaller, guard
 from accordion.safety.replicas import ReplicaCheck
 from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads

@@ -8,6 +8,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import ECHO_S, Hub, Position
-from accordion.safety.liveness.messages import InputDigest, MeetingOver, StepDigest
+from accordion.safety.liveness.messages import InputDigest, MeetingOver
 from accordion.safety.liveness.polling import poll
 from accordion.safety.liveness.wording import ADVICE, advice
 
@@ -40,6 +41,7 @@ SILENT_POLLS = 30  # after which a waiting rank names the ranks that did not rep
 # After so many forwards without a meeting, devices stop comparing tags, which takes kernels.
 COMPARED_PASSES = 3
 DIGEST_STEPS = 8  # if no reduce carries the digest of steps, the first rank gets every 8th, and the first 8
+NOTICED_STEPS = 4  # backwards after which all ranks know that such digests differ
 POLLS = 3  # polls in a row in which ranks must wait for each other: a rank may just be leaving a wait
 CANNOT_ASK = (
     'On this backend, ranks that wait in a collective cannot be asked, and end with its timeout; debug="order" makes all ranks '
@@ -49,6 +51,16 @@ CANNOT_ASK = (
 
 Join = Callable[[str], dict[int, dict[str, Any]]]
 """Callback that joins a meeting opened by another rank: takes what this rank does, returns the reports by rank."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A long wait of this rank for `ranks`: what it does, and how many polls of this wait there were."""
+
+    ranks: list[int]
+    what: str
+    num_polls: int = 0
+    num_circles: int = 0  # polls in a row in which ranks waited for each other
 
 
 class DivergenceMonitor(Observer):
@@ -76,22 +88,19 @@ class DivergenceMonitor(Observer):
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
         self._join: Callable[[], Join | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
-        self._num_polls = self._num_met = 0
-        self._num_circles = 0  # polls in a row in which ranks waited for each other
+        self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
-        self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
+        self._prefix = f"accordion/{common_name(communicators)}"
         self._own_hub = hub
         if self.listens and hub is None:
-            self._own_hub = hub = Hub.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
+            self._own_hub = hub = Hub.of_job(self._ranks, dist.get_rank(), _torch.default_store(), self._prefix)
             hub.position.may_wait_on_device |= self.cannot_ask
         self._position = Position() if hub is None else hub.position  # for ranks that ask
         self.num_steps = 0  # optimizer steps of parameters of this model
         self._failed_in = ""  # the unit whose forward raised
         self._facts: dict[str, Any] = {}  # about this rank's last passes, for `advice`
         self._awaits_backward = self._has_caught = self._in_backward = False
-        # Set by `StepWatch`: the records of this rank's steps, and the comparison of all ranks' records.
-        self.history: Callable[[], dict[str, Any]] = dict
-        self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
+        self.history: Callable[[], dict[str, Any]] = dict  # `StepWatch.history`: the records of this rank's steps
 
     @property
     def _hub(self) -> Hub | None:
@@ -193,7 +202,7 @@ class DivergenceMonitor(Observer):
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        self._num_circles, next_s = 0, min(REPORT_AFTER_S, lost_s)
+        wait, next_s = _Wait(self._ranks, what), min(REPORT_AFTER_S, lost_s)
 
         def check(waited_s: float) -> None:
             nonlocal next_s
@@ -203,13 +212,13 @@ class DivergenceMonitor(Observer):
                 return
             next_s = waited_s + POLL_S
             self.busy(what)
-            self._report_wait(hub, self._ranks, what)
+            self._report(hub, wait)
 
         over = poll(ready, lost_s, check, hub.pause)
         if over is None:
-            silent = self._silent(hub, hub.posts(self._prefix))
-            others = f"other ranks have made no progress for {lost_s:g} s{silent and f': {silent}'}"
-            self.fail(f"this rank {what}, and {others}; {ADVICE}")
+            others = self._without_post(hub)
+            no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
+            self.fail(f"this rank {what}, and {no_progress}; {ADVICE}")
         self.busy(None)
         return over
 
@@ -262,7 +271,7 @@ class DivergenceMonitor(Observer):
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
         """Wait for `work`, and check now and then if its `ranks` have ended, diverged or opened a meeting."""
-        done, self._num_circles = False, 0
+        done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting
 
@@ -286,7 +295,7 @@ class DivergenceMonitor(Observer):
                 if waited_s - called_s > POLLS * REPORT_AFTER_S and not work.is_completed():
                     self.fail_diverged(reports)  # this rank has joined before, and the work still waits
             elif waited_s >= REPORT_AFTER_S:
-                self._report_wait(hub, ranks, what)
+                self._report(hub, long_wait)
 
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
@@ -303,32 +312,31 @@ class DivergenceMonitor(Observer):
             self._fail_in_backend(what, error)
         return True
 
-    def _report_wait(self, hub: Hub, ranks: list[int], what: str) -> None:
-        """Post that this rank waits for `ranks`; raise `DivergenceError` if all ranks wait for each other in different places."""
-        self._tell({"ranks": ranks, "what": self._doing(what), **self._facts})
+    def _report(self, hub: Hub, wait: _Wait) -> None:
+        """Post that this rank waits; raise `DivergenceError` if all ranks wait for each other in different places."""
+        doing = self._doing(wait.what)
+        self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
         for rank, post in posts.items():
             if "failed" in post:
-                self._break(wording.meanwhile(self._doing(what), rank, post["failed"]), of_rank=rank)
-        self._num_polls += 1
-        if self._num_polls == SILENT_POLLS and (silent := self._silent(hub, posts)):
+                self._break(wording.meanwhile(doing, rank, post["failed"]), of_rank=rank)
+        wait.num_polls += 1
+        if wait.num_polls == SILENT_POLLS and (others := self._without_post(hub)):
             hint = f" {CANNOT_ASK}" if self.cannot_ask else ""
-            log.warning("rank %d %s, and %s; all ranks must call the model.%s", self._rank, what, silent, hint)
+            log.warning("rank %d %s, and %s; all ranks must call the model.%s", hub.rank, wait.what, others, hint)
         # A wait that all of its ranks have joined is slow, but will end.
         places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
         goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
-        self._num_circles = 0 if goes_on or len(posts) < len(self._ranks) else self._num_circles + 1
-        if self._num_circles == POLLS:
+        wait.num_circles = 0 if goes_on or len(posts) < len(self._ranks) else wait.num_circles + 1
+        if wait.num_circles == POLLS:
             each = wording.doing_of(posts)
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
 
-    def _silent(self, hub: Hub, posts: Mapping[int, Any]) -> str:
-        """Return the positions of the ranks without a post if all of them answer; otherwise name them."""
+    def _without_post(self, hub: Hub) -> str:
+        """Return text on the ranks that have posted nothing: their positions, and which of them do not answer."""
+        posts = hub.posts(self._prefix)
         ranks = [rank for rank in self._ranks if rank not in posts]
-        where = hub.where(ranks) if ranks else {}
-        if ranks and set(where) >= set(ranks):
-            return wording.each_of(where, ", ")
-        return f"there is no answer from rank {wording.numbers(ranks)}" if ranks else ""
+        return hub.others(ranks) if ranks else ""
 
     # -- failures
 
@@ -356,7 +364,7 @@ class DivergenceMonitor(Observer):
         """Withdraw this rank's post."""
         if self._post is not None and (hub := self._hub) is not None:
             hub.post(self._prefix, None)
-        self._post, self._num_polls = None, 0
+        self._post = None
 
     def looks(self, device: torch.device) -> bool:
         """Return True if ranks compare the tags of messages: always on a CPU; on a device only soon after a meeting."""
@@ -373,17 +381,19 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """Send the digest `chain` of this rank's steps up to backward `num` to the first rank, for every few backwards.
+        """Have the digest `chain` of this rank's steps up to backward `num` compared, for every few backwards.
 
         Raises `DivergenceError`, at the same backward on every rank, if digests have differed.
         """
         if (hub := self._hub) is None:
             return
-        at = hub.steps_differ_at(self._prefix)
-        if at is not None and num >= at:
+        # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.
+        last = num - NOTICED_STEPS
+        last -= last % DIGEST_STEPS if last > DIGEST_STEPS else 0
+        if hub.has_over(f"{self._prefix}/steps/{last}"):
             self._fail_mismatch("begins a backward")
         if num <= DIGEST_STEPS or num % DIGEST_STEPS == 0:
-            hub.send_to_first(StepDigest(rank=hub.rank, model=self._prefix, num=num, chain=chain))
+            hub.arrive(f"{self._prefix}/steps/{num}", len(self._ranks), str(chain), quiet=True)
 
     def send_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if two ranks have equal ones."""
@@ -398,12 +408,12 @@ class DivergenceMonitor(Observer):
         if (hub := self._hub) is not None:  # all ranks detect the mismatch at about the same time
             poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), POSTS_S, pause=hub.pause)
             posts = hub.posts(self._prefix)
-        text = self.compare(posts)
+        text = wording.step_differences(posts)
         if not text:
             if len(posts) == len(self._ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
             else:
-                others = {rank: post for rank, post in posts.items() if rank != self._rank and "what" in post}
+                others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
                 gone = self._gone(self._ranks)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"

@@ -1,4 +1,4 @@
-"""Report the unit and phase in which NaN or inf appeared first (`debug="finite"`)."""
+"""NaN and inf on some ranks: report where the first one appeared, and let all ranks see an overflow in fp16."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accordion import _torch
 from accordion.engine.communicator import reduced
 from accordion.engine.engine import Engine
 from accordion.engine.observer import CallInForward, Observer
@@ -21,7 +22,7 @@ BACKWARD = "in the gradients of its parameters, before they were reduced"
 
 
 class FiniteCheck(Observer):
-    """Observer that checks parameters, outputs and gradients for NaN and inf, and reports the first ones once a pass.
+    """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and reports the first ones.
 
     A 0-d tensor on the device for each unit and moment becomes 1 if a value is not finite. The host waits for the device once a
     pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit.
@@ -79,3 +80,28 @@ class FiniteCheck(Observer):
                     f"NaN or inf appeared first in unit {unit} ({self._units[unit].name or 'root'}), {moment}, on rank "
                     f"{2**20 - int(value)}; inspect the inputs of that unit on that rank."
                 )
+
+
+class OverflowSpread(Observer):
+    """Observer that adds inf to whole gradients of units in fp16 if any rank's shards have inf or NaN, after each reduce.
+
+    `torch.amp.GradScaler` reduces its flag only if the first gradient is sharded. If that gradient is whole, one rank may skip a
+    step that others take.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def backward_ended(self, reduced: bool) -> None:
+        units, context = self._engine.units, self._engine.context
+        params = [p for u in units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
+        grads = [(p.cut.dim is None, _torch.local_of(p.sharded.grad)) for p in params if p.sharded.grad is not None]
+        whole = [grad for is_whole, grad in grads if is_whole]
+        if not reduced or not whole or not context.cut_communicators:
+            return
+        # On their device, without a wait. Gradients of offloaded units may be on the host.
+        overflows = [(~grad.isfinite()).any().to(context.device) for is_whole, grad in grads if not is_whole]
+        overflow = torch.stack(overflows).any().float() if overflows else torch.zeros((), device=context.device)
+        addend = torch.where(reduced(overflow, context.cut_communicators) > 0, float("inf"), 0.0)
+        for grad in whole:
+            grad.add_(addend.to(grad.device))

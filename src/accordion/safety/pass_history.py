@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from accordion.engine.order import Phase
 
 # Number of last passes from which the next one is predicted: gradient accumulation or evaluations repeat after several.
 HISTORY = 32
 MANY = 1024
+
+
+@dataclass(slots=True)
+class _OpenPass:
+    """A pass in progress: its events so far, those of the `last` pass of this kind, and the position in the latter."""
+
+    kind: Hashable
+    last: list[Hashable]
+    events: list[Hashable] = field(default_factory=list)
+    at: int = 0
 
 
 class PassHistory:
@@ -23,8 +34,7 @@ class PassHistory:
         self._passes: dict[Hashable, list[Hashable]] = {}
         self._followed_by: dict[Hashable, Hashable] = {}  # by the last kind, and by the last `HISTORY` kinds
         self._last: deque[Hashable] = deque(maxlen=HISTORY)
-        # For each pass in progress: its kind, its events, the position in the last pass of that kind.
-        self._open: dict[Phase, tuple[Hashable, list[Hashable], list[int]]] = {}
+        self._open: dict[Phase, _OpenPass] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
         known = False
@@ -35,53 +45,47 @@ class PassHistory:
                 self._followed_by.clear()
             self._followed_by[history] = self._followed_by[last,] = kind
         self._last.append(kind)
-        self._open[phase] = (kind, [], [0])
+        self._open[phase] = _OpenPass(kind, self._passes.get(kind, []))
         return known
 
     def matches(self, phase: Phase, event: Hashable) -> bool:
         """Return True and record `event` if it is the one expected next; otherwise return False and record nothing."""
-        if phase not in self._open:
+        run = self._open.get(phase)
+        if run is None or run.at >= len(run.last) or run.last[run.at] != event:
             return False
-        kind, events, at = self._open[phase]
-        last = self._passes.get(kind, ())
-        if at[0] >= len(last) or last[at[0]] != event:
-            return False
-        events.append(event)
-        at[0] += 1
+        run.events.append(event)
+        run.at += 1
         return True
 
     def note(self, phase: Phase, event: Hashable) -> None:
         """Record `event`, expected or not."""
         if self.matches(phase, event) or phase not in self._open:
             return
-        kind, events, at = self._open[phase]
-        events.append(event)
-        last = self._passes.get(kind, [])
-        if event in last[at[0] :]:
-            at[0] = last.index(event, at[0]) + 1
+        run = self._open[phase]
+        run.events.append(event)
+        if event in run.last[run.at :]:
+            run.at = run.last.index(event, run.at) + 1
 
     def following(self, phase: Phase) -> Hashable:
         """Return the event that is expected next; None at the end."""
-        kind, _, at = self._open[phase]
-        last = self._passes.get(kind, ())
-        return last[at[0]] if at[0] < len(last) else None
+        run = self._open[phase]
+        return run.last[run.at] if run.at < len(run.last) else None
 
     def num_done(self, phase: Phase) -> int | None:
         """Return the number of events so far of the `phase` in progress; None if there is none."""
-        return len(self._open[phase][1]) if phase in self._open else None
+        return len(self._open[phase].events) if phase in self._open else None
 
     def num_left(self, phase: Phase) -> int:
         """Return the number of events that are still expected in the `phase` in progress."""
-        kind, _, at = self._open[phase]
-        return len(self._passes.get(kind, ())) - at[0]
+        return len(self._open[phase].last) - self._open[phase].at
 
     def knows(self, kind: Hashable) -> bool:
         return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
-        if phase not in self._open:
+        run = self._open.pop(phase, None)
+        if run is None:
             return False
-        kind, events, at = self._open.pop(phase)
-        known = at[0] == len(self._passes.get(kind, [])) and kind in self._passes
-        self._passes[kind] = events
+        known = run.kind in self._passes and run.at == len(run.last)
+        self._passes[run.kind] = run.events
         return known

@@ -1,12 +1,18 @@
-"""Refuse conversions, copies and pickles of a sharded model, parameters added after `shard`, and reads of shards in a forward."""
+"""Refuse uses of a sharded model that cannot work.
+
+These are conversions, copies and pickles, parameters added after `shard`, reads of shards in a forward, and calls from a forked
+process or a second thread.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from threading import get_ident
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -17,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
+from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import MIXED, AssertedUsageError, UsageError
 
@@ -215,3 +222,40 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
     for handle in (on_module(register), on_parameter(register)):
         weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(_torch.unseen_by_dynamo(check), prepend=True)
+
+
+# -- calls
+
+
+class OneCaller(Observer):
+    """Observer that refuses calls from a forked process or a second thread. `alone`: there is one rank, so forks are allowed."""
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._pid = os.getpid()
+        self._thread: int | None = None
+
+    def unit_is_called(self) -> None:
+        """Raise `UsageError` in a forked process, and in a thread if another thread's forward is in progress."""
+        thread = self._thread
+        if thread is None:  # the outermost call
+            if not self._alone and os.getpid() != self._pid:
+                raise UsageError(
+                    f"a sharded model was called in process {os.getpid()}, a fork of process {self._pid} that sharded it, and "
+                    "the call would wait for other ranks forever; call the model in the process that sharded it, and not in "
+                    "workers of a DataLoader."
+                )
+        elif thread != get_ident() and not _torch.is_in_backward():
+            raise UsageError(
+                "a sharded model was called from two threads at once, and all ranks must call its units in the same order; call "
+                "it from one thread, or hold a lock around each forward and backward."
+            )
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
+        self._thread = get_ident()
+
+    def forward_ends(self, error: BaseException | None) -> None:
+        self._thread = None
+
+    def interrupted(self) -> None:
+        self._thread = None

@@ -14,6 +14,7 @@ from accordion.engine.observer import Observer
 from accordion.errors import DivergenceError
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import monitor_of
+from accordion.safety.liveness.wording import step_differences
 from accordion.tensor_checksum import checksums
 
 SAMPLE = 64  # elements of each parameter, others each time
@@ -54,7 +55,7 @@ def compare_replicas(engine: Engine, at: int | None = None) -> None:
         return
     details = monitor.meet({**report, "digests": digests, "replica": context.replicate.rank, **monitor.history()}) or {}
     raise DivergenceError(
-        monitor.compare(details)
+        step_differences(details)
         or f"replicas differ: {different(details)}; a rank has modified its own copy of weights; modify weights in the same way "
         "on all ranks, or load the newest checkpoint on all of them."
     )

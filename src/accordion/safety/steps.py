@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.optim import LocalStep, step_hooks
 from accordion.safety.divergence import DivergenceMonitor
+from accordion.safety.liveness.wording import STEPS
 
 KEPT_RECORDS = 64  # backwards; a difference that began earlier is not named with its step
-STEPS = "steps before it"
 NO_OPTIONS = ("params", "param_names")
-OF_FORWARD = frozenset({"autocast", "model"})  # keys of a record that come from its own forward
-SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """The facts of one backward that ranks compare; keys are their names in messages."""
 
@@ -67,7 +64,7 @@ class StepWatch(Observer):
         self._versions: int | None = None  # of all shards, as the last step left them
         self._chain, self._num = 0, 0
         self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # (backward, step, record)
-        monitor.history, monitor.compare = self.history, self.compare
+        monitor.history = self.history
         step_hooks().add(self)
 
     # -- recording
@@ -132,45 +129,10 @@ class StepWatch(Observer):
         else:
             self._monitor.send_steps(self._num, self._chain)
 
-    # -- comparing
-
     def history(self) -> dict[str, Any]:
         """Return the records of this rank's last backwards and of the time since, to send to other ranks."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
-
-    def compare(self, histories: Mapping[int, Mapping[str, Any]]) -> str:
-        """Return an error text that names ranks whose records differ from the first rank's; empty if all are equal."""
-        ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
-        if len(ranks) < 2:
-            return ""
-        first = {num: (step, record) for num, step, record in histories[ranks[0]]["records"]}
-        begun, differing = 0, []
-        for rank in ranks[1:]:
-            for num, step, record in histories[rank]["records"]:
-                if num not in first or first[num][1] == record:
-                    continue
-                theirs = first[num][1]
-                keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
-                # If only one rank stepped, its options are no news.
-                keys = [key for key in keys if (key in theirs) == (key in record)] or keys
-                each = [
-                    f"{key} {record.get(key, NONE)} (rank {ranks[0]}: {theirs.get(key, NONE)})" for key in keys[:SHOWN]
-                ]
-                if record[STEPS] != "0" and OF_FORWARD.issuperset(keys):
-                    step += 1  # the step of the backward; other keys belong to the optimizer step before it
-                differing.append(f"rank {rank} has {'; '.join(each)}")
-                begun = min(begun or step, step)
-                break
-        if not differing:
-            return ""
-        return (
-            f"ranks step differently since step {begun}: {' / '.join(differing)}; give every rank the same optimizer, options "
-            "and number of steps, and modify weights in the same way on all ranks."
-        )
-
-
-NONE = "none"
 
 
 def first_trained(engine: Engine) -> Unit | None:

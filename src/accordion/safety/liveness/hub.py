@@ -27,8 +27,6 @@ from accordion.safety.liveness.messages import (
     PositionAnswer,
     PositionQuestion,
     Post,
-    StepDigest,
-    StepsDiffer,
 )
 from accordion.safety.liveness.polling import poll
 
@@ -37,9 +35,7 @@ KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
 ANSWER_S = 1.0  # time for ranks to answer a question
 ECHO_S = 2.0  # time for the rank that caused a follow-on error to report
 NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
-KEPT_STEPS = 64  # backwards of which the first rank keeps digests
-NOTICED_STEPS = 4  # backwards after which all ranks know that steps differ, and compare their records
-FOR_FIRST = (Arrival, StepDigest, InputDigest)  # messages that the first rank alone acts on
+FOR_FIRST = (Arrival, InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
 
 
@@ -82,7 +78,6 @@ class Hub:
         self._num_questions = 0
         self._called: set[str] = set()  # names of meetings that another rank has joined
         self._over: dict[str, MeetingOver] = {}
-        self._differ_at: dict[str, int] = {}  # by model
         self._first = _FirstRank(self)
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
@@ -177,11 +172,9 @@ class Hub:
 
     # -- meetings
 
-    def arrive(
-        self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, *, wakes: bool = False
-    ) -> None:
-        """Join meeting `name` of `num` ranks, with a report; `over` returns the result (see `Arrival`)."""
-        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, wakes=wakes))
+    def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
+        """Join meeting `name` of `num` ranks, with a report; `over` returns the result. `how`: flags of `Arrival`."""
+        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
 
     def is_called(self, name: str) -> bool:
         """Return True if another rank has joined meeting `name`, which is not over."""
@@ -240,12 +233,6 @@ class Hub:
         unknown = f"there is no answer from rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
         return "; ".join(text for text in (wording.each_of(where), unknown) if text)
 
-    # -- steps and inputs
-
-    def steps_differ_at(self, model: str) -> int | None:
-        """Return the backward at which all ranks compare their steps of `model`; None if no digests differ."""
-        return self._differ_at.get(model)
-
     def send_to_first(self, message: HubMessage) -> None:
         """Send `message` to the first rank, which acts on it."""
         if self._links.leads:
@@ -293,8 +280,6 @@ class Hub:
                 case MeetingOver():
                     self._called.discard(message.name)
                     self._over[message.name] = message
-                case StepsDiffer():
-                    self._differ_at.setdefault(message.model, message.at)
             self._changed.notify_all()
         if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
             args = (message.rank, self._why_not(message.rank), str(self.position))
@@ -334,12 +319,11 @@ class Hub:
 
 
 class _FirstRank:
-    """The duties of the first rank: forward messages, count arrivals at meetings, and compare digests."""
+    """The duties of the first rank: forward messages, count arrivals at meetings, and compare inputs."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._arrivals: dict[str, dict[int, Arrival]] = {}
-        self._steps: dict[str, dict[int, set[int]]] = {}  # by model and backward, the digests of all ranks
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: HubMessage) -> None:
@@ -347,8 +331,6 @@ class _FirstRank:
         match message:
             case Arrival():
                 self._note_arrival(message)
-            case StepDigest():
-                self._compare_steps(message)
             case InputDigest(rank=rank):
                 ranks = self._inputs.setdefault(message.model, {})
                 other = ranks.setdefault(message.digest, rank)
@@ -368,22 +350,13 @@ class _FirstRank:
             del self._arrivals[name]
             reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
             is_same = len({text for _, text, _ in reports}) == 1
+            if is_same and message.quiet:
+                return
             over = MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
             hub.send_and_note(over, list(arrivals))
         elif len(arrivals) == 1 and message.wakes:
             others = [rank for rank in hub.ranks if rank != message.rank]
             hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
-
-    def _compare_steps(self, message: StepDigest) -> None:
-        """If digests of one backward differ, have all ranks compare their records a few backwards later."""
-        hub, model = self._hub, message.model
-        steps = self._steps.setdefault(model, {})
-        chains = steps.setdefault(message.num, set())
-        chains.add(message.chain)
-        if len(steps) > KEPT_STEPS:
-            del steps[min(steps)]
-        if len(chains) > 1 and hub.steps_differ_at(model) is None:
-            hub.send_and_note(StepsDiffer(rank=hub.rank, model=model, at=max(steps) + NOTICED_STEPS), hub.ranks)
 
 
 class _Lease:

@@ -54,7 +54,7 @@ class PositionAnswer(HubMessage):
 class Arrival(HubMessage):
     """`rank` joins a meeting of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
 
-    `wakes`: ranks that wait in a collective join the meeting too.
+    `wakes`: ranks that wait in a collective join the meeting too. `quiet`: if all texts are equal, nothing is sent.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Arrival(HubMessage):
     text: str
     facts: dict[str, Any] = field(default_factory=dict)
     wakes: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +78,6 @@ class MeetingOver(HubMessage):
 
     name: str
     reports: list[tuple[int, str, dict[str, Any]]] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepDigest(HubMessage):
-    """The digest of all optimizer steps of a model on `rank` up to backward `num`, for the first rank."""
-
-    model: str
-    num: int
-    chain: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepsDiffer(HubMessage):
-    """Ranks step a model differently; all compare their records at backward `at`."""
-
-    model: str
-    at: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,3 +219,44 @@ def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
 def _each_of(ranks: list[int]) -> str:
     """Return "rank R" or "each of ranks R, S", so that a verb in the singular can follow."""
     return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
+
+
+# -- steps that differ
+
+STEPS = "steps before it"  # key of a record: the number of optimizer steps since the last backward
+OF_FORWARD = frozenset({"autocast", "model"})  # keys of a record that come from its own forward
+SHOWN = 3  # differences of a rank in a message
+
+
+def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return an error text that names ranks whose `records` of backwards differ from the first rank's; empty if none do.
+
+    A record is (number of the backward, step, texts by name); see `StepWatch`.
+    """
+    ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
+    if len(ranks) < 2:
+        return ""
+    first = {num: record for num, _, record in histories[ranks[0]]["records"]}
+    begun, differing = 0, []
+    for rank in ranks[1:]:
+        for num, step, record in histories[rank]["records"]:
+            if num not in first or first[num] == record:
+                continue
+            theirs = first[num]
+            keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
+            # If only one rank stepped, its options are no news.
+            keys = [key for key in keys if (key in theirs) == (key in record)] or keys
+            each = [
+                f"{key} {record.get(key, 'none')} (rank {ranks[0]}: {theirs.get(key, 'none')})" for key in keys[:SHOWN]
+            ]
+            if record[STEPS] != "0" and OF_FORWARD.issuperset(keys):
+                step += 1  # the step of the backward; other keys belong to the optimizer step before it
+            differing.append(f"rank {rank} has {'; '.join(each)}")
+            begun = min(begun or step, step)
+            break
+    if not differing:
+        return ""
+    return (
+        f"ranks step differently since step {begun}: {' / '.join(differing)}; give every rank the same optimizer, options "
+        "and number of steps, and modify weights in the same way on all ranks."
+    )
