@@ -44,7 +44,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "engine/test_grad_dtype.py": ("asked_grad_dtype", "keep_grad_dtype", "like_in"),
     "engine/test_grid.py": (
         *("foreach_add_", "foreach_copy_", "foreach_mul_", "chunk_cat"),
-        *("local_of", "set_local", "as_dtensor", "as_dtensors", "plain_attributes"),
+        *("local_of", "set_local", "as_dtensor", "as_dtensors", "plain_attributes", "untracked_views"),
     ),
     "engine/test_precision.py": ("saving_hook",),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),

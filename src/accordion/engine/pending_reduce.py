@@ -67,7 +67,7 @@ class PendingReduce:
         if self._group.context.replicate.num_ranks > 1 or self._last is not self._first:
             yield from self._outer_steps()
         else:
-            self._finish_sums(self._first.buffers, self._first.flag_sums)
+            self._finish_sums(self._first.buffers, self._first)
 
     def _outer_steps(self) -> Steps:
         """Reduce over `replicate` the sums that its ranks hold of the same rows."""
@@ -77,7 +77,7 @@ class PendingReduce:
             yield from last.steps()
         else:
             yield replicate.reduce.sum(first.buffers)
-        self._finish_sums(last.buffers, last.flag_sums)
+        self._finish_sums(last.buffers, last)
 
     def _go_on(self) -> None:
         """Begin the reduce over `replicate` on a stream of its own, so that the next unit's gradients do not wait for it."""
@@ -108,7 +108,7 @@ class PendingReduce:
             if transfer is not None:
                 transfer.abandon()
 
-    def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
+    def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)
@@ -116,11 +116,11 @@ class PendingReduce:
             _torch.foreach_mul_(buffers, group.scale)
         if group.after_reduce is not None:
             # The buffers include the flags, which the callback must not change.
-            flags = None if flag_sums is None else flag_sums.clone()
+            flags = None if reduction is None else reduction.flag_sums.clone()
             for buffer in buffers:
                 group.after_reduce(buffer)
-            if flag_sums is not None and flags is not None:
-                flag_sums.copy_(flags)
+            if reduction is not None and flags is not None:
+                reduction.flag_sums.copy_(flags)
 
     def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True

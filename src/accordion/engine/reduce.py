@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import starmap
 from math import prod
 
 import torch
@@ -95,12 +96,11 @@ class AxisReduce:
         num, wire, msg = plan.axis.num_ranks, plan.wire, plan.msg
         self.out = out = torch.empty(msg.shard_numel, dtype=plan.dtype, device=device)
         self.buffers = [out]
-        view = out.as_strided  # half of what a slice costs
-        self._out_pack = view((msg.row_numel,), (1,), msg.pack_start)
-        self.flag_sums = view((msg.num_flags,), (1,), msg.pack_start + msg.pack_numel)
-        self.results = [out] * (len(plan.taken) + len(plan.others))
-        for i, (shape, stride, offset) in zip(plan.others, plan.places, strict=True):
-            self.results[i] = view(shape, stride, offset)
+        with _torch.untracked_views():  # and `as_strided` costs half of a slice
+            self._out_pack = out.as_strided((msg.row_numel,), (1,), msg.pack_start)
+            self.results = list(starmap(out.as_strided, plan.places))
+        for i in plan.taken:
+            self.results.insert(i, out)  # replaced in `load`
         self._whole = [out[part] for part in plan.whole]
         self._direct_out = [out[part] for part in plan.direct]
         self._direct: list[Tensor] = []
@@ -124,6 +124,11 @@ class AxisReduce:
         """Fill buffers with NaN before `load`: an earlier gradient in them, and its tag, would hide a missing wait."""
         for buffer in (self.out, *self._received):
             buffer.fill_(float("nan"))
+
+    @property
+    def flag_sums(self) -> Tensor:
+        start = self._msg.pack_start + self._msg.pack_numel
+        return self.out[start : start + self._msg.num_flags]
 
     @property
     def tensors(self) -> list[Tensor]:
