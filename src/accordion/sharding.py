@@ -86,6 +86,11 @@ class Sharding:
         """The parsed `checkpoint_activations`."""
         return checkpointing_named(self.checkpoint_activations)
 
+    @property
+    def kept_over(self) -> int:
+        """The number of neighbouring ranks that keep one copy from the forward to the backward; 0 if they keep none."""
+        return self.secondary or 0
+
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
         """Raise `UsageError` if `secondary` does not fit the strategy or `num_ranks`. `group`: prefix of the key: "shard."."""
         if self.secondary is None:

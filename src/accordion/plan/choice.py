@@ -66,7 +66,7 @@ class Choice:
         return hash((self.strategy.name, self.checkpointing, self.micro_batch, self.gpus, self.replicas))
 
     def __str__(self) -> str:
-        offload, copies = self.offload, self.sharding.secondary
+        offload, copies = self.offload, self.sharding.kept_over
         parts = [self.strategy.name + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"copies kept over {copies}"] if copies else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import reduced
+from accordion.engine.communicator import reduced as all_reduced
 from accordion.engine.engine import Engine
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import tensors_of
@@ -73,7 +73,7 @@ class FiniteCheck(Observer):
             return
         # The lowest rank has the largest number.
         mark = torch.stack(list(flags.values())) * float(2**20 - self._rank)
-        marks = reduced(mark, self._communicators, dist.ReduceOp.MAX).tolist()
+        marks = all_reduced(mark, self._communicators, dist.ReduceOp.MAX).tolist()
         for (unit, moment), value in zip(flags, marks, strict=True):
             if value:
                 raise NonFiniteError(
@@ -102,6 +102,6 @@ class OverflowSpread(Observer):
         # On their device, without a wait. Gradients of offloaded units may be on the host.
         overflows = [(~grad.isfinite()).any().to(context.device) for is_whole, grad in grads if not is_whole]
         overflow = torch.stack(overflows).any().float() if overflows else torch.zeros((), device=context.device)
-        addend = torch.where(reduced(overflow, context.cut_communicators) > 0, float("inf"), 0.0)
+        addend = torch.where(all_reduced(overflow, context.cut_communicators) > 0, float("inf"), 0.0)
         for grad in whole:
             grad.add_(addend.to(grad.device))

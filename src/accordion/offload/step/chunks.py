@@ -73,7 +73,9 @@ class ParamStep:
     def spans(self, low: int, high: int) -> list[Span]:
         """Return the elements [low, high) of the shard, of its gradient and, if the step must write it too, of its row."""
         entry, (shard_buffer, i) = self.entry, self.place.shard_buffer or (None, 0)
-        shard, grad, row = flat_of(entry.local, entry.local), flat_of(entry.grad, entry.local), None
+        row: Values | None = None
+        shard: Values = flat_of(entry.local, entry.local)
+        grad: Values = flat_of(entry.grad, entry.local)
         if shard_buffer is not None:
             slot = shard_buffer.grads.slots[i]
             shard, row = shard_buffer.shard(i), shard_buffer.row(i)
@@ -173,8 +175,11 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
         local.grad = grad
         at = todo.place.start + part.low - chunk.start
         shaped = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
-        group, states = todo.entry.group, todo.entry.state.items()
-        state = {k: shaped[k] if k in shaped else optimizer_copy.scalar(group, k, v, local) for k, v in states}
+        group = todo.entry.group
+        state = {
+            k: shaped[k] if k in shaped else optimizer_copy.scalar(group, k, v, local)
+            for k, v in todo.entry.state.items()
+        }
         work.append((part, local, state, shaped, rows))
     states = optimizer_copy.step(
         [(part.todo.entry.group, part.todo.entry.param, local, state) for part, local, state, _, _ in work]

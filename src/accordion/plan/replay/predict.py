@@ -119,9 +119,7 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
-    return costs_of(
-        cluster, rate, run.ranks, shards=shards, near=run.sharding.secondary or 0, experts=run.expert_parallel
-    )
+    return costs_of(cluster, rate, run.ranks, shards=shards, near=run.sharding.kept_over, experts=run.expert_parallel)
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one

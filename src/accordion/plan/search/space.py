@@ -116,7 +116,7 @@ class Space:
         for micro_batch in self.search.micro_batches:
             if accumulate := self._accumulate(micro_batch, chosen.gpus):
                 choice = replace(chosen, micro_batch=micro_batch, accumulate=accumulate, replicas=replicas)
-                yield choice.keeping(self.sharding.secondary or 0)
+                yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
         """Return the numbers of replicas to try: by default those that shard over one, two and four nodes."""
