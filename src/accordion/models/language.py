@@ -21,7 +21,8 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """Return the masked language model of `config` on the meta device. Arguments are those of `language_model`."""
+    """Return the masked language model of `config` on meta, in float32. Raises `UsageError` if it cannot be built. `where`:
+    name of `config` in errors. `attention`: `attn_implementation` of transformers, or None for its default."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -45,7 +46,8 @@ def language_model(
 
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
-    """Return the model that `auto`, one of transformers' `Auto` classes, builds from `config`, on meta. Raises `UsageError`."""
+    """Return the model that `auto`, an `Auto` class of transformers, builds from `config`, on meta, in train mode. Raises
+    `UsageError`."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):

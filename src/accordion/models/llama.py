@@ -47,7 +47,8 @@ TRAINED: Mapping[str, LlamaShape] = {  # `vocab` is also the size of the tokeniz
 
 
 def llama_config(shape: LlamaShape, positions: int, **more: Any) -> LlamaConfig:
-    """Return the `LlamaConfig` of `shape` for sequences of at most `positions` tokens. `more`: other keys of it."""
+    """Return a `LlamaConfig` with the sizes in `shape`, at most `positions` tokens and the end token 0. `more`: other arguments
+    of `LlamaConfig`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

@@ -61,7 +61,7 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache folder of accordion; `accordion train` keeps trained tokenizers in its `tokenizers`."""
+    """Return accordion's cache folder in XDG_CACHE_HOME or ~/.cache. Trained tokenizers are in its subfolder `tokenizers`."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
@@ -280,7 +280,7 @@ def check_peft() -> None:
 
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
-    """Return a `LoraConfig` for the base `base`. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or names joined by commas)."""
+    """Return a `LoraConfig`. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or names joined by commas). `base`: its path."""
     check_peft()
     from peft import LoraConfig
 
@@ -296,7 +296,8 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
-    """Freeze `model`, on meta, and return it with LoRA adapters. Raise `UsageError`, which names `key`, for unknown layers."""
+    """Freeze `model`, on meta, add LoRA layers, and return it as a model of PEFT in train mode. Raises `UsageError`, naming
+    `key`, for unsuitable layers. `lora`: `r`, `alpha`, `dropout`, `targets`. `base`: path of the base's weights."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -370,7 +371,7 @@ def extra_of(path: str) -> Mapping[str, Any]:
 
 
 def computing(model: nn.Module) -> Any:
-    """Return the model of transformers, with adapter layers inside, if `model` is a model of PEFT; else `model`."""
+    """Return `model` without the outer module that PEFT puts around it, if there is one; adapter layers inside are kept."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 

@@ -28,7 +28,7 @@ class StagingBuffer:
     emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
-        """Use the buffer for `unit`; if that is a new unit, first wait for all reads and copies. Return `times`."""
+        """Use the buffer for `unit`, after all reads and copies if another had it. Return how often the unit has changed."""
         if self.unit != unit:
             self.wait()
             self.unit, self.times = unit, self.times + 1

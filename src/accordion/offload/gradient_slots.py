@@ -49,7 +49,7 @@ class Gradients:
         adding: Sequence[bool],
         after: Transfer | None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """See `ShardBuffer.put`."""
+        """Start copying `rows`, gradients of the parameters `chosen`, to the host; return them there, and the transfer."""
         to: list[Tensor] = []
         source: list[Tensor] = []
         result: list[Tensor | None] = []

@@ -108,7 +108,7 @@ class SwapFile:
                 self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or returns other bytes than were written."""
+        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or, with checksums, if bytes are not those written."""
         self._transfer(os.preadv, "read", offset, into)
         if self._is_summed:
             pages, sums = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)

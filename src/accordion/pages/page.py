@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show. `name`: file name without suffix. `title`: of its HTML page. `data`: all numbers, for JSON."""
+    """Tables, and notes below them. `name`: of a file, without suffix. `title`: of an HTML page. `data`: numbers, for JSON."""
 
     name: str
     notes: Sequence[str]

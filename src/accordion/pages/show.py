@@ -65,7 +65,7 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Return the indices of the columns to align left: those with text, or without any digit."""
+    """Return the indices of the columns to align left: those in which a cell has `MANY` words, or no cell has a digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]
@@ -93,7 +93,7 @@ def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.F
 
 
 def html_table(table: Table) -> str:
-    """Return the table as HTML; on a phone, each row of more than two columns is shown as a card."""
+    """Return the table as HTML, below its title; on a phone, each row of more than two columns is shown as a card."""
     words = _words(table)
     kinds = [' class="words"' if i in words else "" for i in range(len(table.columns))]
     head = "".join(f"<th{k}>{escape(c)}</th>" for c, k in zip(table.columns, kinds, strict=True))

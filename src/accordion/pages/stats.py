@@ -45,7 +45,7 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of comparing losses. `wrong`: contenders whose losses differ from those of the others."""
+    """Result of comparing `losses`, by contender. `wrong`: contenders that differ by more than `tolerance`, a relative one."""
 
     losses: dict[str, list[float]]
     tolerance: float

@@ -118,8 +118,8 @@ class Choice:
         return self.but(secondary=ranks if gains else None)
 
     def setup(self, node: int = 8, optimizer: str = "adamw", engine: str = "accordion") -> TrainingSetup:
-        """Return the setup for a trace of this choice, with fewer micro-batches (`num_traced`), and no disk but the host. `node`:
-        ranks of one machine. `optimizer`: a name in `OPTIMIZERS`."""
+        """Return the setup that traces this choice, with `num_traced` micro-batches, and the host in place of a disk. `node`:
+        ranks of one machine. `optimizer`: a name in `OPTIMIZERS`. `engine`: "accordion" or "fsdp2"."""
         return TrainingSetup(
             engine=engine,
             ranks=self.gpus,
@@ -134,7 +134,7 @@ class Choice:
 
 
 def in_memory(offload: Offload) -> Offload:
-    """Return `offload` with the host in place of a disk, since a trace has no files."""
+    """Return `offload` with states and activations on the host in place of a disk, since a trace has no files."""
     return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
 
 
@@ -143,13 +143,15 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice to trace in place of `choice`, so that similar choices share a trace: without offloaded states."""
+    """Return a choice that similar choices share, to trace in place of `choice`: with `num_traced` micro-batches, and without
+    offload but that of the inputs of recomputed units, to the host."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
-    """Return the choice to trace in place of `choice`, with offload to the host in place of a disk: equal for the device."""
+    """Return the choice to trace in place of `choice`: with `num_traced` micro-batches, and the host in place of a disk, which
+    makes no difference to the device."""
     return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
 
 

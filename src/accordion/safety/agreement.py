@@ -43,7 +43,8 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """The decision that ranks repeat the last forward up to step `num_done` of forward `root`, which others have reached."""
+    """The decision that ranks which are behind take the steps of their last forward without asking, up to step `num_done` of
+    forward `root`, which other ranks have reached."""
 
     root: int
     num_done: int | None  # None: to the end

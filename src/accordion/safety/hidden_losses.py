@@ -50,7 +50,8 @@ class HiddenLosses(Observer):
         self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Have the backward of `call` begin when autograd reads one of its saved full parameters, if it has not begun."""
+        """Hook tensors that autograd saves during the forward of `call`: the backward of `call` begins, if it has not, when one
+        of them that is a full parameter is read."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:

@@ -105,7 +105,7 @@ class Layout:
 
 
 def local_part(param: nn.Parameter) -> Tensor:
-    """Return the tensor that data parallelism shards: `param`, or its local tensor under other parallelism."""
+    """Return the tensor that data parallelism shards, detached: `param`, or the local tensor of a DTensor."""
     return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
 
 

@@ -67,7 +67,7 @@ class _MeshWait:
                 raise DivergenceError(f"{text}. None of them came in {lost_s:.0f} s.")
 
     def _find_deadlock(self) -> None:
-        """Have the ranks of both meshes fail if another rank waits for this one in another mesh: neither wait can end."""
+        """If a missing rank waits for this rank in another mesh, make the waits of all ranks of these two meshes fail."""
         for rank in self.arrivals.missing():
             theirs = self._last_of(rank)
             if theirs is None or self._rank not in theirs.ranks or self._rank not in theirs.arrivals.missing():

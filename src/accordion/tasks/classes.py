@@ -68,7 +68,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file` and return its module. Its folder joins `sys.path`, as that of a script does."""
+    """Import `file`, unless it is imported, and return its module. Its folder joins `sys.path`, as that of a script does."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -136,7 +136,8 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the class path and options in `values`, and default options. Raises `UsageError` if an option has no value."""
+    """Return the part named by `values`, option -> value and `class_path`; other options have their defaults. `key`: "task" or
+    "optimizer". Raises `UsageError` if an option has neither."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

@@ -32,7 +32,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task, with checked signatures; None for those that it lacks. `name`: for messages and folders."""
+    """The functions of a task, with checked signatures; defaults for those that it lacks. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]

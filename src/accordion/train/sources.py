@@ -61,7 +61,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return the row of `values`, with these fields alone. Raises `UsageError` if a needed field is missing."""
+        """Return the fields of `values` that are named here; `left` of the result names the others. Raises `UsageError` if a
+        needed field is missing. `what`: the word for a field in this error."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."

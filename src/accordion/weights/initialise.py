@@ -115,7 +115,8 @@ class Buffers:
     def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
         """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return names of failures.
 
-        Changes no other parameter and no random generator. `ignore`: as for `left`. `seed`: equal on all ranks, for equal values.
+        Changes no other parameter and no random generator. `ignore`: ids of buffers to leave out. `seed`: equal
+        on all ranks, for equal values.
         """
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:

@@ -107,7 +107,7 @@ def _refuse_left(left: list[str], kinds: str, source: str) -> None:
 
 
 def remember_source(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Store the path of its weights in `model`, for `fill_from_source` of this model or of one that it is a part of."""
+    """Store `folder`, which has the weights, in `model`, for `fill_from_source` of `model` or of a model that contains it."""
     vars(model)[SOURCE] = os.fspath(folder)
 
 
@@ -117,7 +117,8 @@ def source_of(model: nn.Module) -> str | None:
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder that `source_of` returns, and forget the folder. Collective."""
+    """Load the weights of a sharded model from the folder that `source_of` returns, and forget it; do nothing if that is None.
+    Collective."""
     folder = source_of(model)
     if folder is not None:
         load_pretrained(model, folder)
@@ -254,7 +255,8 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return name of the copy -> name of the original, without wrappers, for each tensor in PEFT's `modules_to_save`."""
+    """Return name of the copy -> name of the original, for each tensor of a layer in PEFT's `modules_to_save`. Both names are
+    without wrappers, as in `names_of`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):

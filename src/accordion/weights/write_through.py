@@ -70,7 +70,8 @@ class Fulls(_torch.DispatchMode):
         self.written: set[int] = set()  # ids of the storages that an operator wrote
 
     def replace(self, param: Param, places: Iterable[tuple[nn.Module, str]], writes_shard: bool) -> None:
-        """Register a new `Full` in place of the shard of `param` at `places` (module, attribute). `writes_shard`: see `Full`."""
+        """Register a new `Full` in place of the shard of `param` at `places` (module, attribute). Values written into it go to
+        the shard or, without `writes_shard`, are dropped."""
         full = Full(param, self._device, writes_shard)
         self.all.append(full)
         self._by_storage[id(full.storage)] = full
@@ -97,7 +98,7 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors with memory to the shards and free them, except those in `but` and those that numpy shares."""
+        """Write all full tensors with memory, except those in `but`, to the shards, and free them unless numpy shares them."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)

@@ -33,7 +33,8 @@ class World:
     """Settings of the ranks of a `WorkerTeam`.
 
     Args:
-        group: "real" ranks, or a simulated group, torch's or `null_group`'s, with one process, the first of `num_ranks` ranks.
+        group: "real" ranks, or one process, the first of `num_ranks` simulated ones, in torch's group "fake" or in "still" of
+            `null_group`.
         backend: of a real group; "" is the default of the device type.
         timeout_s: a team that does not answer within it is killed; the default is the timeout of gloo.
     """

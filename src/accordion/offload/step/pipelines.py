@@ -162,9 +162,9 @@ class DevicePipeline:
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span of `chunk`: its memory if the step can use that, else the next part of `buffer`, 1-D uint8.
+    """Return one tensor per span of `chunk`: the memory of its values, or the next part of `buffer` (1-D uint8) in its place.
 
-    Args: `device`: use only memory on this device. With "cpu", use `buffer` for all spans, as for an accelerator.
+    Args: `device`: None: only spans in files use `buffer`; an accelerator: all spans that are not on it; "cpu": all spans.
     """
     result: list[Tensor] = []
     at = 0

@@ -156,7 +156,8 @@ class States:
         self.is_exposed = False
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
-        """Return the steps of the `entries` that are stepped chunk by chunk and have elements on this rank."""
+        """Return the steps of those `entries` that are stepped chunk by chunk and have elements on this rank, after writing
+        changes that a caller made to gradients on disk to their files."""
         steps = []
         for entry in entries:
             place = self._places.get(id(entry.param))

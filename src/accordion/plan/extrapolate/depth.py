@@ -56,7 +56,7 @@ class IrregularError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """How a deep model was shortened for a trace. `period`, `later`: as in `num_traced`."""
+    """How a deep model was shortened for a trace. `period`, `later`: the arguments of `num_traced`."""
 
     first_unit: int  # index of the first block's first unit
     traced: int  # blocks that were traced
@@ -190,7 +190,8 @@ class _Extension:
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the deep model's events for one event of the log: one, or one for each block that a free or wait refers to."""
+        """Yield the deep model's events for event number `at` of `segment`: one per block that a free, wait or transfer's end
+        refers to, or else one. `block`: of this copy of the segment in the deep model; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)

@@ -144,7 +144,7 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Sort choices by the speed that their bounds allow, fastest first, so that later ones are ruled out."""
+        """Return all of `chosen`, sorted by the speed that bounds allow, fastest first, so that slow ones are ruled out."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:

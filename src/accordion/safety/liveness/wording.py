@@ -110,7 +110,7 @@ def _named(error: BaseException, place: str) -> str:
 
 
 def of_another(text: str) -> str:
-    """Return `text`, which a rank wrote about itself, as a text that other ranks print about it."""
+    """Return `text`, which a rank wrote about itself, for other ranks to print: with "it" in place of "this rank"."""
     return text.replace("this rank", "it")
 
 
