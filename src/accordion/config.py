@@ -220,7 +220,7 @@ class Offload:
 
     @property
     def offloads(self) -> bool:
-        """True if shards are stored off the device, next to their gradients, as torch requires."""
+        """True if gradients, and with them the sharded parameters that are stepped, are stored off the device."""
         return self.rest_of_grads != DEVICE
 
     @property

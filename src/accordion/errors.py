@@ -34,8 +34,8 @@ class AssertedUsageError(UsageError, AssertionError):
 
 
 class NonFiniteError(AccordionError, ArithmeticError):
-    """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, and by
-    `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite."""
+    """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, by
+    `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite, and by `accordion train`."""
 
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error if a sharded parameter meets a plain tensor

@@ -38,7 +38,7 @@ HELP_WIDTH = 110
 
 
 def place(default: Any = MISSING) -> Any:
-    """Return a positional field; with a `default` it may be left out."""
+    """Return a dataclass field for a positional argument, which may be left out if the field has a `default`."""
     return field(default=default, metadata={"place": True})
 
 
@@ -233,7 +233,7 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """Return the options of the fields of `kind` and of its groups."""
+    """Return an option for each field of the dataclass `kind`, and for a field that is a dataclass, a group, its options."""
     return list(_options_of(kind, "", ""))
 
 

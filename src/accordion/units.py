@@ -208,7 +208,7 @@ def _by_size(model: nn.Module, num_params: int) -> set[int]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return True if the class of `module` defines a forward; containers do not."""
+    """Return True if the class of `module` defines a forward; `nn.Sequential` does, `nn.ModuleList` does not."""
     return type(module).forward is not nn.Module.forward
 
 

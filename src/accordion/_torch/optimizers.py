@@ -84,5 +84,5 @@ def counts_itself(step: Callable[..., Any]) -> None:
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Count a step, which schedulers expect before their own, or they warn (all versions)."""
+    """Mark `optimizer` as stepped; without the mark, a scheduler warns at its first step (all versions)."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -138,7 +138,7 @@ def timeout_s_of_job() -> float:
 
 
 def ranks_of(mesh: Any) -> list[int]:
-    """Return all ranks of `mesh` by their number in the job; works in a fake tensor mode too. No public name."""
+    """Return the global ranks in `mesh` as a flat list; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 

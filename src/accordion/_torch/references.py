@@ -51,7 +51,7 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
 
 @cache
 def _alone() -> list[tuple[int, ...]]:
-    """Return the reference counts of unshared gradients, measured for a plain one and a view, since versions differ."""
+    """Return `_references` of a plain gradient and of a view that have no other user; measured, since versions differ."""
     counts: list[tuple[int, ...]] = []
 
     @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too

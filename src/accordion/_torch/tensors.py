@@ -42,7 +42,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors inside a tensor subclass that has `__tensor_flatten__`; yield a plain tensor itself."""
+    """Yield `tensor` if it is plain, else the plain tensors that its `__tensor_flatten__` lists, if any; all are detached."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
@@ -98,7 +98,7 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
 
 
 def own_versions_of(tensors: Sequence[Tensor]) -> int:
-    """Return the sum of the version counters of DTensors, without writes to local tensors (as by offloaded steps)."""
+    """Return the sum of the DTensors' own version counters; writes to local tensors, as by offloaded steps, do not count."""
     with plain_attributes():
         return int(sum(map(_version, tensors)))
 

@@ -86,7 +86,7 @@ def mesh_of(seat: Seat) -> DeviceMesh:
 
 
 def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
-    """Return the optimizer of all contenders: torch's fused AdamW, the fastest that each of them supports."""
+    """Return torch's fused AdamW, the fastest that all contenders support, with the learning rate of `setting`."""
     return torch.optim.AdamW(params, lr=setting.lr, fused=True)
 
 

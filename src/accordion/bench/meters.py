@@ -86,7 +86,7 @@ class Allocations(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors in `tree`, without DTensors and tensors that have no memory."""
+    """Return the storage of each tensor in `tree`, repeated if shared; skips DTensors, and meta and fake tensors."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
     return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]
 

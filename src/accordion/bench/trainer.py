@@ -52,7 +52,7 @@ class Trainer:
     """Trains one rank under one contender, and measures losses, times, memory and bytes sent."""
 
     def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
-        """`build` makes the model's loop. `batches`: arguments of each forward."""
+        """`build` returns the loop to measure. `batches` yields the arguments of each forward, to be moved to the device."""
         self._device, self._batches = seat.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.

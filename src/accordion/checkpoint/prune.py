@@ -28,10 +28,10 @@ NEVER = 2**63  # time of a checkpoint whose time is not known: it may be the new
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest complete checkpoint in `folder`, None if there is no checkpoint at all.
 
-    The newest is the one with the largest number at the end of its name, then the latest. A checkpoint is complete if its
-    manifest is sound and the files that it lists have their sizes; `accordion checkpoint verify` reads every byte. Damaged
-    checkpoints that are newer are skipped with a warning that names them. Raises `CheckpointError` if one that may be the newest
-    cannot be read, or if there are checkpoints and all are damaged.
+    The newest has the largest number at the end of its name; among equal numbers, or names without any, it is the last one
+    written. A checkpoint is complete if its manifest is sound and the files that it lists have their sizes;
+    `accordion checkpoint verify` reads every byte. Newer ones that are damaged are skipped with a warning that names them.
+    Raises `CheckpointError` if one that may be the newest cannot be read, or if there are checkpoints and all are damaged.
     """
     result = newest(folder)
     if result.path is None and result.passed_over:

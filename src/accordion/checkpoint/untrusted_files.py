@@ -104,7 +104,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def stored_in(head: bytes, start: int) -> list[StoredTensor]:
-    """Return the tensors that the header `head` describes, in the order of their bytes, which begin at `start`."""
+    """Return the tensors that the safetensors header `head` describes, in the order of their bytes, which begin at `start`.
+    Raises `CheckpointError` for an unknown dtype and for an impossible size."""
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
     words.pop("__metadata__", None)
     tensors = []
@@ -166,7 +167,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `CheckpointError` if a name is not valid Unicode, such as half of a surrogate pair."""
+    """Raise `CheckpointError` if a name cannot be encoded in UTF-8, for example if it has half of a surrogate pair."""
     for name in names:
         try:
             name.encode()

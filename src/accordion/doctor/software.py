@@ -104,7 +104,7 @@ def _core(need: Requirement) -> Finding:
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return the findings about accelerators, their memory and cores. `chosen`: devices of the ranks. `dev`: device files."""
+    """Return the findings about accelerators, memory of `chosen` ones, and CPU cores for `num_ranks`. `dev`: device files."""
     cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
     cores_finding = Finding(

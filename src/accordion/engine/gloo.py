@@ -86,7 +86,8 @@ class SendingReduce(AxisReduce):
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return (received, sent) for each direct gradient, two lists by rank; `received` has this rank's own rows in place."""
+        """Return (received, sent) for each direct gradient, one that is not packed: lists of rows from and to each rank.
+        At this rank's own index, both have its rows of the gradient."""
         messages, rank = [], self._axis.rank
         for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
             c = self._msg.cuts[i]

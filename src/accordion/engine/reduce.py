@@ -75,9 +75,10 @@ class ReducePlan:
         return [*pieces, slice(begun, None)], offsets, max(offset, least) if pieces else offset
 
     def _casts(self) -> list[list[tuple[int, int, int]]]:
-        """Return the pieces in which direct gradients (num_ranks, n) are cast and scattered: lists of (index, start, stop).
+        """Return the pieces in which direct gradients, those that are not packed, are cast and scattered one after the other.
 
-        Each is a range of columns. Pieces use one buffer in turn: `CAST_BYTES`, or an eighth of the gradients if that is more.
+        A piece is a list of (index, start, stop): columns of a gradient (num_ranks, n). It has about `CAST_BYTES`, or an eighth
+        of the gradients if that is more; for a backend that sets `in_one_piece` it is all of them.
         """
         numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
         most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))

@@ -47,11 +47,11 @@ class Waiter(Protocol):
 class SideStream:
     """A stream next to the compute stream, on which transfers run in the order in which they were started.
 
-    Memory rule, which replaces `record_stream`: the thread that runs forward and backward allocates and frees every buffer, on
-    the compute stream. A transfer waits for the event recorded after its buffers were allocated, and keeps them until the
-    compute stream waits for its end. If a caller computes on several streams, the stream on which a buffer was allocated waits
-    for all streams that used it, before it is freed. `late` reveals missing waits: the host starts a transfer only when its
-    result is waited for, and a device stream sleeps first.
+    Memory rule, in place of `record_stream`: the thread that runs forward and backward allocates and frees all buffers on the
+    compute stream. A transfer begins after the work on the compute stream that allocated its buffers, and refers to them until
+    the compute stream waits for its end. If a caller computes on several streams, a buffer is freed after the stream that
+    allocated it has waited for all streams that used it. `late` (`debug="streams"`) delays transfers, so that a missing wait
+    shows as a wrong result: on CPU until the host waits for the result, on a device by a sleep on the side stream.
     """
 
     _event: Callable[[], Any] = staticmethod(lambda: None)  # returns an event to record; None: the device's default

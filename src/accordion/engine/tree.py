@@ -85,7 +85,7 @@ def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
 
 
 def written_into(inputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists and dicts among a call's `inputs` (args, kwargs), also those that the call put there."""
+    """Yield the tensors in arguments that are lists or dicts, to which a call may have added some. `inputs`: (args, kwargs)."""
     args, kwargs = inputs
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, (list, dict)):

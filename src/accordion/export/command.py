@@ -125,7 +125,8 @@ def export(options: ExportOptions, cache: Path) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> tuple[str, bool]:
-    """Return (format to write, True if TARGET ends with the suffix of a file). Raises `UsageError` if they contradict."""
+    """Return (format to write, True if TARGET ends with the suffix of a file). Raises `UsageError` if format and suffix
+    contradict, for `gguf`, and if packages for `onnx` are not installed."""
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
     if form == "gguf":
@@ -224,7 +225,8 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
 
 
 def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
-    """Write the graph to `at`, NAME.onnx, and the weights to NAME.onnx.data next to it."""
+    """Write the graph to `at`, NAME.onnx, and the weights to NAME.onnx.data next to it. Return both paths.
+    Raises `UsageError` if NAME.onnx.data exists."""
     data = at.with_name(f"{at.name}.data")
     if data.exists():
         raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")

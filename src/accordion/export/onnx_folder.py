@@ -64,7 +64,8 @@ def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """Replace all tensors of `model` by fake ones, and return its traced onnx_ir model. Raises `UsageError` if that fails."""
+    """Trace `model` and return its onnx_ir model. Parameters, and the buffers named in `buffers`, are replaced by fake tensors.
+    Raises `UsageError` if torch cannot trace it."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -131,5 +132,5 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _odd(dtype: torch.dtype) -> float:
-    """Return a value that no computed buffer contains; buffers are filled with it to detect those that are not computed."""
+    """Return the value that marks elements of a buffer as not computed: an unlikely number, or False for bool."""
     return -12345.0 if dtype.is_floating_point else -77 if dtype != torch.bool else 0

@@ -23,7 +23,7 @@ from accordion.weights.pretrained import equal_rows, match, names_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a stored model; of tied ones, one is in `sources` and the others are names in `ties`."""
+    """The tensors of a stored model: `sources` lists each of them once, `ties` the other names of those that are tied."""
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
@@ -34,7 +34,8 @@ class NamedTensors:
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
     """Context manager that yields the tensors of a stored model with its adapter merged; they can be read only inside.
 
-    `dtype`: cast floating-point tensors to it. Raises `CheckpointError` if the source is damaged or of another model.
+    `dtype`: cast floating-point tensors to it. Raises `CheckpointError` if the source is damaged or of another model, and
+    `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged.
     """
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:

@@ -18,7 +18,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A tokenized prompt."""
+    """A prompt as text, for output, and as token ids, for the model."""
 
     text: str  # as the user gave it; of a chat, the last message
     ids: tuple[int, ...]  # with the chat template, if --chat is given

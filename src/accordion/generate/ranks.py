@@ -122,7 +122,7 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the weights of `model`, and of the adapter in `whole`, which contains `model`; each rank reads its own rows."""
+    """Load the weights of `model`, then those of its adapter, if any; `whole`: the PEFT model. Each rank reads its own rows."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:
@@ -145,7 +145,8 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer of transformers that prints words as they are generated; None if there are several prompts."""
+        """Return a streamer of transformers that prints words as they are generated; None on a rank that does not print, with
+        several prompts, and with --json."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -165,7 +166,7 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Wait for the remaining answers and print them, then the speed and `how`, which describes the run."""
+        """On the rank that prints: wait for the remaining answers and print them, then the speed and `how`, text on the run."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):

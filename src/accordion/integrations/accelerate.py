@@ -39,7 +39,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     created from its old parameters step on the shards after `prepare`, in the same call or a later one. These methods are
     collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full on the first rank, empty on the others), `save_model`,
     `save_state`, and `load_state`, which may run on another number of ranks.
-    Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM or parallelism is configured.
+    Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM, parallelism, fp8 or a dynamo backend is configured.
     """
 
     _models: list[Any]

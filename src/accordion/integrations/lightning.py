@@ -282,8 +282,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         self._write_file(path, full, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the content of a file. From a folder, load the model and return the rest.
+        """Shard the model, and return the content of a file; of a folder, load the model and return all but optimizer states.
 
+        "state_dict" of a folder has tensors of the loaded model. `load_optimizer_state_dict` reads the optimizer states.
         Lightning calls this before `setup`, so that callbacks have their states when fitting starts.
         """
         path = str(self.broadcast(checkpoint_path))

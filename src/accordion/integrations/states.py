@@ -28,7 +28,8 @@ PLACED = "_accordion_placements"  # attribute of a full tensor: its placements w
 
 
 def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]:
-    """Return (model, its optimizers) for each of `models`. Raises `UsageError` if an optimizer has parameters of several."""
+    """Return (model, its optimizers) for each of `models`; optimizers without parameters of any are left out.
+    Raises `UsageError` if an optimizer has parameters of one of them and others."""
     owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
     pairs: list[Pair] = [(model, []) for model in models]
     for optimizer in optimizers:
@@ -149,7 +150,7 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
-    """Return a full tensor as a DTensor that is sharded like `param` if it has its shape, and replicated otherwise."""
+    """Return the full tensor `one` as a DTensor: sharded like `param` if both have the same shape, else replicated."""
     same_shape = one.shape == param.shape
     placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

@@ -77,7 +77,7 @@ class DivergenceMonitor(Observer):
 
         Args:
             communicators: those of this rank.
-            ranks: all ranks of the model, by their number in the job.
+            ranks: the global ranks that have the model.
             hub: the hub of these ranks; by default the job's.
         """
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]

@@ -237,7 +237,7 @@ class Part:
         self._triggers = []
 
     def dissolve(self) -> None:
-        """Remove the engine of the tree, if there is one; the next use builds a new one."""
+        """Remove the engine of the tree, if there is one: parameters stay sharded, and the next use builds another engine."""
         if self.tree is not None:
             self.tree.dissolve()
 

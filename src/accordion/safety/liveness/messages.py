@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class HubMessage:
-    """Base of all messages. `rank`: the rank that the message is about, by its number in the job."""
+    """Base of all messages. `rank`: the global rank that the message is about."""
 
     rank: int
 
