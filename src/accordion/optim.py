@@ -193,9 +193,8 @@ def step_hooks() -> StepHooks:
 
 def mark_sharded(engine: Engine) -> None:
     """Mark the parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
-    for unit in engine.units:
-        for param in unit.params:
-            vars(param.sharded)[OURS] = True
+    for param in engine.params:
+        vars(param.sharded)[OURS] = True
     step_hooks()
 
 
@@ -357,7 +356,7 @@ def clip_norm_of(
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
-    owned = [(one, param) for one in engines for unit in one.units for param in unit.params]
+    owned = [(one, param) for one in engines for param in one.params]
     parts: dict[tuple[int, ...], NormPart] = {}
     scaled: list[Tensor] = []
     for engine, param in owned:

@@ -75,7 +75,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for param in _all_params(engine):
+        for param in engine.params:
             rows = full_of(param)
             shown_as = rows if param.around is None else param.around.seen(rows)
             full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
@@ -93,7 +93,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
         _register([(module, attr, sharded) for module, attr, sharded, _ in shown])
         if write:
             with torch.no_grad():
-                for param in _all_params(engine):
+                for param in engine.params:
                     full = fulls[id(param)]
                     data = full.data if param.around is None else _torch.local_of(full).data
                     _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
@@ -105,11 +105,6 @@ def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     for module in {id(m): m for m, _, _ in entries}.values():
         if isinstance(module, nn.RNNBase):  # has its parameters in a list too
             module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
-
-
-def _all_params(engine: Engine) -> Iterator[Param]:
-    for unit in engine.units:
-        yield from unit.params
 
 
 def full_of(param: Param) -> Tensor:
@@ -166,7 +161,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
     """Return `values` of `state_dict(keep_vars=True)` with full tensors; empty on other ranks with `rank0_only`. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
-    params = {id(p.sharded): p for p in _all_params(engine)}
+    params = {id(p.sharded): p for p in engine.params}
     result: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     with torch.no_grad():
@@ -188,7 +183,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 
 def is_first_rank(engine: Engine) -> bool:
     """Return True on the first of all ranks of the model, including those of tensor parallelism."""
-    outer = [param.around for param in _all_params(engine) if param.around is not None]
+    outer = [param.around for param in engine.params if param.around is not None]
     return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(each.is_first for each in outer)
 
 
@@ -250,7 +245,7 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     """`load_state_dict` hook of the model: replace full tensors in `state` by this rank's rows, after all ranks compared them."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
-    params = {id(p.sharded): p for p in _all_params(engine)}
+    params = {id(p.sharded): p for p in engine.params}
     named = module.named_parameters(remove_duplicate=False)
     wanted = {
         prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)

@@ -17,6 +17,7 @@ from accordion.engine.context import ShardingContext
 from accordion.engine.late_gradients import UndecidedGradients
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
+from accordion.engine.params import Param
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import RESHARDED, TrainedParams, Unit
@@ -74,6 +75,11 @@ class Engine:
         self.units.append(unit)
         self._full_bytes.append(unit.full_bytes)
         self.hooks.append(hooks)
+
+    @property
+    def params(self) -> list[Param]:
+        """Return the parameters of all units, in the order of the units."""
+        return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
         """Break reference cycles after the model is deleted, so that its memory is freed without the garbage collector."""

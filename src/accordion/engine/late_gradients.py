@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -40,15 +42,9 @@ class UndecidedGradients:
         if not self._entries:
             return
         entries, self._entries = self._entries, {}
-        offsets: dict[int, int] = {}  # of each tensor of counts in their concatenation, by id of the tensor
-        counts: list[Tensor] = []
-        offset = 0
-        for _, _, counted in entries.values():
-            for sums, _ in counted:
-                if id(sums) not in offsets:
-                    offsets[id(sums)], offset = offset, offset + sums.numel()
-                    counts.append(sums)
-        numbers = torch.cat(counts).tolist()
+        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
+        numbers = iter(torch.cat(list(tensors.values())).tolist())
+        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
         for param, grad, counted in entries.values():
-            if param.grad is grad and not any(numbers[offsets[id(sums)] + k] for sums, k in counted):
+            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
                 param.grad = None

@@ -79,7 +79,7 @@ def build_engine(
         unit.reads = reads
     attach_safety(engine, hooks, debug)
     answer_for_shards(engine)
-    mark_meshes(param.sharded for unit in engine.units for param in unit.params)
+    mark_meshes(param.sharded for param in engine.params)
     mark_sharded(engine)
     return engine
 
