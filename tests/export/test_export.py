@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from accordion import cli
 from accordion.checkpoint import save
+from accordion.errors import UsageError
+from accordion.export.onnx_folder import computed_buffers
 from tests.support import language_folders
 from tests.support.refused import refused
 from tests.support.sample import sampled
@@ -413,3 +416,22 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == "onnxscript" else object())
     missing = "needs onnxscript, not installed here; pip install 'accordion-fsdp[export]'"
     refused(capsys, ["export", "x", "y", "--format", "onnx"], missing)
+
+
+class Tables(nn.Module):
+    """A module with two buffers in no file, one of which `_init_weights` computes; `mask` is False in places."""
+
+    def __init__(self, *, is_computed: bool) -> None:
+        super().__init__()
+        self.is_computed = is_computed
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril(), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if self.is_computed:
+            module.mask = torch.ones(3, 3, dtype=torch.bool).tril()
+
+
+def test_buffers_in_no_file_are_computed_by_the_model_or_refused() -> None:
+    assert torch.equal(computed_buffers(Tables(is_computed=True))["mask"], Tables(is_computed=False).mask)
+    with pytest.raises(UsageError, match="computes the buffers mask of SOURCE"):
+        computed_buffers(Tables(is_computed=False))

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
 from accordion.checkpoint import save
+from accordion.tasks.classes import target_of
 from accordion.train import command, launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
@@ -438,6 +439,13 @@ def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.C
     shown = " ".join(capsys.readouterr().out.split())
     assert "--task.width NUMBER of it (default 8)" in shown
     assert "--model.preset" not in shown
+
+
+def test_a_task_in_a_file_named_like_a_module_is_imported_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("queue.py").write_text("class Task:\n    pass\n")
+    monkeypatch.delitem(sys.modules, "task_queue", raising=False)
+    assert target_of("task", "queue.py") is target_of("task", "queue.py")
+    assert "class Task" not in (Path(sys.modules["queue"].__file__ or "").read_text())
 
 
 def test_a_task_is_planned(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

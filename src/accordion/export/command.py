@@ -233,7 +233,11 @@ def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Expo
     with draft_of(at) as draft:
         _onnx(stored, draft, dtype, at.name)
         (draft / data.name).rename(data)  # first, because the graph cannot be used without it
-        (draft / at.name).rename(at)
+        try:
+            (draft / at.name).rename(at)
+        except OSError:
+            data.unlink()
+            raise
     return Exported(
         [str(at), str(data)], ["config.json and the tokenizer; a TARGET without .onnx is a folder that has them"]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +114,31 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     Raises `UsageError` if that code does not compute one of them.
     """
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    owners: dict[str, nn.Module] = {}
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in saved:
-                module._buffers[key] = torch.full(buffer.shape, _odd(buffer.dtype), dtype=buffer.dtype, device="cpu")
-                owners[f"{prefix}.{key}".lstrip(".")] = module
-    for module in dict.fromkeys(owners.values()):
-        if not any(True for _ in module.parameters(recurse=False)):
-            model._init_weights(module)  # type: ignore[operator]
-    buffers = {name: module._buffers[name.rpartition(".")[2]] for name, module in owners.items()}
-    left = [name for name, value in buffers.items() if value is None or bool((value == _odd(value.dtype)).any())]
+    owners = {
+        f"{prefix}.{key}".lstrip("."): module
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in saved
+    }
+    # Elements that are computed do not depend on the value from which the buffer starts.
+    buffers, again = _computed(model, owners, 0), _computed(model, owners, 1)
+    left = [name for name, value in buffers.items() if not torch.equal(value, again[name])]
     if left:
         raise UsageError(
             f"--format onnx: no code of transformers computes the buffers {', '.join(left)} of SOURCE; take hf."
         )
+    return buffers
+
+
+def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
+    """Fill the buffers named in `owners` with `start`, have `model` initialise their modules, and return them by name."""
+    for name, module in owners.items():
+        key = name.rpartition(".")[2]
+        buffer = module._buffers[key]
+        assert buffer is not None, "initialisation does not remove buffers"
+        module._buffers[key] = torch.full(buffer.shape, start, dtype=buffer.dtype, device="cpu")
+    for module in dict.fromkeys(owners.values()):
+        if not any(True for _ in module.parameters(recurse=False)):
+            model._init_weights(module)  # type: ignore[operator]
+    buffers = {name: module._buffers[name.rpartition(".")[2]] for name, module in owners.items()}
     return {name: value for name, value in buffers.items() if value is not None}
-
-
-def _odd(dtype: torch.dtype) -> float:
-    """Return the value that marks elements of a buffer as not computed: an unlikely number, or False for bool."""
-    return -12345.0 if dtype.is_floating_point else -77 if dtype != torch.bool else 0

@@ -35,6 +35,11 @@ def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         model_indices = {owner.get(id(param), -1) for param in params}
+        if len(model_indices) > 1 and min(model_indices) < 0:
+            raise UsageError(
+                f"the optimizer {type(inner_of(optimizer)).__name__} has parameters of a model and others that no prepared model "
+                "has, such as those of a loss; create an optimizer for each of them."
+            )
         if len(model_indices) > 1:
             raise UsageError(
                 f"the optimizer {type(inner_of(optimizer)).__name__} has parameters of several models, but its states are saved "

@@ -91,7 +91,8 @@ class SwapFile:
     def flush(self) -> None:
         """Write all changes made through `mapped` to the file, and drop all checksums."""
         self._map.flush()
-        self._known.fill_(False)
+        with self._lock:
+            self._known.fill_(False)
 
     def settle(self, offset: int, num_bytes: int) -> None:
         """Write changes of a range of whole pages that were made through `mapped` to the file, and drop its checksums.

@@ -74,12 +74,14 @@ def _of_file(key: str, file: str) -> ModuleType:
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    own_name = f"task_{path.stem}"
+    for known in (sys.modules.get(path.stem), sys.modules.get(own_name)):
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            return known
     # Named as the file, so that pickles find it, unless that would hide another module.
-    plain = importlib.util.find_spec(path.stem) if known is None and path.stem.isidentifier() else None
-    name = path.stem if plain is not None and plain.origin == str(path) else f"task_{path.stem}"
+    is_free = path.stem not in sys.modules and path.stem.isidentifier()
+    plain = importlib.util.find_spec(path.stem) if is_free else None
+    name = path.stem if plain is not None and plain.origin == str(path) else own_name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the name ends in .py"
     assert spec.loader is not None, "as above"
