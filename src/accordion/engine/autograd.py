@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.calls import Call, transform_error
+from accordion.engine.observer import GRADIENTS
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
 from accordion.errors import UsageError
@@ -81,7 +82,8 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         adding = [not leave and g is not None for leave, g in zip(listens, earlier, strict=True)]
     any_listens = True in listens
     decide = any_listens or bool(engine.observers.gradients_arrive)  # gradients are read before the backward ends
-    grads = engine.as_gradients(call.unit, call.trained, parts, adding, decide)
+    grads, copies = engine.allocate(GRADIENTS, call.unit.as_gradients, call.trained, parts, adding, decide)
+    engine.arriving += copies
     if parts in engine.reduces_under_way:  # not before: after an error `recover` cleans up the reduces under way
         engine.reduces_under_way.remove(parts)
     if any_listens:
@@ -154,7 +156,7 @@ class Gather(torch.autograd.Function):
             trains = _torch.which_train(call.trained.params)
             engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
             return None, engine.zero if call.sync else None
-        parts = engine.reduce(unit, call.trained, grads, ours)
+        parts = engine.allocate(GRADIENTS, unit.reduce, call.trained, grads, ours)
         engine.reduces_under_way.append(parts)
         assert call.reduce_node is not None, "a call that reduces has its node"
         call.reduce_node.reducing.setdefault(task, []).append((call, parts))

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.context import ShardingContext
 from accordion.engine.late_gradients import UndecidedGradients
-from accordion.engine.observer import GATHERED, GRADIENTS, Observers
+from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
-from accordion.engine.unit import RESHARDED, TrainedParams, Unit
+from accordion.engine.unit import RESHARDED, Unit
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 IN_BACKWARD = -1  # the root call of calls that are recomputed in a backward
 WAITING_ROOTS = 4  # the most forwards without a backward that keep leases; the backward of an older one gathers again
@@ -151,18 +153,21 @@ class Engine:
         for notify in self.observers.forward_ends:
             notify(error)
 
-    def unshard(self, unit: Unit) -> None:
-        """Begin to gather a unit, unless it is gathered or a gather is under way."""
+    def allocate(
+        self, purpose: Purpose, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
+    ) -> Result:
+        """Return the result of `function`, and tell observers that the memory which it allocates is for `purpose`."""
         for notify in self.observers.memory_is_for:
-            notify(GATHERED)
-        unit.unshard()
+            notify(purpose)
+        result = function(*args, **kwargs)
         for notify in self.observers.memory_is_for:
             notify(None)
+        return result
 
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if it is not, take a lease and return the version of the shards; see `Unit.acquire`."""
         if unit.full_params is RESHARDED:
-            self.unshard(unit)
+            self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
 
     def reshard_unused(self, waits: bool = True) -> None:
@@ -265,33 +270,7 @@ class Engine:
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add this rank's full gradients of the parameters `indices` to their local sums (no_sync)."""
         self.writes_here()
-        for notify in self.observers.memory_is_for:
-            notify(GRADIENTS)
-        unit.local_sums.add(indices, grads)
-        for notify in self.observers.memory_is_for:
-            notify(None)
-
-    def reduce(
-        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
-    ) -> list[PendingReduce]:
-        for notify in self.observers.memory_is_for:
-            notify(GRADIENTS)
-        parts = unit.reduce(trained, grads, ours)
-        for notify in self.observers.memory_is_for:
-            notify(None)
-        return parts
-
-    def as_gradients(
-        self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
-    ) -> list[DTensor | None]:
-        """Return the gradients of `Unit.as_gradients`, and add their copies to `arriving`."""
-        for notify in self.observers.memory_is_for:
-            notify(GRADIENTS)
-        grads, copies = unit.as_gradients(trained, parts, adding, decide)
-        for notify in self.observers.memory_is_for:
-            notify(None)
-        self.arriving += copies
-        return grads
+        self.allocate(GRADIENTS, unit.local_sums.add, indices, grads)
 
     def land_gradients(self) -> None:
         """Let the host wait for copies of gradients to their tier, and then add those that are terms of a sum."""
@@ -379,9 +358,10 @@ class Engine:
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
-            parts = self.reduce(unit, trained, None, none_ours)
+            parts = self.allocate(GRADIENTS, unit.reduce, trained, None, none_ours)
             decide = any(_torch.grads_of(trained.params)[1]) or bool(self.observers.gradients_arrive)
-            grads = self.as_gradients(unit, trained, parts, none_ours, decide)
+            grads, copies = self.allocate(GRADIENTS, unit.as_gradients, trained, parts, none_ours, decide)
+            self.arriving += copies
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):
@@ -405,7 +385,7 @@ class Engine:
         for index in chosen:
             following = self.units[index]
             if following.full_params is RESHARDED and (phase is FORWARD or following.needs_full_in_backward):
-                self.unshard(following)
+                self.allocate(GATHERED, following.unshard)
 
     def expected(self, unit: Unit) -> Unit | None:
         following = self.order.after(FORWARD, unit.index)

@@ -22,7 +22,7 @@ from accordion.engine.full_buffer import FullBuffer
 from accordion.engine.group import GroupPlan
 from accordion.engine.hooks import Hooks, attached_to
 from accordion.engine.layout import Cut
-from accordion.engine.observer import Observer
+from accordion.engine.observer import GATHERED, Observer
 from accordion.engine.order import Phase
 from accordion.engine.params import Param
 from accordion.engine.unit import Unit, UnitPolicy
@@ -86,7 +86,7 @@ class Lease:
             engine.recover()
             unit.drop_stale()
         with torch.inference_mode(False):
-            engine.unshard(unit)
+            engine.allocate(GATHERED, unit.unshard)
         return unit
 
     def take(self) -> None:
