@@ -57,7 +57,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         *("fake_metadata", "fake_like", "fake_view", "fake_collectives", "mutated_arguments", "argument_of"),
         *("named_arguments", "DispatchMode", "EagerMode", "WITHOUT_KERNEL", "around_propagation"),
     ),
-    "plan/test_bad_models.py": ("is_compiled", "without_compile"),
+    "plan/test_models.py": ("is_compiled", "without_compile"),
     "pool.py": ("PRELOADED",),
     "safety/test_steps.py": ("hooks_after_any_step",),
     "safety/test_waits.py": ("assert_on_device", "ASSERT_BYTES"),

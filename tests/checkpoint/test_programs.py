@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import accordion as acc
-from accordion.config import STRATEGIES
 from accordion.train.data import GlobalOrder, Share, loader_of
 from tests.devices import device
 from tests.support import models
 from tests.support.checkpoints import differing
 from tests.support.checks import assert_equal, full, go_on, one_loss
-from tests.support.ranked import on_strategies, on_world
+from tests.support.ranked import on_world, under_strategies
 
 
 def fresh(mesh, seed=0, dtype=None, **options):
@@ -29,10 +28,9 @@ def trained(mesh, steps=2, **options):
     return model, optimizer
 
 
-@on_strategies("shard_optim")
+@under_strategies("shard_optim")
 def test_save_between_micro_batches_changes_nothing(mesh, strategy, tmp_path):
     """The checkpoint has the weights before the step, and the step does not change."""
-    strategy = STRATEGIES[strategy]
     ends: list[dict[str, torch.Tensor]] = []
     for i, when in enumerate((None, "locally", "summed", "behind")):
         model, optimizer = trained(mesh, strategy=strategy)
