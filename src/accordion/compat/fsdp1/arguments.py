@@ -86,9 +86,8 @@ class Arguments:
         return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """Return the mesh for `shard`: `device_mesh`, one made of `process_group`, or None for all ranks. Without both, hybrid
-        strategies shard over the accelerators of a host and replicate over hosts. Raises `UsageError` if `process_group` does
-        not suit."""
+        """Return `device_mesh`, or a mesh of `process_group`, or None for all ranks. Without both, hybrid strategies shard over
+        a host's accelerators and replicate over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh

@@ -81,8 +81,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trainable parameters: a `Precision.master` that changes none, since wider ones keep
-    theirs."""
+    """Return the narrowest dtype of trained parameters: a `Precision.master` that changes none, as wider ones keep theirs."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -95,8 +94,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes the parameters with ids in `ignored` from modules of `root`, and restores their old
-    order."""
+    """Context manager that removes parameters with ids in `ignored` from modules of `root`, and restores their old order."""
     removed_from: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     for module in root.modules() if ignored else ():
         if any(id(p) in ignored for p in module._parameters.values()):

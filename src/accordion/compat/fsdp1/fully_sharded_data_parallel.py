@@ -125,16 +125,14 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager, of the root only, that accumulates full gradients without communication; the next backward reduces
-        the sum."""
+        """Context manager that sums full gradients locally; the next backward outside reduces the sums. For the root only."""
         self._root_engine("no_sync()")
         with state.no_sync(self):
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients, on the root only, so that their norm is at most `max_norm`; return the norm before, 0-d
-        float32."""
+        """Scale gradients to a global norm of at most `max_norm`; return the norm before, 0-d float32. For the root only."""
         self._root_engine("clip_grad_norm_()")
         return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -199,8 +197,7 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` writes them to the
-    shards."""
+    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` keeps changes."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

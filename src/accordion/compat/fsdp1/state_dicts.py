@@ -63,8 +63,7 @@ class StateDicts(Wrapper):
         return destination  # type: ignore[no-any-return]
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Make entries of a state dict full or sharded, on host or device, as `set_state_dict_type` chose. Changes
-        `tensors`."""
+        """Return `tensors` as full tensors or shards, as `set_state_dict_type` chose. The dict `tensors` is changed."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -90,8 +89,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the type of later state dicts for all wrappers in `module`, and return the previous settings. A config None is
-        the default. Raises `UsageError` for values that are not supported."""
+        """Set the type and configs (None: defaults) of later state dicts in `module`, and return the previous settings."""
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
         before = wrappers[0]._settings
@@ -163,8 +161,7 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """Return the full state dict of `optim` by qualified names, on CPU, empty on ranks other than 0 if `rank0_only`.
-        Collective."""
+        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on other ranks than 0. Collective."""
         settings = settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
@@ -198,8 +195,7 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Convert the first rank's full state dict by qualified names to one for `optim.load_state_dict` on every rank.
-        Collective."""
+        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. Collective."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
@@ -220,8 +216,7 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's settings for state dicts of `kind`, with default configs for None. Raises `UsageError` if not
-    supported."""
+    """Return torch's `StateDictSettings`; a config that is None is the default of `kind`. Raises `UsageError`."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -254,8 +249,8 @@ def own_dtensor(full: Tensor, param: Param) -> Any:
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return `value`, an optimizer state of `param`, as a DTensor sharded like `param` if it has the same shape, else as a full
-    tensor. Collective if `value` is a DTensor that is sharded otherwise."""
+    """Return the optimizer state `value` as a DTensor sharded like `param` if it has the same shape, else as a full tensor.
+    Collective if `value` is a DTensor that is sharded otherwise."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -371,8 +366,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return what the first rank of the engine passed as `value`, a collective. Without an engine, return this rank's
-    `value`."""
+    """Return the `value` that the engine's first rank passed, a collective; without an engine, this rank's `value`."""
     if from_first is None:
         return value
     values = [value]

@@ -103,7 +103,8 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`."""
+    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`.
+    Raises `UsageError` if there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
@@ -121,8 +122,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make root modules, such as pipeline stages, use the first one's streams and communicators if they have its mesh. Call it
-    first."""
+    """Make root modules (pipeline stages) of one mesh share the first one's communicators. Call it before the first forward."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()

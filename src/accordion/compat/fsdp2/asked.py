@@ -77,8 +77,7 @@ class Asked:
 
 
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
-    """Return the checked arguments of one `fully_shard` call; create the process group if there is none. Raises
-    `UsageError`."""
+    """Return the checked arguments of one `fully_shard` call. Creates the process group if needed. Raises `UsageError`."""
     spmd = _spmd_of(mesh, dims)
     mesh = _mesh_of(mesh, spmd)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -156,8 +155,7 @@ def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
 
 
 def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """Return the data-parallel mesh: that of `spmd`, else `mesh`, else one of all ranks, whose process group is created if
-    needed."""
+    """Return the data-parallel mesh: of `spmd`, `mesh`, or of all ranks, whose process group is created if there is none."""
     if spmd is not None:
         return spmd.data_parallel()
     if mesh is None:
@@ -215,8 +213,7 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
 
 
 def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps `param` in its own dtype. Raises `UsageError` for a
-    third."""
+    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param`; refuse a third dtype."""
     rule = getattr(policy, "param_dtype_override_fn", None)
     asked = None if rule is None else rule(param)
     if asked not in (None, policy.param_dtype, param.dtype):

@@ -29,11 +29,10 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Shard the parameters of the modules of `part`, one `fully_shard` call, except those of calls inside it. Buffers move to
-    the device.
+    """Shard the parameters of the `fully_shard` call `part`, but not of calls inside it. Buffers move to the device.
 
-    `cut_dim` chooses the dim and mesh of each parameter. Parameters on the meta device stay there. If one is refused, none is
-    sharded, and the modules are no longer of this `part`.
+    `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If one is refused, none is
+    sharded and the modules lose their reference to `part`.
     """
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -77,8 +76,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part` that are not sharded yet; one that is tied to a parameter of another part is replaced by
-    that."""
+    """Yield the parameters of `part` that no call has sharded; replace those tied to one of another call by its parameter."""
     inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)

@@ -18,7 +18,7 @@ transformers or TRL, on Accordion's engine: torchrun, with accordion.compat.fsdp
 
 
 def run(words: list[str]) -> int:
-    """Run torchrun's command line `words` (options, program, its arguments) and return the exit code: 1 if a rank failed."""
+    """Run the command line `words` as torchrun would, and return the exit code, 1 if a rank failed. Raises `UsageError`."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2

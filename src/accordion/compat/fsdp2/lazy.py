@@ -1,5 +1,4 @@
-"""Engine of a `fully_shard` model: each call shards its parameters at once, and the first use builds one engine for all
-calls."""
+"""Engine of `fully_shard`: each call shards its parameters at once, and the first use builds one engine for all calls."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class Lease:
         return unit
 
     def take(self) -> None:
-        """Gather parameters, and register the full ones in the modules as plain leaf tensors, unless they are registered
-        already."""
+        """Gather parameters, and register them in the modules as plain leaf tensors. Does nothing if they are registered."""
         part, unit = self._part(), self.begin()
         if part is None or self.shown is not None:
             return
@@ -142,8 +140,7 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, full parameter `i` of an explicit `unshard`: move its gradient, of a use outside any forward, to the
-    engine, which reduces it."""
+    """Hook of `leaf`, the unsharded parameter `i`: move a gradient from outside any forward to the engine, which reduces it."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -172,7 +169,7 @@ class Part:
             tuple[str, weakref.ref[Part]]
         ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
-        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
+        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
         self.handle: object = None  # of an async `finalize_backward`, until its `wait`
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
@@ -210,16 +207,14 @@ class Part:
         return self.tree.engine
 
     def ensure(self) -> Unit:
-        """Return the unit of this part. If there is none, build one engine for the outermost part and all inside it, a
-        collective."""
+        """Return the unit of this part. If needed, build the engine of the outermost part and all inside it, a collective."""
         if self.unit is None:
             Tree(self.outermost())
         assert self.unit is not None, "a part belongs to the tree of its outermost part"
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context with streams and communicators, for all engines that this part will have. Collective the first
-        time."""
+        """Return the context (streams, communicators) of all engines that this part will have. Collective the first time."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:
@@ -313,8 +308,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; parameters stay sharded. Raises `UsageError` in a forward or backward, or if there are unreduced
-        gradients."""
+        """Remove the engine; parameters stay sharded. Raises `UsageError` in a pass, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(
@@ -371,8 +365,7 @@ def _checked_parameters(root: nn.Module, top: Part, parts: list[Part]) -> list[t
 
 
 def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[Owned, Layout]]) -> Engine:
-    """Build and return the engine of `parts`, with one unit for each; the shards in `owned` move into its memory.
-    Collective."""
+    """Build the engine of `parts`, one unit for each; the shards in `owned` move into its memory. Collective."""
     names = {id(m): name for name, m in root.named_modules()}
     chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
     context, strategy = top.wired(), top.asked.sharding.strategy
@@ -448,8 +441,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Return the groups of one unit, by dtype and mesh (`contexts`: of other meshes). Collective if `reshard_after_forward` is
-    an int."""
+    """Group the parameters of one unit by dtype and by mesh. `contexts`: of meshes other than the model's. Collective if
+    `reshard_after_forward` is an int."""
     by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
     for o, layout in parameters:
         if not is_extended(o.original):

@@ -33,8 +33,7 @@ class GradientReductionHandle(_Handle):  # type: ignore[misc]
         self._part = None if part is None else weakref.ref(part)
 
     def wait(self) -> None:
-        """Allow the next `finalize_backward`; gradients are ready. Raises `RuntimeError` if `reset_iter_state` has dropped
-        them."""
+        """Allow the next `finalize_backward`; gradients are ready. Raises `RuntimeError` after `reset_iter_state`."""
         part = None if self._part is None else self._part()
         self._part = None
         if part is None:
@@ -61,11 +60,10 @@ class UnshardHandle:
 
 class FSDPModule(_Base):  # type: ignore[misc]
     """Methods of a module that `fully_shard` has sharded. The setters act from the next forward or backward on; with `recurse`
-    they change the FSDP modules inside too."""
+    also on the FSDP modules inside."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a module of the original class instead, because a slice of an `nn.Sequential` is created by calling its
-        class."""
+        """Return a module of the original class, because `nn.Sequential` calls its own class for a slice."""
         original: Any = next(kind for kind in cls.__mro__ if kind is not _Base and not issubclass(kind, FSDPModule))
         module = original.__new__(original)
         module.__init__(*args, **kwargs)
@@ -152,8 +150,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or add up full gradients on each rank until a backward that reduces
-        (False)."""
+        """Choose if backwards reduce gradients (True), or add up full ones on each rank until one that reduces (False)."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
@@ -168,8 +165,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Store `enabled` without effect, on the root, between steps: `finalize_backward` always reduces accumulated
-        gradients."""
+        """Accepted without effect, between steps, on the root: `finalize_backward` always reduces accumulated gradients."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
@@ -178,8 +174,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients accumulated without communication, and free full parameters according to the settings.
 
-        Collective, for the root only. With `async_op` returns a handle, whose `wait` must be called before the next
-        `finalize_backward`. Raises `RuntimeError` if it was not, or inside a forward or backward.
+        Collective, for the root, outside forward and backward. With `async_op` returns a handle, to be waited for before the
+        next call.
         """
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
@@ -238,24 +234,21 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect if positive: large gradients are reduced without a buffer, and no reduce waits for
-        another's."""
+        """Accepted without effect if positive: reduces of large gradients have no buffers, and never wait for each other's."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:
             raise UsageError(f"max_input_buffers is {max_input_buffers}; pass a positive number.")
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise `UsageError`: parameters are gathered directly into their memory, without staging buffers that `comm` could
-        allocate."""
+        """Raise `UsageError`: parameters are gathered directly into their memory, without buffers that `comm` allocates."""
         raise UsageError(
             "set_custom_all_gather is not supported: parameters are gathered directly into their memory, without a staging "
             "buffer that a custom all-gather could allocate; leave it out."
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise `UsageError`: gradients are often reduced by an all-to-all and a local sum, which a reduce-scatter cannot
-        replace."""
+        """Raise `UsageError`: gradients are often reduced by an all-to-all and a sum, which a reduce-scatter cannot replace."""
         raise UsageError(
             "set_custom_reduce_scatter is not supported: gradients are often reduced by an all-to-all and a local sum, which a "
             "custom reduce-scatter cannot replace; leave it out."
@@ -342,9 +335,7 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
     """Pre-hook of `load_state_dict`: wait for steps in progress, and put DTensors of `state` on the mesh of the parameters.
-
-    With assign=True it also removes the engine of the old parameters.
-    """
+    With assign=True also remove the engine, since it has the old parameters."""
     for part in parts_below([module]):
         part.settle()
     named = module.named_parameters(remove_duplicate=False)
