@@ -119,8 +119,7 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Train each contender for `LOSS_STEPS` steps and compare the losses, means over ranks. Raises `BenchError` if they
-    differ."""
+    """Train each contender for `LOSS_STEPS` steps and compare losses, means over ranks. Raises `BenchError` if they differ."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)

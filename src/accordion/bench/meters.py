@@ -17,7 +17,7 @@ _Mode: Any = _torch.DispatchMode
 
 
 class Allocations(StorageWatch):
-    """Context manager that counts live bytes: each storage that an operator makes inside it, until it is freed or resized.
+    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed.
 
     Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
     are no alternative, since they miss what gloo's threads free.

@@ -82,8 +82,7 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to measure: `make` creates it, `vocab` is its number of tokens, `batch` and `seq` are the default shape of a
-    batch."""
+    """A model to measure: `make` creates it, `vocab` is its number of tokens, `batch` and `seq` are a batch's default shape."""
 
     make: Callable[[], nn.Module]
     vocab: int

@@ -86,7 +86,7 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones. Returns the times of each measured step.
+        """Run `warm` steps, then `count` measured ones. Return seconds by name for each, such as "forward", "step" and "cpu".
 
         As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, "host" and "cpu" are
         those of one more step, which begins when the device is idle.

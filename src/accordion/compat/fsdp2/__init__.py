@@ -72,10 +72,9 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered together.
-        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer
-            ranks.
+        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer.
         reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
-            leaves this to the engine. An int, which must divide the ranks, keeps them sharded over that many ranks.
+            leaves this to the engine. An int n, which must divide the ranks, keeps them sharded over n ranks.
         shard_placement_fn: parameter -> Shard(dim), None for dim 0, or torch's ShardPlacementResult with a mesh of its own.
         mp_policy: dtypes of computation, reduction and output. The parameters that the optimizer steps keep their dtype.
         offload_policy: `CPUOffloadPolicy` keeps parameters, gradients and optimizer states on the host.
@@ -139,8 +138,7 @@ def install() -> Installed:
     """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process.
 
     For programs that you do not want to edit; call it before models are sharded. Modules that have imported torch's names are
-    changed too, except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes the
-    replacement.
+    changed too, except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes this.
     """
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 

@@ -155,7 +155,7 @@ def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
 
 
 def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """Return the data-parallel mesh: of `spmd`, `mesh`, or of all ranks, whose process group is created if there is none."""
+    """Return the data-parallel mesh: that of `spmd`, `mesh`, or all ranks (creates the process group). Raises `UsageError`."""
     if spmd is not None:
         return spmd.data_parallel()
     if mesh is None:
@@ -176,8 +176,8 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Return two readings of `reshard_after_forward`: keep full parameters until the backward (None: the engine decides), and
-    the number of ranks to reshard over if an int asks for some of them."""
+    """Translate `reshard_after_forward` to a tuple: keep full parameters until the backward (None: the engine decides), and how
+    many ranks to reshard over if an int asks for fewer than all. Raises `UsageError` for other values."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -213,7 +213,7 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
 
 
 def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param`; refuse a third dtype."""
+    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param`. Raises `UsageError`."""
     rule = getattr(policy, "param_dtype_override_fn", None)
     asked = None if rule is None else rule(param)
     if asked not in (None, policy.param_dtype, param.dtype):

@@ -76,7 +76,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part` that no call has sharded; replace those tied to one of another call by its parameter."""
+    """Yield the parameters of `part` that no call has sharded. A parameter that is tied to one of another call is replaced by
+    that call's sharded parameter in the modules of `part`, and not yielded."""
     inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)

@@ -308,7 +308,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; parameters stay sharded. Raises `UsageError` in a pass, or if there are unreduced gradients."""
+        """Remove the engine; shards stay. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(

@@ -27,13 +27,13 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns; gradients are ready already."""
 
     def __init__(self, part: Part | None = None) -> None:
         self._part = None if part is None else weakref.ref(part)
 
     def wait(self) -> None:
-        """Allow the next `finalize_backward`; gradients are ready. Raises `RuntimeError` after `reset_iter_state`."""
+        """Allow the next `finalize_backward`. Raises `RuntimeError` if `reset_iter_state` dropped the gradients."""
         part = None if self._part is None else self._part()
         self._part = None
         if part is None:
@@ -165,17 +165,17 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect, between steps, on the root: `finalize_backward` always reduces accumulated gradients."""
+        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or inside the
+        root."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
         part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients accumulated without communication, and free full parameters according to the settings.
+        """Reduce gradients accumulated without communication; free full parameters unless `set_reshard_after_backward(False)`.
 
-        Collective, for the root, outside forward and backward. With `async_op` returns a handle, to be waited for before the
-        next call.
+        Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
         """
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
@@ -204,7 +204,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.push()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Divide the sum of this module's own gradients by `factor`; torch's older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
