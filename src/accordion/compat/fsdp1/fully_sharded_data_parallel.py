@@ -197,7 +197,7 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` keeps changes."""
+    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` shards them again."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

@@ -161,7 +161,8 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on other ranks than 0. Collective."""
+        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first.
+        Collective."""
         settings = settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )

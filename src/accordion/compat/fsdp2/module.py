@@ -165,7 +165,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or inside the
+        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or if not the
         root."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
