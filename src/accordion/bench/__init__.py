@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: this engine and its peers, on one machine."""
+"""`accordion bench`: train one model under this engine and others (FSDP2, FSDP1, DDP, DeepSpeed), and measure each of them."""

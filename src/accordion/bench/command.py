@@ -100,7 +100,7 @@ def run(words: list[str]) -> int:
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
-    """Run `job(chosen_options)`, show the page that it returns, and write it into the folder `FOLDER`. Returns 0."""
+    """Check the options, run `job(chosen_options)`, show the page that it returns, and write it into `FOLDER`. Returns 0."""
     check_limits(chosen_options)
     check_folder(FOLDER)
     page = job(chosen_options)
@@ -110,12 +110,13 @@ def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
 
 
 def device_of(asked: str) -> str:
-    """Return the device type to measure on. Raises `UsageError` if this machine does not have the one asked for."""
+    """Return the device type for `asked`, such as "auto" or "cpu". Raises `UsageError` if this machine does not have it."""
     return devices_named(asked, "device", devices_here()).type
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Return a world of `nproc` ranks; CPU ranks share the cores. Raises `UsageError` for more ranks than accelerators."""
+    """Return a world of `nproc` ranks; 0: one per accelerator, or 2 without. CPU ranks share the cores. Raises `UsageError` for
+    more ranks than accelerators."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:

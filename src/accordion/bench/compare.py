@@ -30,7 +30,9 @@ PARTS = ("forward", "backward", "optimizer")
 class ContenderResult:
     """The figures of one contender. Seconds are means over ranks; bytes are those of the rank with the most.
 
-    `steps`, `cpu`: wall and CPU seconds of each step, by round.
+    `times`: seconds of "forward", "backward", "optimizer", "step" and "cpu" over all measured steps. `steps`, `cpu`: wall and
+    CPU seconds of each step, by round. `mfu`: share of the peak FLOP/s. `rest_bytes`: memory between steps; `allocated_bytes`
+    and `reserved_bytes` are peaks. `sent_bytes`, `launches`: bytes and collectives of a step, by kind of collective.
     """
 
     times: dict[str, Spread]
@@ -50,8 +52,8 @@ class Comparison:
     """All figures of `accordion bench`.
 
     `ratios`, `cpu_ratios`: (strategy of this engine, other contender) -> ratio of the wall or CPU times of a step.
-    `peak_flops`: peak FLOP/s of one device from its data sheet; None if unknown, and without MFU. `left_out`: contender that did
-    not start -> reason.
+    `peak_flops`: peak FLOP/s of one device from its data sheet; None if unknown, and then no `mfu`. `left_out`: contender that
+    did not start -> reason.
     """
 
     machine: dict[str, Any]
@@ -73,10 +75,10 @@ def compare(
     rounds: int,
     make: Callable[..., Trainer] = start,
 ) -> Comparison:
-    """Train under each contender in `names`, compare their losses, then measure `rounds` turns of each.
+    """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
-    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank.
-    Raises `BenchError` if a contender fails later, or if losses differ; nothing is measured then.
+    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. Prints
+    progress. Raises `BenchError` if a contender fails later, or if losses differ; nothing is measured then.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -117,7 +119,7 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Train `LOSS_STEPS` steps and return the comparison of the losses. Raises `BenchError` if they differ."""
+    """Train each contender for `LOSS_STEPS` steps and compare losses, means over ranks. Raises `BenchError` if they differ."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)
@@ -140,8 +142,8 @@ def _short(losses: dict[str, list[float]]) -> str:
 def _result(
     turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float | None
 ) -> ContenderResult:
-    """Return a contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
-    `tokens`: of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
+    """Return one contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
+    `tokens`: number of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")

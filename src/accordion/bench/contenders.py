@@ -28,7 +28,8 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training of all contenders. `batch`: sequences per rank and step. `bf16`: compute in bf16 over float32 parameters."""
+    """The training of all contenders. `batch`: sequences per rank and step. `seq`: tokens per sequence. `bf16`: compute in bf16
+    over float32 parameters."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -86,7 +87,7 @@ def mesh_of(seat: Seat) -> DeviceMesh:
 
 
 def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, the fastest that all contenders support, with the learning rate of `setting`."""
+    """Return torch's fused AdamW for `params`, the fastest optimizer that all contenders support."""
     return torch.optim.AdamW(params, lr=setting.lr, fused=True)
 
 
@@ -150,12 +151,12 @@ NOT_HERE = {"deepspeed": "deepspeed"}  # contender -> package that it needs
 
 
 def is_ours(name: str) -> bool:
-    """Return True if a contender is this engine, under any strategy."""
+    """Return True if the contender `name` is this engine, under any strategy."""
     return name.partition(":")[0] == OURS
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (this engine and the contenders in `against` that are installed, contender that is not -> reason).
+    """Return (this engine and the contenders in `against` that are installed, those that are not -> reason).
 
     `against`: names, separated by commas. Raises `UsageError` for unknown ones.
     """
@@ -183,8 +184,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Return the loop of DeepSpeed's ZeRO-3 with torch's fused AdamW. `zero`: settings of ZeRO other than the defaults.
-    `offloads`: the optimizer steps on the host, where DeepSpeed accepts torch's AdamW only with a setting of its own."""
+    """Return the `Loop` of DeepSpeed's ZeRO-3 with torch's fused AdamW; turns off log warnings. `zero`: further settings of
+    ZeRO. `offloads`: True if these keep the optimizer on the host, which needs one more setting."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -26,7 +26,7 @@ Group = Literal["still", "fake"]
 
 
 class HostLoop:
-    """One simulated rank that trains tiny units under one contender."""
+    """One simulated rank that trains `blocks` tiny units, of parameters with `rows` rows, under one contender."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -59,8 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender, in CPU seconds per unit and step: median of a turn, over rounds. `extra`: the time minus that
-    of the unsharded model ("plain"). `by_round`: `extra` in each round."""
+    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: those beyond the unsharded model ("plain").
+    Both are spreads over rounds, each round being the median of its steps. `by_round`: `extra` of each round."""
 
     unit: Spread
     extra: Spread
@@ -79,7 +79,8 @@ def check(contenders: Sequence[str]) -> None:
 def measure(
     contenders: Sequence[str], num_ranks: int, rounds: int, groups: Sequence[Group], *, blocks: int = 32
 ) -> dict[str, dict[str, HostTime]]:
-    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks. Returns group -> contender -> time."""
+    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks, with models of `blocks` units. `groups`:
+    kinds of process groups: "still" does nothing, "fake" is torch's. Returns kind -> contender -> time."""
     names = ["plain", *contenders]
     args = (max(64, num_ranks), blocks)
     times: dict[str, dict[str, HostTime]] = {}
@@ -93,7 +94,7 @@ def measure(
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
-    """Return contender -> host time. `turns`: contender (including "plain") -> round -> seconds per unit of each step."""
+    """Return contender -> host time. `turns`: contender (including "plain") -> round -> CPU seconds per unit of each step."""
     medians = {name: [quartiles(turn).median for turn in rounds] for name, rounds in turns.items()}
     times = {}
     for name, ours in medians.items():

@@ -17,10 +17,10 @@ _Mode: Any = _torch.DispatchMode
 
 
 class Allocations(StorageWatch):
-    """Counts live bytes while active: each storage that an operator makes, until it is freed or resized.
+    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed.
 
-    Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory
-    events are no alternative, since they miss what gloo's threads free.
+    Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
+    are no alternative, since they miss what gloo's threads free.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Allocations(StorageWatch):
         self._marks[name] = len(self._history) - 1
 
     def live(self, mark: str) -> int:
-        """Return the bytes that were live when `mark(mark)` was called."""
+        """Return the bytes that were live when `mark` was given that name."""
         return self._history[self._marks[mark]]
 
     def peak(self, start: str, end: str) -> int:
@@ -103,7 +103,7 @@ FACTORS = {
 
 
 class Wire(_Mode):  # type: ignore[misc]
-    """Counts what this rank sends while active: bytes and launches, by kind of collective.
+    """Context manager that counts the bytes that this rank sends and the collectives that it launches, by kind of collective.
 
     Bytes are those of the best algorithm: (n - 1) / n of the full tensors for an all-gather, a reduce-scatter, an all-to-all
     and a broadcast, twice that for an all-reduce, the whole message for a send. Traffic of a store is not counted.
@@ -138,7 +138,7 @@ class Wire(_Mode):  # type: ignore[misc]
 
 
 def ranks_of(value: Any) -> int | None:
-    """Return the number of ranks of a boxed process group; None for any other value."""
+    """Return the number of ranks of `value`, a process group as an operator gets it; None for any other value."""
     if not isinstance(value, torch.ScriptObject):
         return None
     try:

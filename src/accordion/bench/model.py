@@ -82,7 +82,7 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to measure: a function that makes it, its vocabulary, and the default batch."""
+    """A model to measure: `make` creates it, `vocab` is its number of tokens, `batch` and `seq` are a batch's default shape."""
 
     make: Callable[[], nn.Module]
     vocab: int
@@ -97,8 +97,8 @@ GPTS = {
 
 
 def shape_of(name: str) -> BenchModel:
-    """Return the model `name`: one of `GPTS`, a preset of `accordion train`, or a transformers folder; with new weights. Raises
-    `UsageError` for any other name."""
+    """Return the model `name` with its default batch: one of `GPTS`, a preset of `accordion train`, or a transformers folder,
+    of which only the configuration is used. Raises `UsageError` for any other name."""
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():
@@ -124,19 +124,19 @@ def _fresh(config: Any) -> nn.Module:
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
-    """Return random (tokens, targets), each of shape `shape` (batch, seq), on the CPU; equal for all contenders."""
+    """Return random (tokens, targets), each of shape `shape` (batch, seq), on the CPU, the same for the same step and rank."""
     generator = torch.Generator().manual_seed(1 + 100_000 * step + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def batches_of(rank: int, shape: tuple[int, int], vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `batch_of` each step, without end."""
+    """Yield (tokens, targets), each of shape `shape` (batch, seq), of one rank for steps 0, 1, 2, ..., without end."""
     for step in count():
         yield batch_of(step, rank, shape, vocab)
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in float32 of `output`: logits, or a transformers output with `logits`."""
+    """Return the mean cross entropy in float32 of `output`, logits or a transformers output that has them."""
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

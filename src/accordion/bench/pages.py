@@ -15,7 +15,7 @@ ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor
 
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
-    """Return the page of `accordion bench`. `host`: host time by contender. `left_out`: reason by contender."""
+    """Return the page of `accordion bench`. `host`: contender -> host time. `left_out`: contender -> reason."""
     s = c.setting
     about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch} x {s.seq}"
     notes = [
@@ -76,7 +76,7 @@ def _ratios(c: Comparison) -> list[Table]:
 
 
 def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench host`. `times`: host time by kind of group and contender."""
+    """Return the page of `accordion bench host`. `times`: kind of group -> contender -> host time."""
     rows = []
     for group, by_name in times.items():
         peers = [name for name in by_name if not is_ours(name) and name != "plain"]

@@ -23,7 +23,7 @@ Times = dict[str, float]
 
 
 class Clock:
-    """Records the time at points of one step: on the host, of the CPU, and on an accelerator with an event."""
+    """Records wall time, CPU time and, on an accelerator, device time at each `mark` of one step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -37,7 +37,8 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return seconds of "forward", "backward", "optimizer" and "step" on the device, and of a step: "host" and "cpu"."""
+        """Return seconds between the four marks of a step: "forward", "backward", "optimizer" and their sum "step" on the
+        device, and for the whole step also "host" (wall time) and "cpu" (of all threads)."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -85,10 +86,10 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones. Returns the times of each measured step.
+        """Run `warm` steps, then `count` measured ones. Return seconds by name for each, such as "forward", "step" and "cpu".
 
-        As in a real job, the host does not wait for an accelerator between the steps. There, "host" and "cpu" are those of
-        one more step, which begins when the device is idle.
+        As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, "host" and "cpu" are
+        those of one more step, which begins when the device is idle.
         """
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
@@ -130,7 +131,7 @@ class Trainer:
         return {"rest": rest, "allocated": meter.peak(start, end), "reserved": resident}
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """Run a step. Returns the "bytes" that this rank sends and the "launches", each by kind of collective."""
+        """Run a step. Returns the "bytes" that this rank sends and the number of its "launches", each by kind of collective."""
         with Wire() as wire:
             self._step()
         self._free_cache()
@@ -148,7 +149,7 @@ class Trainer:
 
 
 def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """Return the trainer of one rank under `contender`."""
+    """Return the trainer of one rank under `contender`, with the model and seed of `setting`."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

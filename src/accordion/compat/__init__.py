@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over Accordion's engine: change one import, and need no second runtime."""
+"""Interfaces of FSDP2, FSDP1 and DeepSpeed, run by Accordion's engine: a program changes its imports and nothing else."""

@@ -1,6 +1,6 @@
-"""FullyShardedDataParallel on this engine: import from `accordion.compat.fsdp1` instead of `torch.distributed.fsdp`.
+"""FullyShardedDataParallel run by Accordion's engine: import from `accordion.compat.fsdp1` instead of `torch.distributed.fsdp`.
 
-Submodules have torch's names too: `accordion.compat.fsdp1.wrap`, `.sharded_grad_scaler`, `.fully_sharded_data_parallel`, `.api`.
+Submodules have torch's names: `accordion.compat.fsdp1.wrap`, `.sharded_grad_scaler`, `.fully_sharded_data_parallel`, `.api`.
 """
 
 from accordion.compat.fsdp1 import api

@@ -1,4 +1,4 @@
-"""Re-export torch's classes of options for FullyShardedDataParallel."""
+"""Re-export torch's option classes of FullyShardedDataParallel, such as ShardingStrategy and MixedPrecision."""
 
 from torch.distributed.fsdp import OptimStateKeyType, api
 from torch.distributed.fsdp.api import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Check the constructor arguments of one wrapper, and translate them for `shard`."""
+"""Check the constructor arguments of one `FullyShardedDataParallel`, and translate them for `accordion.shard`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a wrapper, without the module and the policy. `ignored`: parameters that are not sharded."""
+    """The constructor arguments of one `FullyShardedDataParallel`, except `module` and `auto_wrap_policy`, checked. `ignored`:
+    parameters that are not sharded. Raises `UsageError` for values that are not supported."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None
@@ -85,7 +86,8 @@ class Arguments:
         return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """Return the mesh for `shard`; None for its default, all ranks."""
+        """Return `device_mesh`, or a mesh of `process_group`, or None for all ranks. Without both, hybrid strategies shard over
+        a host's accelerators and replicate over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh
@@ -123,7 +125,8 @@ class Arguments:
             torch.accelerator.set_device_index(index)
 
     def precision(self, master: torch.dtype, *, root: bool) -> Precision:
-        """Return the precision of one unit. `master`: the dtype of the model's parameters, which the optimizer steps."""
+        """Return the `Precision` of this wrapper for `shard`. `master`: dtype of the parameters that the optimizer steps.
+        `root`: True for the outermost wrapper, to which `cast_root_forward_inputs` applies."""
         mixed = self.mixed_precision
         if mixed is None:
             return Precision(master=master, cast_inputs=False)
@@ -144,7 +147,8 @@ class Arguments:
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
-    """Return the parameters in `ignored_modules` or `ignored_states`. Raises `UsageError` if both are passed."""
+    """Return, each once, the parameters of `ignored_modules` (`modules`) or of the parameters and modules in `ignored_states`
+    (`states`). Raises `UsageError` if both are passed, or for other objects."""
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""Build one engine from nested wrappers: the outermost wrapper is the model, each wrapper inside it is a unit."""
+"""Build one engine for nested wrappers: each wrapper is a unit, whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ log = logging.getLogger("accordion")
 
 
 def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
-    """Shard the model in the first of `wrappers`, which contains the others; each is (name in the first, wrapper, arguments).
+    """Shard the outermost of nested `wrappers` in place, with one engine for all. Collective.
 
-    Raises `UsageError` if one engine cannot serve the arguments of all, `DivergenceError` if models differ between ranks.
+    `wrappers`: (name in the outermost wrapper, wrapper, its arguments), the outermost first. Initialises modules on the meta
+    device. If ranks built different values, the first rank's are used. Raises `UsageError` if one engine cannot serve all
+    arguments, `DivergenceError` if models differ in more than values.
     """
     (_, root, arguments), inner = wrappers[0], wrappers[1:]
     for name, _, theirs in inner:
@@ -79,7 +81,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trained parameters, a `master` that changes none: the wider of both dtypes is used."""
+    """Return the narrowest dtype of trained parameters: a `Precision.master` that changes none, as wider ones keep theirs."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -92,7 +94,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes parameters with ids in `ignored` from `root`, and restores them in their old order."""
+    """Context manager that removes parameters with ids in `ignored` from modules of `root`, and restores their old order."""
     removed_from: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     for module in root.modules() if ignored else ():
         if any(id(p) in ignored for p in module._parameters.values()):
@@ -109,8 +111,8 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Initialise the modules of the sharded `root` with ids in `on_meta`, by the `param_init_fn` of their nearest wrapper or by
-    `reset_parameters`. If all are on meta and no wrapper has a function, initialise as `initialise(root)` does."""
+    """Initialise the modules of the sharded `root` with ids in `on_meta`, by the `param_init_fn` of their nearest wrapper, else
+    by `reset_parameters`. If all are on meta and no wrapper has a function, call `initialise(root)` instead."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

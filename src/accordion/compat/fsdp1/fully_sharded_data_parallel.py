@@ -30,11 +30,11 @@ SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 
 
 class FullyShardedDataParallel(StateDicts):
-    """Wrapper that shards the parameters of a module; wrappers inside it are its units. Takes the arguments of torch's class.
+    """Wrapper that shards a module's parameters, and gathers and frees them together. Takes the arguments of torch's class.
 
-    One engine serves the outermost wrapper and all inside it. With an `auto_wrap_policy` it is built at once. Otherwise it is
-    built at the first use of parameters, state or forward, because an outer wrapper may follow; until then parameters are
-    whole. Afterwards each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
+    One engine serves the outermost wrapper and all inside it. The constructor builds it if there is an `auto_wrap_policy`.
+    Otherwise the first use of parameters, state or forward does, because an outer wrapper may follow; until then parameters are
+    full. Afterwards each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @property
     def module(self) -> nn.Module:
-        """Return the wrapped module; if activation checkpointing wraps it too, the module inside that."""
+        """The wrapped module; if that is a wrapper for activation checkpointing, the module inside it."""
         inner = self._fsdp_wrapped_module
         below = inner._modules.get("_checkpoint_wrapped_module")
         return inner if below is None else below
@@ -97,19 +97,19 @@ class FullyShardedDataParallel(StateDicts):
         return modules
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the names that they have in the unwrapped module."""
+        """Yield (name, parameter) with the names of the unwrapped module; builds the engine first if there is none."""
         self._ready()
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers under the names that they have in the unwrapped module."""
+        """Yield (name, buffer) with the names of the unwrapped module; builds the engine first if there is none."""
         self._ready()
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` with every module while its parameters are full; each rank keeps its rows of what `fn` writes."""
+        """Call `fn` with every module while all parameters are full, and return self. The shards keep what `fn` writes."""
         if not self._built or state.sharded_engine(self, "apply").suspended:
             return super().apply(fn)
         with self.summon_full_params(self):
@@ -117,7 +117,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all wrappers in `module`, including `module` itself; with `root_only` only the outermost ones."""
+        """Return all wrappers in `module`, including itself; with `root_only` only those that are inside no other wrapper."""
         wrappers = [m for m in walk(module) if isinstance(m, FullyShardedDataParallel)]
         return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 
@@ -125,14 +125,14 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager that accumulates full gradients without communication; the next backward outside reduces the sum."""
+        """Context manager that sums full gradients locally; the next backward outside reduces the sums. For the root only."""
         self._root_engine("no_sync()")
         with state.no_sync(self):
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm before, 0-d float32."""
+        """Scale gradients to a global norm of at most `max_norm`; return the norm before, 0-d float32. For the root only."""
         self._root_engine("clip_grad_norm_()")
         return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -146,10 +146,10 @@ class FullyShardedDataParallel(StateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Context manager that unshards the whole model around `module` on every rank; `recurse`, `rank0_only` change nothing.
+        """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
 
-        With `writeback` each rank keeps its rows of what is written. Raises `UsageError` for `rank0_only` with `writeback`, and
-        for `offload_to_cpu` on an accelerator.
+        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: the shards keep what is
+        written into both. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(StateDicts):
             yield
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: there is no flat gradient that a hook could communicate."""
+        """Raise `UsageError`: there is no flat gradient that a hook could communicate."""
         raise UsageError(
             "register_comm_hook is not supported: there is no flat gradient for a hook to communicate. "
             "MixedPrecision(reduce_dtype=) sets the dtype of the reduction."
@@ -174,7 +174,8 @@ class FullyShardedDataParallel(StateDicts):
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` if `module` cannot be wrapped: a wrapper inside has been used, or nothing would gather a parameter."""
+    """Raise `UsageError` if `module` contains wrappers in spite of a `policy`, wrappers with an engine, or parameters that
+    nothing would gather, because it is a container without forward."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -196,7 +197,7 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager that unshards the parameters of one engine, and their gradients if `with_grads`."""
+    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` shards them again."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

@@ -1,4 +1,4 @@
-"""`Wrapper`, base class of nested wrappers: finds the outermost one, and builds its engine at the first use."""
+"""`Wrapper`, base class of `FullyShardedDataParallel`: finds the outermost wrapper, and builds its engine at the first use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PREFIXES = (INNER, "_checkpoint_wrapped_module.")
 
 
 def clean(name: str) -> str:
-    """Return a qualified name without the prefixes that wrappers add."""
+    """Return a qualified name without the parts that wrappers for FSDP and activation checkpointing add."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class Wrapper(nn.Module):
-    """Base class of `FullyShardedDataParallel`: the arguments of one wrapper, and the engine of the outermost one."""
+    """Base class of `FullyShardedDataParallel`: one wrapper's arguments, and the engine that nested wrappers share."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None
@@ -49,7 +49,7 @@ class Wrapper(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace collectives
     def _ready(self) -> None:
-        """Build the engine of the outermost wrapper, once."""
+        """Build one engine for the outermost wrapper and all wrappers inside it, a collective. Does nothing if it exists."""
         if self._built:
             return
         top = self._outermost()
@@ -109,7 +109,7 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 
 
 def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
-    """Return all wrappers in `module`, including `module` itself. Raises `UsageError` if there are none."""
+    """Return all wrappers in `module`, including itself. Raises `UsageError`, beginning with `what`, if there are none."""
     wrappers = wrappers_in(module)
     if not wrappers:
         raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
@@ -117,12 +117,12 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def engines_of(model: nn.Module, what: str) -> list[Engine]:
-    """Return the engines of the outermost wrappers around or in `model`."""
+    """Return the engine of each outermost wrapper around or in `model`; builds it, a collective, if there is none yet."""
     tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
     return [top._engine(what) for top in tops.values()]
 
 
 def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Hook of `load_state_dict` that adds the wrapper's prefix to the names in `loaded`."""
+    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper."""
     for name in [name for name in loaded if name.startswith(prefix)]:
         loaded[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = loaded.pop(name)

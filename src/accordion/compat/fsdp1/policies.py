@@ -1,4 +1,4 @@
-"""Apply an auto wrap policy to the modules inside the one that is wrapped."""
+"""Apply an `auto_wrap_policy`: wrap the submodules that it chooses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Wrap = Callable[..., nn.Module]
 
 
 def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wrap) -> None:
-    """Wrap the modules inside `root` that `policy` chooses, in place, children before parents.
+    """Replace the submodules of `root` that `policy` chooses by `wrap(submodule, **arguments)`, children before parents.
 
-    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. With mixed precision, batch
-    norms become units with parameters and statistics in float32, as in torch.
+    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch; raises `UsageError` for
+    others. If `arguments` ask for mixed precision, batch norms are wrapped too, without mixed precision, as in torch.
     """
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
@@ -50,7 +50,7 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Choose wrappers in `module`, children first. Return how many elements of its parameters are in chosen wrappers."""
+        """Add the chosen modules in `module` to `targets`, children first. Return the number of their parameter elements."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

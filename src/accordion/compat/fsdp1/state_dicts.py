@@ -45,9 +45,9 @@ class StateDicts(Wrapper):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict under the names of the unwrapped module, full (a collective) unless `state_dict_type` differs.
+        """Return the state dict with the unwrapped module's names: full (a collective), or what `state_dict_type` chose.
 
-        With `keep_vars` it has the sharded parameters themselves.
+        With `keep_vars` it has the sharded parameters themselves. A `destination` gets the entries and is returned.
         """
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
@@ -63,7 +63,7 @@ class StateDicts(Wrapper):
         return destination  # type: ignore[no-any-return]
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Return `tensors` full or sharded, and on the host or the device, as the last `set_state_dict_type` chose."""
+        """Return `tensors` as full tensors or shards, as `set_state_dict_type` chose. The dict `tensors` is changed."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -89,7 +89,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the kind of state dicts of `module` from now on, and return the previous settings."""
+        """Set the type and configs (None: defaults) of later state dicts in `module`, and return the previous settings."""
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
         before = wrappers[0]._settings
@@ -109,7 +109,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """Context manager that calls `set_state_dict_type`, and restores the previous settings at its end."""
+        """Context manager that calls `set_state_dict_type` with these arguments; the exit restores the previous settings."""
         before = StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -124,7 +124,10 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer's state dict by qualified name, full (a collective) or sharded by the `state_dict_type`."""
+        """Return the state dict of `optim` by qualified names, full (a collective) or sharded as `state_dict_type` chose.
+
+        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored.
+        """
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -138,7 +141,10 @@ class StateDicts(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`."""
+        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`.
+
+        With `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`.
+        """
         if is_named_optimizer:
             raise UsageError(
                 "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
@@ -155,7 +161,8 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """Older name of `optim_state_dict`, for a full one on CPU."""
+        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first.
+        Collective."""
         settings = settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
@@ -163,7 +170,7 @@ class StateDicts(Wrapper):
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
-        """Older name of `optim_state_dict`, for a sharded one."""
+        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors."""
         settings = settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
         return named_state(model, optim, optim.state_dict(), settings)
 
@@ -171,14 +178,14 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Older name of `optim_state_dict_to_load`, for a full one that every rank has."""
+        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. Collective."""
         return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Older name of `optim_state_dict_to_load`, for a sharded one."""
+        """Convert a sharded state dict by qualified names to one for `optim.load_state_dict`."""
         return state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
@@ -189,13 +196,13 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Older name of `optim_state_dict_to_load`, for a full one that only the first rank has."""
+        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. Collective."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: state dicts of optimizers always use qualified names."""
+        """Raise `UsageError`: state dicts of optimizers always use qualified names."""
         raise UsageError("rekey_optim_state_dict is not supported: use optim_state_dict, which has qualified names.")
 
 
@@ -210,7 +217,7 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return the checked settings for state dicts; None for a config means torch's default. Raises `UsageError`."""
+    """Return torch's `StateDictSettings`; a config that is None is the default of `kind`. Raises `UsageError`."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -227,23 +234,24 @@ def settings_for(
 
 
 def params_of(engines: Iterable[Engine]) -> dict[int, Param]:
-    """Return a dict from the id of each sharded parameter to the engine's entry for it."""
+    """Return a dict from the id of each sharded parameter to the `Param` with which the engine manages it."""
     return {id(p.sharded): p for engine in engines for unit in engine.units for p in unit.params}
 
 
 def full_rows(value: Tensor, param: Param) -> Tensor:
-    """Gather `value`, a DTensor that is sharded like its parameter, to a full tensor. Collective."""
+    """Return the full tensor of `value`, a DTensor (gradient or optimizer state) that is sharded like `param`. Collective."""
     return gathered(_torch.local_of(value), param.cut, param.context)
 
 
 def own_dtensor(full: Tensor, param: Param) -> Any:
-    """Return this rank's rows of a full tensor as a DTensor that is sharded like its parameter."""
+    """Return this rank's rows of the tensor `full` as a DTensor that is sharded like `param`, on the device of its shard."""
     rows = own_rows(full, param.cut, param.context).to(_torch.local_of(param.sharded).device)
     return _torch.as_dtensor(rows.contiguous(), param.sharded)
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return a state of `param` as a DTensor that is sharded like `param` if it has its shape, else as a full tensor."""
+    """Return the optimizer state `value` as a DTensor sharded like `param` if it has the same shape, else as a full tensor.
+    Collective if `value` is a DTensor that is sharded otherwise."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -255,7 +263,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return the qualified names of the parameters of each group. Raises `UsageError` if one is not in the model."""
+    """Return the qualified names of the parameters of each group of `optim`. Raises `UsageError` if `model` lacks one."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -269,7 +277,7 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Return the optimizer's state dict `state` by qualified name, full (a collective) or sharded by `settings`."""
+    """Convert a result of `optim.state_dict()` to one by qualified names: full (a collective) or sharded, as `settings` say."""
     engines = engines_of(model, OPTIM)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -300,10 +308,10 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified name to a dict for `optim.load_state_dict`. Raises `UsageError` if groups differ.
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`. Raises `UsageError` if groups differ.
 
     `full`: `state` has full tensors. Collective; raises `DivergenceError` on every rank if ranks have different states.
-    `from_first_rank`: only the first rank has `state`. Collective.
+    `from_first_rank`: only the first rank has `state`, so states are not compared. Collective.
     """
     engines = engines_of(model, OPTIM)
     from_first = engines[0] if from_first_rank else None
@@ -339,7 +347,7 @@ def state_by_id(
 
 
 def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank if ranks load different states: each keeps rows of its own copy. Collective."""
+    """Raise `DivergenceError` on every rank if `state`, of which each keeps its rows, differs between ranks. Collective."""
     settle(engine, "loads a full state dict of an optimizer")
     values = {
         f"{word!r} of {name!r}": value
@@ -359,7 +367,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` that the first rank of the engine has. Without an engine, return this rank's `value`."""
+    """Return the `value` that the engine's first rank passed, a collective; without an engine, this rank's `value`."""
     if from_first is None:
         return value
     values = [value]

@@ -72,10 +72,10 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered together.
-        mesh: the ranks to shard over; experts may have a mesh of fewer ranks than the model, those with the same experts.
+        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer.
         reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
-            leaves this to the engine. An int, which must divide the ranks, keeps them sharded over that many ranks.
-        shard_placement_fn: parameter -> Shard(dim), or torch's ShardPlacementResult for a parameter with a mesh of its own.
+            leaves this to the engine. An int n, which must divide the ranks, keeps them sharded over n ranks.
+        shard_placement_fn: parameter -> Shard(dim), None for dim 0, or torch's ShardPlacementResult with a mesh of its own.
         mp_policy: dtypes of computation, reduction and output. The parameters that the optimizer steps keep their dtype.
         offload_policy: `CPUOffloadPolicy` keeps parameters, gradients and optimizer states on the host.
         ignored_params: parameters that are not sharded.
@@ -102,7 +102,8 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`."""
+    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`.
+    Raises `UsageError` if there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
@@ -120,7 +121,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several root modules, such as pipeline stages, share the first one's streams and communicators. Call before use."""
+    """Make root modules (pipeline stages) of one mesh share the first one's communicators. Call it before the first forward."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()
@@ -136,8 +137,8 @@ class Installed(ExitStack):
 def install() -> Installed:
     """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process.
 
-    For programs that you do not want to edit; call it before models are sharded. Modules that imported torch's names before are
-    changed too, except torch's own. A second call changes nothing. Returns a handle that undoes the replacement.
+    For programs that you do not want to edit; call it before models are sharded. Modules that have imported torch's names are
+    changed too, except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes this.
     """
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 

@@ -13,7 +13,7 @@ from accordion.safety.own_process import keep_freed_memory
 
 
 def main(words: list[str]) -> None:
-    """Run a file, or a module after `-m`, as Python would, with torch's `fully_shard` replaced by `install`."""
+    """Run `words` (a file, or "-m" and a module, then its arguments) as Python would, with torch's `fully_shard` replaced."""
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words:

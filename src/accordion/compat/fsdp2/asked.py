@@ -29,14 +29,15 @@ PART = "_accordion_part"  # the attribute of a module, or of a parameter, that r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spmd:
-    """The mesh on whose axes all parameters are DTensors already; `shard` and `replicate` name its data-parallel axes."""
+    """The `mesh` and `dp_mesh_dims` of a call: all parameters are DTensors on `mesh` already, and `shard` and `replicate` name
+    the axes over which data parallelism shards and replicates."""
 
     mesh: DeviceMesh
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
 
     def data_parallel(self) -> DeviceMesh:
-        """Return a mesh of the data-parallel axes; several axes that shard, or several that replicate, are flattened into one."""
+        """Return the mesh of the data-parallel axes, ([replicate,] shard); several axes of one kind are flattened into one."""
         meshes = [
             self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
             for names in (self.replicate, self.shard)
@@ -56,8 +57,8 @@ class Asked:
 
     Args:
         mesh: the data-parallel mesh.
-        sharding: strategy, precision, offload, and as `secondary` the ranks to reshard over after the forward.
-        keep: see `UnitPolicy.keep`.
+        sharding: strategy, precision, offload; `secondary` is the number of ranks to reshard over after the forward, or None.
+        keep: keep full parameters from forward to backward; None: the engine decides.
         spmd: the mesh of all axes, if `dp_mesh_dims` was passed; `mesh` has some of its axes then.
         policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
     """
@@ -76,7 +77,7 @@ class Asked:
 
 
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
-    """Return the checked arguments of one `fully_shard` call. Raises `UsageError`."""
+    """Return the checked arguments of one `fully_shard` call. Creates the process group if needed. Raises `UsageError`."""
     spmd = _spmd_of(mesh, dims)
     mesh = _mesh_of(mesh, spmd)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -154,7 +155,7 @@ def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
 
 
 def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """Return the data-parallel mesh, by default one of all ranks; creates the process group if there is none."""
+    """Return the data-parallel mesh: that of `spmd`, `mesh`, or all ranks (creates the process group). Raises `UsageError`."""
     if spmd is not None:
         return spmd.data_parallel()
     if mesh is None:
@@ -175,7 +176,8 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Read `reshard_after_forward`: return `UnitPolicy.keep`, and how many ranks to reshard over if an int asks for fewer."""
+    """Translate `reshard_after_forward` to a tuple: keep full parameters until the backward (None: the engine decides), and how
+    many ranks to reshard over if an int asks for fewer than all. Raises `UsageError` for other values."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -187,7 +189,7 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
-    """Return (dim to shard `param` on, data-parallel mesh): dim 0 and `mesh` unless `rule` chooses others; None if 0-d."""
+    """Return (dim to shard `param` on, data-parallel mesh): dim 0 and `mesh` unless `rule` chooses others; dim None if 0-d."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info
@@ -211,7 +213,7 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
 
 
 def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Return True if `MixedPrecisionPolicy.param_dtype_override_fn` (torch 2.15) keeps a parameter in its own dtype."""
+    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param`. Raises `UsageError`."""
     rule = getattr(policy, "param_dtype_override_fn", None)
     asked = None if rule is None else rule(param)
     if asked not in (None, policy.param_dtype, param.dtype):

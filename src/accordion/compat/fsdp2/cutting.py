@@ -29,9 +29,10 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Replace the parameters of `part`'s modules by sharded ones, except those of inner parts. Buffers move to the device.
+    """Shard the parameters of the `fully_shard` call `part`, but not of calls inside it. Buffers move to the device.
 
-    Parameters on the meta device stay there. If one parameter is refused, none is changed and the part is withdrawn.
+    `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If one is refused, none is
+    sharded and the modules lose their reference to `part`.
     """
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -75,7 +76,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part` that are not sharded yet; replace those tied to a parameter of another part by that one."""
+    """Yield the parameters of `part` that no call has sharded. A parameter that is tied to one of another call is replaced by
+    that call's sharded parameter in the modules of `part`, and not yielded."""
     inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
@@ -97,7 +99,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
-    """Return the layout of a parameter. Raises `UsageError` if it is a tensor that the mesh cannot shard."""
+    """Return the placements and shard (`Layout`) of the parameter `o`. Raises `UsageError` if the mesh cannot shard it."""
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), cut_dim(param)
@@ -153,7 +155,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless the DTensor is on other named axes than `mesh`, as under tensor parallelism."""
+    """Raise `UsageError` unless the DTensor `param` is on named axes that `mesh` does not have, as under tensor parallelism."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):

@@ -18,7 +18,7 @@ transformers or TRL, on Accordion's engine: torchrun, with accordion.compat.fsdp
 
 
 def run(words: list[str]) -> int:
-    """Start the program that `words` name and return the exit code, 1 if a rank failed. Raises `UsageError` for bad options."""
+    """Run the command line `words` as torchrun would, and return the exit code, 1 if a rank failed. Raises `UsageError`."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
@@ -30,7 +30,7 @@ def run(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> Namespace:
-    """Return torchrun's arguments for `accordion.compat.fsdp2`, which runs the program that `words` name."""
+    """Return torchrun's parsed arguments to run `accordion.compat.fsdp2`, which in turn runs the program that `words` name."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     parser.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)

@@ -1,4 +1,4 @@
-"""Lazy engine of `fully_shard`: each call shards its parameters at once, and the first use builds one engine for all calls."""
+"""Engine of `fully_shard`: each call shards its parameters at once, and the first use builds one engine for all calls."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ from accordion.units import Owned, owned_parameters
 
 @dataclass(slots=True)
 class PartSettings:
-    """The values that the setters of `FSDPModule` have set on a part.
+    """What the setters of `FSDPModule` have set on the modules of one `fully_shard` call.
 
     Args:
         stays: do not free the memory of full parameters when they are resharded.
         keeps_parts: allow resharding over fewer ranks after the forward, if `reshard_after_forward` is an int.
+        finalizes: the argument of `set_manual_backward_finalization`, which has no effect.
+        sync, all_reduce: reduce gradients in a backward; on a 2-D mesh only if both are True.
         scale: factor for gradient sums; None: one over the number of ranks.
         after_reduce: hook that gets each reduced buffer of gradients.
     """
@@ -68,7 +70,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """The lease on full parameters that an explicit `unshard` takes, until `reshard` or the end of a forward or backward."""
+    """Keeps full parameters of a `Part` after an explicit `unshard`, until `reshard` or the end of a forward or backward."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
@@ -76,7 +78,7 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Start to gather without waiting, and return the unit; `take` waits."""
+        """Start to gather without waiting, and return the unit; builds the engine if there is none. `take` waits."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -90,7 +92,7 @@ class Lease:
         return unit
 
     def take(self) -> None:
-        """Register full parameters in the modules as plain leaf tensors, after gathering them."""
+        """Gather parameters, and register them in the modules as plain leaf tensors. Does nothing if they are registered."""
         part, unit = self._part(), self.begin()
         if part is None or self.shown is not None:
             return
@@ -138,7 +140,7 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hand the gradient of an unsharded parameter, used outside of any forward, to the engine, which reduces it."""
+    """Hook of `leaf`, the unsharded parameter `i`: move a gradient from outside any forward to the engine, which reduces it."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -167,7 +169,7 @@ class Part:
             tuple[str, weakref.ref[Part]]
         ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
-        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
+        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
         self.handle: object = None  # of an async `finalize_backward`, until its `wait`
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
@@ -205,14 +207,14 @@ class Part:
         return self.tree.engine
 
     def ensure(self) -> Unit:
-        """Return the unit of this part. Builds the engine of the whole tree, a collective, if there is none."""
+        """Return the unit of this part. If needed, build the engine of the outermost part and all inside it, a collective."""
         if self.unit is None:
             Tree(self.outermost())
         assert self.unit is not None, "a part belongs to the tree of its outermost part"
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the streams and communicators, which all engines of this part reuse. Collective the first time."""
+        """Return the context (streams, communicators) of all engines that this part will have. Collective the first time."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:
@@ -306,7 +308,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; parameters keep their shards. Raises `UsageError` in a pass, or if there are unreduced gradients."""
+        """Remove the engine; shards stay. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(
@@ -363,7 +365,7 @@ def _checked_parameters(root: nn.Module, top: Part, parts: list[Part]) -> list[t
 
 
 def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[Owned, Layout]]) -> Engine:
-    """Build the engine of `parts`, with one unit for each, from their shards. Collective."""
+    """Build the engine of `parts`, one unit for each; the shards in `owned` move into its memory. Collective."""
     names = {id(m): name for name, m in root.named_modules()}
     chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
     context, strategy = top.wired(), top.asked.sharding.strategy
@@ -420,7 +422,7 @@ def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
 
 
 def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
-    """Return the meshes, other than the model's, that parameters are sharded over. Raises `UsageError` for other ranks."""
+    """Return the meshes of `layouts` other than the model's. Raises `UsageError` if one has ranks that the model's lacks."""
     meshes = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.asked.mesh]
     model_ranks = set(_torch.ranks_of(top.asked.mesh))
     for mesh in meshes:
@@ -439,7 +441,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Group the parameters of one unit by dtype and by mesh. Collective if `reshard_after_forward` is an int."""
+    """Group the parameters of one unit by dtype and by mesh. `contexts`: of meshes other than the model's. Collective if
+    `reshard_after_forward` is an int."""
     by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
     for o, layout in parameters:
         if not is_extended(o.original):

@@ -27,13 +27,13 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns; gradients are ready already."""
 
     def __init__(self, part: Part | None = None) -> None:
         self._part = None if part is None else weakref.ref(part)
 
     def wait(self) -> None:
-        """Return once gradients are ready. Raises `RuntimeError` if `reset_iter_state` has dropped them."""
+        """Allow the next `finalize_backward`. Raises `RuntimeError` if `reset_iter_state` dropped the gradients."""
         part = None if self._part is None else self._part()
         self._part = None
         if part is None:
@@ -59,7 +59,8 @@ class UnshardHandle:
 
 
 class FSDPModule(_Base):  # type: ignore[misc]
-    """Methods of a module that `fully_shard` has sharded. The setters act from the next forward or backward on."""
+    """Methods of a module that `fully_shard` has sharded. The setters act from the next forward or backward on; with `recurse`
+    also on the FSDP modules inside."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a module of the original class, because `nn.Sequential` calls its own class for a slice."""
@@ -87,7 +88,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Gather the full parameters of this module, but not those of FSDP modules inside it.
 
         They are plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With
-        `async_op` the returned handle's `wait` registers them.
+        `async_op`, a handle is returned at once, whose `wait` registers them.
         """
         part = fsdp_part(self)
         if async_op:
@@ -149,7 +150,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or accumulate full gradients on each rank until one that does (False)."""
+        """Choose if backwards reduce gradients (True), or add up full ones on each rank until one that reduces (False)."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
@@ -164,16 +165,17 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect, on the root, between steps: `finalize_backward` always reduces accumulated gradients."""
+        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or if not the
+        root."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
         part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients accumulated since the last call, and free full parameters according to the settings.
+        """Reduce gradients accumulated without communication; free full parameters unless `set_reshard_after_backward(False)`.
 
-        Collective, for the root only. With `async_op` returns a handle; gradients are ready after its `wait`.
+        Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
         """
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
@@ -194,7 +196,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return handle
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by `factor` instead of the number of ranks."""
+        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks."""
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
@@ -202,13 +204,13 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.push()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Divide the sum of this module's own gradients by `factor`; torch's older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce.
 
-        The hook may write into the buffer, which holds this rank's rows and a few elements of padding.
+        The hook may write into the buffer, which holds this rank's rows and a few elements of padding. `stream` has no effect.
         """
         part = fsdp_part(self)
         if stream is not None and part.asked.sharding.strategy.hybrid:
@@ -232,21 +234,21 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect: a reduce of large gradients needs no buffer, and never waits for that of another one."""
+        """Accepted without effect if positive: reduces of large gradients have no buffers, and never wait for each other's."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:
             raise UsageError(f"max_input_buffers is {max_input_buffers}; pass a positive number.")
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: parameters are gathered directly into their memory, without the staging buffers that `comm` allocates."""
+        """Raise `UsageError`: parameters are gathered directly into their memory, without buffers that `comm` allocates."""
         raise UsageError(
             "set_custom_all_gather is not supported: parameters are gathered directly into their memory, without a staging "
             "buffer that a custom all-gather could allocate; leave it out."
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused: gradients are often reduced by an all-to-all and a local sum, which a reduce-scatter cannot replace."""
+        """Raise `UsageError`: gradients are often reduced by an all-to-all and a sum, which a reduce-scatter cannot replace."""
         raise UsageError(
             "set_custom_reduce_scatter is not supported: gradients are often reduced by an all-to-all and a local sum, which a "
             "custom reduce-scatter cannot replace; leave it out."
@@ -264,7 +266,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the next forward of this module wait for `event`, recorded after an optimizer step on another stream."""
+        """Make this module's next forward wait for `event`, of an optimizer step on another stream. Without effect on CPU."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return
@@ -332,7 +334,8 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Hook of `load_state_dict`: wait for steps in progress, and with assign=True remove the engine of the old parameters."""
+    """Pre-hook of `load_state_dict`: wait for steps in progress, and put DTensors of `state` on the mesh of the parameters.
+    With assign=True also remove the engine, since it has the old parameters."""
     for part in parts_below([module]):
         part.settle()
     named = module.named_parameters(remove_duplicate=False)
