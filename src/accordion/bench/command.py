@@ -139,14 +139,22 @@ def _compare(o: CompareOptions) -> Page:
     return pages.of_comparison(comparison, times, left_out | comparison.left_out)
 
 
+def _all_of(against: str) -> list[str]:
+    """Return the contenders that `against` names, and Accordion. Raises `UsageError` if one of them cannot run here."""
+    names, left_out = chosen(against)
+    if left_out:
+        raise UsageError(f"{'; '.join(left_out.values())}. Install it, or leave it out of --against.")
+    return names
+
+
 def _host(o: HostOptions) -> Page:
-    names, _ = chosen(o.against)
+    names = _all_of(o.against)
     host.check(names)
     return pages.of_host(host.measure(names, SIMULATED, o.rounds, ["still", "fake"]), describe("cpu"))
 
 
 def _memory(o: MemoryOptions) -> Page:
-    names, _ = chosen(o.against)
+    names = _all_of(o.against)
     if "deepspeed" in names:
         raise UsageError("deepspeed does not run on simulated ranks; leave it out of --against.")
     device, setting = device_of(o.device), setting_of(o.model, o.batch, o.seq, bf16=True)

@@ -153,10 +153,13 @@ def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []
     for state in [*(modules or ()), *(states or ())]:
-        if isinstance(state, nn.Parameter):
-            params.append(state)
-        elif isinstance(state, nn.Module):
+        if isinstance(state, nn.Module):
             params.extend(state.parameters())
+        elif isinstance(state, nn.Parameter) and modules is None:
+            params.append(state)
         else:
-            raise UsageError(f"ignored_states contains a {type(state).__name__}; it takes parameters and modules.")
+            name, taken = (
+                ("ignored_states", "parameters and modules") if modules is None else ("ignored_modules", "modules")
+            )
+            raise UsageError(f"{name} contains a {type(state).__name__}; it takes {taken}.")
     return list(dict.fromkeys(params))

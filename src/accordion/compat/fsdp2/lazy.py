@@ -294,7 +294,7 @@ class Tree:
         parts = list(parts_below([root]))
         self._parts = [weakref.ref(part) for part in parts]  # weak, so that a deleted model is freed at once
         with torch.no_grad(), torch.inference_mode(False):
-            owned = _checked_parameters(root, top, parts)
+            owned = _checked_parameters(root, parts)
             self.engine = _engine_of(root, top, parts, owned)
             arounds = {o.names[0]: layout.around for o, layout in owned}
             for unit, part in zip(self.engine.units, parts, strict=True):
@@ -352,9 +352,9 @@ def part_of(module: nn.Module) -> Part | None:
 # -- building
 
 
-def _checked_parameters(root: nn.Module, top: Part, parts: list[Part]) -> list[tuple[Owned, Layout]]:
+def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned, Layout]]:
     """Return the sharded parameters of all `parts` with their layouts. Raises `UsageError` if one cannot be used."""
-    _check_meshes(root, top, parts)
+    _dissolve(root, parts)
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
     # `fully_shard` accepts tensor subclasses whose gather methods are set later. From here on they are needed, as in torch.
@@ -404,7 +404,11 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
     return build_engine(context, strategy, top.asked.precision, top.asked.sharding.prefetch, specs, every, fill)
 
 
-def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
+def _dissolve(root: nn.Module, parts: list[Part]) -> None:
+    """Dissolve the engines of `parts`.
+
+    Raises `UsageError` for a parameter that no unit of `root` can own, or that is on the meta device.
+    """
     for part in parts:
         part.dissolve()
         for name, lender in part.borrowed:
