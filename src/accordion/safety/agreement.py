@@ -61,7 +61,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
     """Return the step that all ranks take next, or which ranks catch up first; None if dummy calls cannot bring ranks together.
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
-    rank, with `step` (fields of its next `UnitCall`, or None), `root` (the number of its forward), `num_done` (steps done in it,
+    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (steps done in it,
     None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as a backward).
     """
     reports = list(reports)

@@ -372,8 +372,8 @@ class DivergenceMonitor(Observer):
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), tags of all ranks, is `expected` (n,). An accelerator
-        asserts this later instead, without an exception here. `what`: text on what this rank does, for the message."""
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), tags of all ranks, is `expected` (n,). On an
+        accelerator this is a device-side assertion instead. `what`: text on what this rank does, for the message."""
         if not self.listens:
             return
         if rows.device.type != "cpu":

@@ -117,8 +117,8 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Raise `UsageError` if `tensor` is a view gathered into new memory; if it is not `param` itself, such as `.data`, increment
-    the version counter of `param`."""
+    """Raise `UsageError` if `tensor` is a view gathered into new memory; if it is not `param` itself (`.data`), increment the
+    version counter of `param`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise UsageError(

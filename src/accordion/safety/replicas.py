@@ -62,7 +62,7 @@ def compare_replicas(engine: Engine, at: int | None = None) -> None:
 
 
 def different(details: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return text that names each rank whose values differ from those of the first rank with the same shard, and the parameters.
+    """Return text on each rank whose values differ from those of the first rank with the same shard, and on the parameters.
 
     `details`: by rank, a dict with `shard`, the shard's index, and `digests`, by name of a parameter.
     """
