@@ -93,7 +93,7 @@ class ShardedStrategy:
         return module
 
     def _over_nodes(self) -> ShardArguments:
-        """Return the shard arguments, with a mesh of all ranks if they had none. Hybrid strategies have one replica per node."""
+        """Return the shard arguments, with a mesh of all ranks if they had none; a hybrid strategy has one replica per node."""
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:

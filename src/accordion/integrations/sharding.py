@@ -48,7 +48,7 @@ class ShardArguments:
 
     @classmethod
     def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
-        """Convert a trainer's `sharding=`: a `Sharding`, arguments of `accordion.shard`, or None. Raises `UsageError` for others."""
+        """Convert a trainer's `sharding=`: a `Sharding`, arguments of `accordion.shard`, or None; others raise `UsageError`."""
         if isinstance(choice, Sharding):
             return cls(sharding=choice)
         if not isinstance(choice, Mapping | None):

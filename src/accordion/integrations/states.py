@@ -67,7 +67,7 @@ def why_incomplete(folder: Path) -> str:
 
 
 def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
-    """Return `value` with each sharded tensor in it, at any depth, gathered, detached, to the host. Collective.
+    """Return `value` with each sharded tensor in it, at any depth, replaced by the full one on the host, detached. Collective.
 
     Args:
         value: nested containers, with the same sharded tensors in the same order on all ranks.
@@ -106,7 +106,7 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 
 
 class SavedFull:
-    """Wrapper of an object whose state dict a library saves: it returns full tensors, and shards them again when loaded.
+    """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
 
     `keep`: this rank saves; on others `state_dict` has None in place of sharded tensors.
     """
@@ -122,8 +122,8 @@ class SavedFull:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict. Raises `UsageError` if it has plain tensors, which may differ between ranks, that are
-    not 0-d as states of sharded parameters."""
+    """Return the optimizer's state dict. Raises `UsageError` if a state of a sharded parameter is a plain tensor and not 0-d:
+    it may differ between ranks, so a full checkpoint cannot contain it."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:

@@ -45,7 +45,7 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Decision that ranks which are behind repeat the steps of their last forward, without exchanging messages, until they have
+    """Decision that ranks which are behind repeat steps of their last forward, without exchanging messages, until they have
     done `num_done` steps of forward number `root`, as other ranks have."""
 
     root: int

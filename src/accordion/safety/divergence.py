@@ -271,7 +271,7 @@ class DivergenceMonitor(Observer):
             self.busy(None)
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
-        """Wait for `work`, and check now and then if its `ranks` have ended, diverged or opened a meeting."""
+        """Wait for `work` of `ranks`, and join meetings of others. Raises `DivergenceError` if a rank has ended or diverged."""
         done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting

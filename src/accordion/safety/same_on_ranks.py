@@ -198,10 +198,11 @@ def same_values(
     sync: bool,
     own_contexts: Mapping[int, ShardingContext] | None = None,
 ) -> ValueOf:
-    """Compare values between ranks, and return a function that gives the value from which each parameter is sharded.
+    """Compare values between ranks, and return a function that takes a parameter, as `Owned`, and returns the tensor to shard.
 
-    The function returns None for a parameter on the meta device. With `sync` it returns the first rank's value; then all ranks
-    must call it for every parameter in the same order, since it communicates and only one full parameter is in memory at a time.
+    The function returns None for a parameter on the meta device. With `sync` nothing is compared, and it returns the first
+    rank's value. Then all ranks must call it for every parameter in the same order, since it communicates and only one full
+    parameter is in memory at a time.
 
     Args:
         own_contexts: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.

@@ -79,7 +79,7 @@ class Settings:
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if they do not divide."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if it is not whole."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:

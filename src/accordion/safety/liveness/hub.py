@@ -114,14 +114,14 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send all ranks a report on the model named `model`, with `what` this rank does, the `ranks` it waits for, or why it
-        has `failed`; None withdraws the last one."""
+        """Send all ranks a `report` on the model named `model`, with the keys `what` this rank does, and the `ranks` it waits
+        for, or why it has `failed`; None withdraws the last one."""
         message = Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
 
     def say_ended(self, text: str, *, echo: bool = False) -> None:
-        """Report that this rank's program ends, and why; only the first call counts. `echo`: because of another rank."""
+        """Report that this rank's program ends, for the reason `text`; only the first call counts. `echo`: another caused it."""
         if not self._has_reported_end:
             self._has_reported_end = True
             self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
@@ -185,7 +185,7 @@ class Hub:
         return name in self._called
 
     def has_over(self, name: str) -> bool:
-        """Return True if `over` would return something."""
+        """Return True if all ranks have joined meeting `name`, and `over` has not returned its result yet."""
         return name in self._over
 
     def over(self, name: str) -> MeetingOver | None:

@@ -29,8 +29,8 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """A report of `rank` about the model named `model`, in place of its last one, or None. Keys of `report`: `what` the rank
-    does, the `ranks` it waits for, or why it has `failed`."""
+    """A report of `rank` about the model named `model`, in place of its last one; None withdraws that. Keys of `report`: `what`
+    the rank does, the `ranks` it waits for, or why it has `failed`."""
 
     model: str
     report: dict[str, Any] | None

@@ -68,7 +68,7 @@ def is_out_of_time(error: BaseException) -> bool:
 
 
 def failure(error: BaseException, phase: str = "") -> str:
-    """Describe this rank's failure for others, as the end of a sentence that begins with its number.
+    """Describe this rank's failure for others, as the end of a sentence that begins with "rank R".
 
     `phase`: the phase of its step, such as "in the forward of step 3".
     """
