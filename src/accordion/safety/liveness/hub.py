@@ -121,7 +121,7 @@ class Hub:
         self._links.send(message)
 
     def say_ended(self, text: str, *, echo: bool = False) -> None:
-        """Report that this rank's program ends, for the reason `text`; only the first call counts. `echo`: another caused it."""
+        """Report that this program ends, for the reason `text`; only the first call counts. `echo`: another rank caused it."""
         if not self._has_reported_end:
             self._has_reported_end = True
             self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
