@@ -53,7 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """Change the class of `accelerator`, which must not have prepared anything yet, to this one, and return it."""
+        """Change the class of `accelerator`, which must not have prepared anything yet, to this one, and return it. Raises
+        `UsageError` if it is of a subclass of accelerate's, or configured for what sharding does not support."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
@@ -142,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip gradients as accelerate does; for parameters of sharded models the norm is over the rows of all ranks."""
+        """Clip gradients as accelerate does and return their norm; for sharded models, that is over the rows of all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]
@@ -187,7 +188,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load(folder / name, model, optimizer, only=() if model in taken else None)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
-        """Return the folder to load: `input_dir`, or the newest complete one that accelerate has named."""
+        """Return `input_dir`, or by default the newest folder that accelerate has named and that has the complete checkpoints
+        `names`. Raises `CheckpointError` if the folder is incomplete or there is none."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]
@@ -212,9 +214,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager that hides `pairs` from accelerate's own save or load, but shows all models to `hooks`.
+        """Context manager that hides `pairs` from accelerate's own save or load, but has it call `hooks` with all models.
 
-        Yields a list, to which models of `pairs` are added on all ranks when a hook on the first rank removes them.
+        Yields a list, to which models of `pairs` are added on all ranks when a hook on the first rank removes them from its
+        list, which tells that the hook itself saves or loads them.
         """
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()

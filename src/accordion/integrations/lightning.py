@@ -93,7 +93,7 @@ class ShardedStrategy:
         return module
 
     def _over_nodes(self) -> ShardArguments:
-        """Return the shard arguments with a mesh of all ranks; with a hybrid strategy each node has one replica."""
+        """Return the shard arguments, with a mesh of all ranks if they had none; a hybrid strategy has one replica per node."""
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:
@@ -105,7 +105,8 @@ class ShardedStrategy:
         return self.shard_arguments
 
     def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
-        """Write `models` (name prefix -> items of `parts`) and `rest` to `folder`, which is complete once `META` is written."""
+        """Write `models` (prefix of folder names -> list of (name, model, optimizer)) and the other content `rest` to `folder`,
+        which is complete once `META`, the file of `rest`, is written. Collective."""
         team = Team.of(())
 
         def begin() -> None:
@@ -122,7 +123,8 @@ class ShardedStrategy:
         team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
 
     def _read_folder(self, folder: Path, models: Mapping[str, list[Any]], **kwargs: Any) -> dict[str, Any]:
-        """Load `models` from `folder`, and return the rest. Raises `CheckpointError` on all ranks if it is incomplete."""
+        """Load `models` (prefix of folder names -> list of (name, model, optimizer)) from `folder`, and return the content of
+        `META`. Collective. Raises `CheckpointError` on all ranks if the folder is incomplete."""
         names = [f"{prefix}{name}" for prefix, items in models.items() for name, _, _ in items]
 
         def rest() -> dict[str, Any]:
@@ -142,7 +144,7 @@ class ShardedStrategy:
         return others
 
     def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
-        """Write one file on the first rank, in place of a sharded checkpoint, which is a folder, of the same name."""
+        """Write a full checkpoint as one file, on the first rank; a sharded checkpoint (a folder) of that name is removed."""
 
         def write() -> None:
             if self.is_global_zero:
@@ -251,7 +253,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with sharded tensors, which `save_checkpoint` gathers. Collective."""
+        """Return the state dict, in which tensors are still sharded; `save_checkpoint` gathers them. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -327,7 +329,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             load_whole(optimizer, state)
 
     def _changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes that hooks have made to the model's state dict: renamed tensors, under `NAMES`, and new tensors."""
+        """Return what hooks changed in the model's state dict: {} if nothing, else a dict with `NAMES` (new -> old names of the
+        model's tensors) and "state_dict" (new tensors)."""
         old = {id(tensor): name for name, tensor in self._own_state.items()}
         names = {name: old[id(one)] for name, one in state.items() if id(one) in old}
         if names == {name: name for name in self._own_state} and len(names) == len(state):
@@ -344,7 +347,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
     """Strategy for Lightning's `Fabric` that shards modules instead of wrapping them in DDP.
 
-    `sharding`, `state_dict_type`: see `AccordionStrategy`. Optimizers in `fabric.setup(model, optimizer)` may be created before.
+    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. `state_dict_type`: "full" saves one file with full
+    tensors, "sharded" a folder. Optimizers in `fabric.setup(model, optimizer)` may be created before the model is sharded.
     """
 
     precision: Any
@@ -478,7 +482,7 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`. Raises `UsageError` if only some trained parameters are in them."""
+    """Return the outermost sharded modules in `model`. Raises `UsageError` if trained parameters are outside of them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         hooks = attached_to(module)

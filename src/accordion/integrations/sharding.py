@@ -1,4 +1,4 @@
-"""`ShardArguments`: shard the models of a library's trainer, and prepare them for what the library does afterwards."""
+"""Shard the models of a library's trainer, and prepare models and optimizers for what the library does afterwards."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class ShardArguments:
     Args:
         sharding: if it has no precision, the library's mixed precision is used: with "bf16" or "fp16", parameters are gathered
             in that dtype, and autocast stays enabled. `Precision()` gathers them in their own dtype.
-        mesh, debug: see `accordion.shard`.
+        mesh: the ranks over which to shard; None for all ranks of the job.
         sync: None gives all ranks the first rank's values, as DDP does, unless parameters are on the meta device.
+        debug: additional checks: any of "streams", "order" and "finite".
     """
 
     sharding: Sharding = field(default_factory=Sharding)
@@ -47,7 +48,7 @@ class ShardArguments:
 
     @classmethod
     def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
-        """Read a trainer's `sharding=`: a `Sharding`, or a dict of arguments of `accordion.shard`. Raises `UsageError`."""
+        """Convert a trainer's `sharding=`: a `Sharding`, arguments of `accordion.shard`, or None; others raise `UsageError`."""
         if isinstance(choice, Sharding):
             return cls(sharding=choice)
         if not isinstance(choice, Mapping | None):
@@ -59,7 +60,7 @@ class ShardArguments:
         return cls(sharding=Sharding.from_config(rest), **others)
 
     def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
-        """Shard `model` in place, load the weights of its source if it has one, and return it. Collective.
+        """Shard `model` in place and return it; then load weights if `from_pretrained` put it on the meta device. Collective.
 
         Afterwards `generate` works as before, and every forward first broadcasts the first rank's buffers, as DDP does.
         `mixed_precision`: accelerate's name, "no", "bf16" or "fp16".
@@ -103,7 +104,7 @@ def step_on_shards(optimizer: Optimizer) -> None:
 class FirstRanksBuffers(Observer):
     """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms.
 
-    So every rank evaluates the model that a checkpoint has. There is one broadcast for each dtype.
+    A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved. One broadcast for each dtype.
     """
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:

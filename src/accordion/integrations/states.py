@@ -51,7 +51,7 @@ def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]
 
 
 def parts(pairs: list[Pair]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (name, model, optimizer or None) for each checkpoint: one for each optimizer, at least one for each model."""
+    """Yield (folder name, model, optimizer or None) of each checkpoint to save: one per optimizer, at least one per model."""
     for i, (model, optimizers) in enumerate(pairs):
         for j, optimizer in enumerate(optimizers or [None]):
             yield f"sharded_{i}" + (f"_optimizer_{j}" if j else ""), model, optimizer
@@ -73,10 +73,11 @@ def why_incomplete(folder: Path) -> str:
 
 
 def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
-    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective; all ranks pass equal trees.
+    """Return `value` with each sharded tensor in it, at any depth, replaced by the full one on the host, detached. Collective.
 
     Args:
-        keep: False returns None in place of the tensors, on ranks that do not need them.
+        value: nested containers, with the same sharded tensors in the same order on all ranks.
+        keep: False returns None in place of the sharded tensors, on ranks that do not need them.
         mark: store the placements on the full tensors, for `placed`.
     """
 
@@ -97,7 +98,7 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value`, in which tensors that `whole` has marked are sharded again, like a parameter of their shape in `models`."""
+    """Return `value` with each full tensor that `whole` marked sharded again, like a parameter of its shape in `models`."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -111,7 +112,10 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 
 
 class SavedFull:
-    """Wrapper of an object with a state dict, whose sharded tensors a library saves as full ones, and loads sharded again."""
+    """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
+
+    `keep`: this rank saves; on others `state_dict` has None in place of sharded tensors.
+    """
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
         self._inner, self._models, self._keep = inner, models, keep
@@ -124,7 +128,8 @@ class SavedFull:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict. Raises `UsageError` if a state of a sharded parameter is a plain tensor, not 0-d."""
+    """Return the optimizer's state dict. Raises `UsageError` if a state of a sharded parameter is a plain tensor and not 0-d:
+    it may differ between ranks, so a full checkpoint cannot contain it."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
@@ -139,7 +144,7 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load full states with `optimizer.load_state_dict`; each rank keeps its rows. Collective."""
+    """Load a state dict with full tensors into `optimizer`; each rank keeps its rows. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:
@@ -155,7 +160,7 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
-    """Return the full tensor `one` as a DTensor: sharded like `param` if both have the same shape, else replicated."""
+    """Return a full tensor as a DTensor on the mesh of `param`: sharded like `param` if shapes are equal, else replicated."""
     same_shape = one.shape == param.shape
     placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

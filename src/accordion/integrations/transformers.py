@@ -89,7 +89,7 @@ class ShardedTrainer:
     # -- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for `from_pretrained`, as the Trainer does. Collective."""
+        """Write a folder for `from_pretrained`, as the Trainer does; shards the model if it is not sharded yet. Collective."""
         folder = output_dir or self.args.output_dir
         if _internal_call and self.args.should_save:  # from here on an older checkpoint of this name is not complete
             Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -141,15 +141,15 @@ class ShardedTrainer:
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` with the argument `sharding`: see `ShardedTrainer`."""
+    """`transformers.Trainer` that shards its model; `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`."""
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Return a model on the meta device that remembers its weights: a Trainer, or any of these integrations, loads them.
+    """Return a model on the meta device that remembers the folder of its weights; when an integration shards it, it loads them.
 
     No rank ever has the whole model in memory. PEFT may add adapters before that. Raises `CheckpointError` for a wrong folder.
-    `kind`: `AutoModelForCausalLM`, or a model class. `folder`: see `accordion.load_pretrained`; also "owner/name" on the hub.
-    `kwargs`: values of the config, and `dtype`, by default the dtype of the files.
+    `kind`: `AutoModelForCausalLM`, or a model class. `folder`: has the model's config and safetensors; or "owner/name" on the
+    hub. `kwargs`: values of the config, and `dtype`, by default the dtype of the files; others raise `UsageError`.
     """
     source = local_folder(folder)
     dtype = kwargs.pop("dtype", "auto")
@@ -172,7 +172,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return `only=` of `save`: "trained" for a PEFT model, whose base is loaded from a folder of its own; else None."""
+    """Return `only=` of `save` and `load`: "trained" for a PEFT model, whose base is loaded from another folder; else None."""
     return "trained" if is_peft(model) else None
 
 
@@ -203,7 +203,7 @@ def _checked(folder: str) -> str:
 
 
 def _why_torn(path: Path) -> str:
-    """Return why a checkpoint folder cannot be resumed, "" if it can. A complete one has the Trainer's state, written last."""
+    """Return why a checkpoint folder cannot be resumed; "" if it can. A complete one has the Trainer's state, written last."""
     try:
         json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

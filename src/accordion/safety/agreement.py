@@ -1,8 +1,9 @@
 """Let ranks call different units in one forward: a rank that skips a unit makes a dummy call, so that all collectives match.
 
-The output of a dummy call is not used. The call gathers with the other ranks and leaves a pre-backward node, so that the
-backward reduces with them too, without a gradient of this rank. A forward that repeats the last one of its kind costs nothing.
-Ranks agree on each step of the first forward, and of every forward after they have once diverged.
+A unit is a module whose parameters are gathered and reduced together. A dummy call gathers the unit with the other ranks,
+computes nothing, and leaves an autograd node, so that the backward reduces zeros for this rank. A forward that repeats the last
+one of its kind (with or without gradients, under `no_sync` or not) costs nothing. Ranks exchange messages about each step of
+the first forward of a kind, and of every forward after they have diverged once.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ logger = logging.getLogger("accordion")
 
 
 class UnitCall(NamedTuple):
-    """One step of a forward: a unit is entered or, with `leaves`, its forward ends. `depth`: calls in progress around it.
+    """One step of a forward: the call of the unit with index `unit` begins or, if `leaves` is True, ends.
 
-    `differentiable`: a backward may reach the call. `trained`: indices of the unit's parameters that require gradients.
-    `reads`: a read of a parameter began the call.
+    `differentiable`: a backward may reach the call. `depth`: number of calls in progress around the step; an ending call counts
+    itself. `trained`: indices of the unit's parameters that require gradients. `reads`: the call begins because code reads the
+    unit's weight, not because the unit's forward runs.
     """
 
     unit: int
@@ -43,8 +45,8 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """The decision that ranks which are behind take the steps of their last forward without asking, up to step `num_done` of
-    forward `root`, which other ranks have reached."""
+    """Decision that ranks which are behind repeat steps of their last forward, without exchanging messages, until they have
+    done `num_done` steps of forward number `root`, as other ranks have."""
 
     root: int
     num_done: int | None  # None: to the end
@@ -56,9 +58,11 @@ class CatchUp(NamedTuple):
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return the next step of all ranks, from the `reports` of all; None if they have diverged for good.
+    """Return the step that all ranks take next, or which ranks catch up first; None if dummy calls cannot bring ranks together.
 
-    Steps inside a call come before steps after it; ties are broken by the unit's position in the model.
+    Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
+    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (steps done in it,
+    None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as a backward).
     """
     reports = list(reports)
     at = [report for report in reports if report["step"] is not None]
@@ -84,7 +88,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 class OrderAgreement(Observer):
     """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
 
-    `always`: ranks agree on each step, even if it is expected; `debug="order"` sets it from the start.
+    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class OrderAgreement(Observer):
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Agree on the step if it is not the expected one; meanwhile make dummy calls of the units that others enter first."""
+        """Agree with all ranks to call `unit`, unless the last forward did so here; first make dummy calls that others need."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -129,7 +133,7 @@ class OrderAgreement(Observer):
         self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Before the forward of `call` ends, make dummy calls of units inside it that other ranks still enter; return `out`."""
+        """Before the forward of `call` ends, make dummy calls of units inside it that other ranks still call; return `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         if error is None and not self._silent and call.unit.index in self._outer_units:
@@ -153,7 +157,7 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """If the last backward did not use the unit at this point, agree before its collectives begin."""
+        """If the last backward did not use `unit` at this point, wait until all ranks are about to use it."""
         event = (unit.index, unit.trained.indices)
         if not self._expected.matches(BACKWARD, event):
             self._expected.note(BACKWARD, event)
@@ -173,12 +177,12 @@ class OrderAgreement(Observer):
 
     @property
     def trusts_history(self) -> bool:
-        """True if this rank takes a step that `_expected` predicts without asking the other ranks."""
+        """True if this rank may take a step, if `_expected` predicts it, without asking the other ranks."""
         return not (self.always or self._is_new or self._num_to_follow)
 
     @cached_property
     def _outer_units(self) -> set[int]:
-        """Indices of the units that have other units inside."""
+        """Indices of the units that contain other units."""
         outer = set()
         for i, hooks in enumerate(self._hooks):
             for module in (ref() for ref in hooks.modules):
@@ -189,7 +193,8 @@ class OrderAgreement(Observer):
         return outer
 
     def agree(self, step: UnitCall, what: str) -> None:
-        """Make dummy calls of the steps that other ranks take first; return when all take `step`. `what`: `step` in words."""
+        """Make dummy calls of the steps that other ranks take first; return when all ranks take `step`, described by `what` in
+        messages ("enters unit 3 in its forward"). Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:
@@ -219,7 +224,7 @@ class OrderAgreement(Observer):
             self._follow(outcome)
 
     def must(self, what: str) -> None:
-        """Return when all ranks are about to do `what`, for which there is no dummy call."""
+        """Wait until all ranks are about to do `what`, which has no dummy call; raise `DivergenceError` if a rank is not."""
         while (
             reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
         ) is not None:
@@ -230,7 +235,8 @@ class OrderAgreement(Observer):
             self._outcome(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
-        """Join a meeting that another rank opened, while this rank waits in a collective; return the reports by rank."""
+        """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective; return the
+        reports by rank, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         outcome = self._outcome(reports) if reports else None
         if isinstance(outcome, CatchUp):
@@ -271,7 +277,7 @@ class OrderAgreement(Observer):
         self.open_dummies.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
 
     def close(self, depth: int) -> None:
-        """End the dummy calls at `depth` or deeper."""
+        """End the open dummy calls at `depth` or deeper, innermost first."""
         while self.open_dummies and self.open_dummies[-1][0] >= depth:
             _, hooks, call, fulls = self.open_dummies.pop()
             hooks.end_dummy(call, fulls)

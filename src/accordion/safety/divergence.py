@@ -1,4 +1,4 @@
-"""Detect ranks that execute different steps: they exchange reports if one leaves the recorded order, or waits for long."""
+"""Detect ranks that execute different steps: they exchange reports if one leaves the order of its last pass, or waits long."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOST_S = 600.0  # as long as NCCL lets a collective wait
 # Added to the timeout of the job's process group if that is shorter than `LOST_S`, since a collective fails after the timeout.
 # Asking the other ranks and ending the program must also fit into the promised five seconds.
 MARGIN_S = 1.0
-REPORT_AFTER_S = 4.0  # of a wait
+REPORT_AFTER_S = 4.0  # of a wait, until the rank reports it
 POLL_S = 1.0
 POSTS_S = 2.0  # time for all ranks that have diverged to post their position
 MEETING_POLL_S = 0.05  # poll interval of a waiting rank for meetings of others
@@ -50,12 +50,12 @@ CANNOT_ASK = (
 
 
 Join = Callable[[str], dict[int, dict[str, Any]]]
-"""Callback that joins a meeting opened by another rank: takes what this rank does, returns the reports by rank."""
+"""Callback that joins a meeting opened by another rank: takes text on what this rank does, returns the reports by rank."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """A long wait of this rank for `ranks`: what it does, and how many polls of this wait there were."""
+    """A long wait of this rank in a step of `ranks`: text on what it does, and the number of polls in this wait so far."""
 
     ranks: list[int]
     what: str
@@ -64,21 +64,22 @@ class _Wait:
 
 
 class DivergenceMonitor(Observer):
-    """Observer that reports this rank's position over the hub, and raises `DivergenceError` if ranks diverge.
+    """Observer that reports to the other ranks what this rank does, and raises `DivergenceError` if ranks diverge.
 
-    In the common case nothing is sent. A rank that leaves the order of the last pass opens a meeting, a barrier with reports. The
-    others, which wait in their next collective, see that and join; `OrderAgreement` decides what to do. In other waits, each rank
-    posts its position after `REPORT_AFTER_S`; if all ranks wait and none can continue, each raises an error with all positions.
-    On NCCL the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`.
+    Reports go over a `Hub`, not in collectives; in the common case nothing is sent. A rank that leaves the order of its last
+    pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that and join, and
+    `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after `REPORT_AFTER_S` what it
+    waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL the host does not wait in
+    collectives and sees no meeting: ranks that left the order raise after `LOST_S`.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
         """Create the monitor of a model. A collective.
 
         Args:
-            communicators: those of this rank.
+            communicators: the model's communicators that include this rank.
             ranks: the global ranks that have the model.
-            hub: the hub of these ranks; by default the job's.
+            hub: the connections of these ranks; by default those that the job keeps, created if there are none.
         """
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self._ranks = sorted(ranks)
@@ -113,7 +114,7 @@ class DivergenceMonitor(Observer):
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
-        """Raise an error if ranks have diverged before, or this rank has destroyed its process group."""
+        """Raise `DivergenceError` if ranks have diverged before, `UsageError` if this rank has destroyed its process group."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -168,7 +169,7 @@ class DivergenceMonitor(Observer):
         return f"{where} of step {self.num_steps + 1}"
 
     def busy(self, what: str | None) -> None:
-        """Set what this rank does together with others, for ranks that ask; None if nothing."""
+        """Set the text, such as "clips gradients", that other ranks get when they ask what this rank does; None removes it."""
         self._position.doing = what
 
     def _doing(self, what: str) -> str:
@@ -180,10 +181,10 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has joined the meeting; return the `report` of each rank, or None if all are equal.
+        """Wait until every rank has joined its next meeting; return the `report` of each rank, or None if all are equal.
 
-        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if ranks wait for
-        each other elsewhere.
+        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
+        ended, or ranks wait for each other elsewhere. Without other ranks, returns None at once.
         """
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
@@ -229,7 +230,7 @@ class DivergenceMonitor(Observer):
     # -- other ranks that are gone
 
     def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return (rank, text) of the failure because of which a rank of `ranks` has ended; None if all are alive."""
+        """If a rank of `ranks` has ended, return (rank, text) of the first failure, maybe of another rank; else None."""
         if (hub := self._hub) is None or (gone := hub.gone(ranks)) is None:
             return None
         return hub.cause(0.0, self._prefix) or gone
@@ -257,7 +258,7 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Wait for the works of `pending`; raise `DivergenceError` if another rank has failed or diverged."""
+        """Wait for the works of `pending`, `what` in messages; raise `DivergenceError` if a rank has failed or diverged."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -270,7 +271,7 @@ class DivergenceMonitor(Observer):
             self.busy(None)
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
-        """Wait for `work`, and check now and then if its `ranks` have ended, diverged or opened a meeting."""
+        """Wait for `work` of `ranks`, and join meetings of others. Raises `DivergenceError` if a rank has ended or diverged."""
         done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting
@@ -313,7 +314,7 @@ class DivergenceMonitor(Observer):
         return True
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
-        """Post that this rank waits; raise `DivergenceError` if all ranks wait for each other in different places."""
+        """Post that this rank waits; raise `DivergenceError` if a rank has failed, or all ranks wait, in different places."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -333,7 +334,7 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Return text on the ranks that have posted nothing: their positions, and which of them do not answer."""
+        """Return text on the ranks that have posted nothing: what they do, and which of them do not answer; "" if none."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self._ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -341,7 +342,7 @@ class DivergenceMonitor(Observer):
     # -- failures
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
-        """Post that this rank has failed, and raise `DivergenceError(text)`."""
+        """Post to the other ranks that this rank has failed, and raise `DivergenceError(text)`."""
         self.tell(f"failed: {text}")
         self._break(text, cause)
 
@@ -352,7 +353,7 @@ class DivergenceMonitor(Observer):
         raise error from cause
 
     def tell(self, text: str) -> None:
-        """Post that this rank has failed; `text` follows its number in a sentence."""
+        """Post to the other ranks that this rank has failed. `text`: the end of a sentence that begins with "rank R"."""
         self._tell({"failed": wording.of_another(text), **self._facts})
 
     def _tell(self, post: dict[str, Any]) -> None:
@@ -361,17 +362,18 @@ class DivergenceMonitor(Observer):
             hub.post(self._prefix, post)
 
     def forget(self) -> None:
-        """Withdraw this rank's post."""
+        """Withdraw what this rank has last posted about the model, if anything."""
         if self._post is not None and (hub := self._hub) is not None:
             hub.post(self._prefix, None)
         self._post = None
 
     def looks(self, device: torch.device) -> bool:
-        """Return True if ranks compare the tags of messages: always on a CPU; on a device only soon after a meeting."""
+        """Return True if ranks compare the tags in collectives: always on a CPU; elsewhere only soon after a meeting."""
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n) is `expected` (n,); on a device, assert there."""
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), tags of all ranks, is `expected` (n,). On an
+        accelerator this is a device-side assertion instead. `what`: text on what this rank does, for the message."""
         if not self.listens:
             return
         if rows.device.type != "cpu":
@@ -381,9 +383,9 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """Have the digest `chain` of this rank's steps up to backward `num` compared, for every few backwards.
+        """Send `chain`, the digest of this rank's optimizer steps up to its backward number `num`, in every few backwards.
 
-        Raises `DivergenceError`, at the same backward on every rank, if digests have differed.
+        Raises `DivergenceError`, at the same backward on every rank, if earlier digests of ranks have differed.
         """
         if (hub := self._hub) is None:
             return
@@ -401,7 +403,7 @@ class DivergenceMonitor(Observer):
             hub.send_to_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
 
     def _fail_mismatch(self, what: str) -> NoReturn:
-        """Raise `DivergenceError` because tags or digests differ: name what each rank does, or how their steps differ."""
+        """Raise `DivergenceError` because tags or digests differ; it names what each rank does, or how their steps differ."""
         post = {"what": what, **self._facts, **self.history()}
         self._tell(post)
         posts: dict[int, dict[str, Any]] = {}

@@ -41,7 +41,7 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def answer_for_shards(engine: Engine) -> None:
-    """Register the operator handlers of this module for the parameters of `engine` and tensors on their meshes."""
+    """Register the operator handlers of this module, which then act on `engine`'s parameters and DTensors on their meshes."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
@@ -61,7 +61,7 @@ def _is_ours(tensor: Any) -> bool:
 
 
 def _param_of(tensor: Any) -> Param | None:
-    """Return the sharded parameter that `tensor` is or views; None for all other tensors."""
+    """Return the sharded parameter that `tensor` is, or is a view of; None for all other tensors."""
     for each in (tensor, _torch.base_of(tensor)):
         if isinstance(each, DTensor):
             owner = vars(_torch.local_of(each).untyped_storage()).get(OWNER)
@@ -75,7 +75,7 @@ def _param_of(tensor: Any) -> Param | None:
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers for the whole tensor, which needs memory for it, and use this rank's rows of them.
+    """Draw random numbers for the whole tensor, which needs memory for it, and write or return this rank's rows of them.
 
     On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there.
     """
@@ -117,7 +117,8 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Raise `UsageError` for a view gathered into new memory; count a write through `.data`."""
+    """Raise `UsageError` if `tensor` is a view gathered into new memory; if it is not `param` itself (`.data`), increment the
+    version counter of `param`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise UsageError(
@@ -142,7 +143,7 @@ def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
+    """Return a view of the tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:
@@ -164,7 +165,8 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the value of the whole tensor. torch returns this rank's part, a partial sum for `grad.norm().item()`."""
+    """Return the number in a tensor of one element, reduced over ranks (a collective) unless it is replicated. torch returns
+    this rank's part, for `grad.norm().item()` a partial sum."""
     tensor: DTensor = args[0]
     if not _is_ours(tensor):
         return _torch.unanswered(operator, args, kwargs)
@@ -181,8 +183,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return this rank's part: under `torch.autograd.set_detect_anomaly`, autograd asks it of `isnan(gradient)`.
-
-    A reduction would be a collective that other ranks may not reach.
-    """
+    """Return a bool tensor: True if any element on this rank is true. No collective, since anomaly detection calls this for
+    `isnan(gradient)` at points that other ranks may not reach."""
     return operator(_torch.local_of(args[0])) if _is_ours(args[0]) else _torch.unanswered(operator, args, kwargs)

@@ -67,7 +67,7 @@ class FiniteCheck(Observer):
         self._flags.clear()
 
     def report(self) -> None:
-        """Raise `NonFiniteError` on every rank if any rank had a value that is not finite since the last call."""
+        """Raise `NonFiniteError` on every rank if any rank had a value that is not finite since the last call. A collective."""
         flags, self._flags = self._flags, {}
         if not flags:
             return
@@ -83,10 +83,10 @@ class FiniteCheck(Observer):
 
 
 class OverflowSpread(Observer):
-    """Observer that adds inf to whole gradients of units in fp16 if any rank's shards have inf or NaN, after each reduce.
+    """Observer that, if any rank's gradient shards have inf or NaN, adds inf to the gradients that are not sharded.
 
-    `torch.amp.GradScaler` reduces its flag only if the first gradient is sharded. If that gradient is whole, one rank may skip a
-    step that others take.
+    It acts after each reduce, for units in fp16. `torch.amp.GradScaler` reduces its flag over ranks only if the first gradient
+    is sharded; otherwise one rank might skip a step that others take.
     """
 
     def __init__(self, engine: Engine) -> None:

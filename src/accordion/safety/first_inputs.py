@@ -1,4 +1,4 @@
-"""Warn if data-parallel ranks train on the same data: each rank sends a digest of its first two inputs to the first rank."""
+"""Warn if data-parallel ranks train on the same data: each sends a digest of the model's first two inputs to the first rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ SHARE_DATA = {"tp", "sp", "cp", "ep"}  # in the name of a mesh dim: its ranks ma
 
 
 class FirstInputs(Observer):
-    """Observer that sends the digest of the first two training inputs, read without waiting, and then detaches itself.
+    """Observer that sends a digest of the model's first two training inputs to the first rank, and then detaches itself.
 
-    Nothing is sent if an input has no tensors or only constant ones, or if both inputs are equal, as in a benchmark.
+    It never waits for the device. Nothing is sent if both inputs are equal, as in a benchmark, or if one has no tensor whose
+    elements differ.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
@@ -54,7 +55,10 @@ def have_own_data(engine: Engine) -> bool:
 
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
-    """Start one copy to the host per device: for each tensor with elements its checksum, and 1 if its elements differ."""
+    """Start to copy (checksum, 1 if its elements differ else 0) of each tensor to the host, and return one copy per device.
+
+    Tensors on meta, without elements, or of a subclass are left out.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -66,6 +70,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of all copied checksums; None if every tensor is constant."""
+    """Return a digest of `copies`, made by `checksums_of`; None if no tensor has elements that differ."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

@@ -18,10 +18,10 @@ from accordion.tensor_checksum import checksum
 
 
 class ForwardWrites(Observer):
-    """Observer that compares checksums of a unit's full parameters before and after its forward, in its first training step.
+    """Observer that raises `UsageError` if checksums show that a unit's forward has changed the unit's full parameters.
 
-    Checksums stay on the device until the end of the outermost forward, where the host waits for the result. With `always` the
-    observer checks every forward; otherwise it detaches itself when each unit has been checked in a whole step.
+    By default each unit is checked in its first training step only, then the observer detaches itself; `always` checks every
+    forward. Checksums stay on the device until the outermost forward ends; then the host waits for them and raises the error.
     """
 
     def __init__(self, engine: Engine, *, always: bool) -> None:
@@ -61,7 +61,7 @@ class ForwardWrites(Observer):
         self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
-        """Note that the checked units have been checked in a whole step if gradients were `reduced`."""
+        """If gradients were `reduced`, skip the units of this step from now on; after the last unit, detach the observer."""
         if self._always or not reduced:
             return
         self._unchecked -= self._checked

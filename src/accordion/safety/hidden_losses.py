@@ -28,17 +28,18 @@ OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives ever
 
 
 class SavedParam(NamedTuple):
-    """A full parameter that autograd has saved; `begin` is called before it is read."""
+    """A full parameter that autograd has saved. `begin`: called before a backward reads it; begins the backward of its call."""
 
     begin: Callable[[], None]
     tensor: Tensor
 
 
 class HiddenLosses(Observer):
-    """Observer that begins the backward of a call at losses left in its modules, or when a saved full parameter is read.
+    """Observer that begins the backward of a call, which unshards its unit, when a gradient reaches a loss left in the unit's
+    modules, or when autograd reads a full parameter that it has saved.
 
     A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
-    only if a backward of it has begun at such a read. It passes all other tensors to the hooks of activation checkpointing or
+    only if a backward of it has begun at such a read. The hook passes other tensors to hooks of activation checkpointing or
     offload, if there are any.
     """
 
@@ -50,8 +51,8 @@ class HiddenLosses(Observer):
         self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Hook tensors that autograd saves during the forward of `call`: the backward of `call` begins, if it has not, when one
-        of them that is a full parameter is read."""
+        """Install a hook for tensors that autograd saves in the forward of `call`: when a backward reads a full parameter among
+        them, the backward of `call` begins, unless it has begun."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -76,7 +77,8 @@ class HiddenLosses(Observer):
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Have the backward of `call` begin at tensors that the forward left in attributes, objects or `inputs`."""
+        """Have the backward of `call` begin when a gradient reaches a tensor that the forward left in attributes, objects in
+        `out`, or `inputs`."""
         hidden = [] if isinstance(out, Tensor) else list(tensors_in(out, opaque_depth=3))
         hidden += self._left_in_attributes(call.unit)
         hidden += written_into(inputs)
@@ -149,7 +151,7 @@ def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield `root` and the modules below it, without those of units below it."""
+    """Yield `root` and the modules inside it, except modules that are units themselves and what is inside them."""
     yield root
     for child in root.children():
         if ATTACHED not in child.__dict__:

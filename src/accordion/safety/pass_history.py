@@ -1,4 +1,4 @@
-"""A record of past passes that tells whether the current pass repeats the last one of its kind. Pure, no tensors."""
+"""A record of forwards and backwards that tells if the current one repeats the last one of its kind. Pure, no tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MANY = 1024
 
 @dataclass(slots=True)
 class _OpenPass:
-    """A pass in progress: its events so far, those of the `last` pass of this kind, and the position in the latter."""
+    """A pass in progress: its `events` so far, those of the `last` pass of this `kind`, and the index `at` into `last` of the
+    event that is expected next."""
 
     kind: Hashable
     last: list[Hashable]
@@ -24,10 +25,10 @@ class _OpenPass:
 
 
 class PassHistory:
-    """The events of the last pass of each kind (a forward, a backward), and which kind of pass followed which.
+    """Record of past passes that predicts the next event in a pass, such as a call of a unit, and the kind of the next pass.
 
-    `begin`, `matches` and `end` return True if the pass or event was expected. After an unexpected event the next ones are
-    compared from the first later place in the last pass that matches.
+    A pass is one forward or backward; its kind is any value that tells passes apart. `begin` and `end` return True if the pass
+    began or ended as predicted. After an unexpected event, prediction resumes after the next such event in the last pass.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class PassHistory:
             run.at = run.last.index(event, run.at) + 1
 
     def following(self, phase: Phase) -> Hashable:
-        """Return the event that is expected next; None at the end."""
+        """Return the event that is expected next in the `phase` in progress; None at its end."""
         run = self._open[phase]
         return run.last[run.at] if run.at < len(run.last) else None
 

@@ -37,7 +37,7 @@ TAKES_WHOLE = {
         "accordion.save_pretrained(model, folder) and merge the model that from_pretrained loads from that folder.",
     ),
 }
-"""Methods of transformers, diffusers and PEFT, with the error of each on a sharded model."""
+"""Methods of transformers, diffusers and PEFT that do not work on a sharded model, with the text of the error of each."""
 
 NO_COPY = (
     "a sharded model cannot be copied (FSDP does not support deepcopy): its parameters are rows on many ranks; copy it before it "
@@ -59,7 +59,7 @@ class NotForDDP:
 
 
 def guard(hooks: Hooks) -> None:
-    """Have the modules of a unit refuse copies, pickles, conversions and DDP; call it after the hooks are attached."""
+    """Have a unit's modules refuse copies, pickles, changes of dtype or device, and DDP; call it after attaching the hooks."""
     for module in hooks.attached_modules():
         for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
             module.__dict__[name] = method  # otherwise the hooks fail, with an obscure error
@@ -76,7 +76,7 @@ def guard(hooks: Hooks) -> None:
 
 
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Undo `guard` on `modules`, all modules of the unit, and on the modules that have its parameters."""
+    """Undo `guard` for one unit. `modules`: those to which the unit's hooks were attached."""
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
@@ -104,7 +104,8 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
-    """Wrap `method` so that it raises `UsageError(why)`, except for `save_pretrained` if it gets or gathers whole tensors."""
+    """Return `method` of the module `of`, wrapped so that it raises `UsageError(why)` while the engine `by` exists. But
+    `save_pretrained` runs with full tensors, in `full_params`, and if transformers itself has sharded the model."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Have `module._apply` (`to`, `half`, `to_empty`) call `ModuleParams.convert` for sharded parameters."""
+    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()
@@ -228,7 +229,7 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 
 class OneCaller(Observer):
-    """Observer that refuses calls from a forked process or a second thread. `alone`: there is one rank, so forks are allowed."""
+    """Observer that refuses calls from a forked process or a second thread. `alone`: there is one rank; forks may then call."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone

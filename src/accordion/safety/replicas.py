@@ -23,7 +23,7 @@ SHOWN = 3  # parameters of a rank in a message
 
 
 class ReplicaCheck(Observer):
-    """Observer that compares a sample of replicas in a few training forwards: it waits for the device and for all ranks."""
+    """Observer that compares a sample of replicas in a few training forwards; there it waits for the device and all ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._num = engine, 0
@@ -36,9 +36,9 @@ class ReplicaCheck(Observer):
 
 
 def compare_replicas(engine: Engine, at: int | None = None) -> None:
-    """Raise `DivergenceError` on every rank if replicas differ. A collective.
+    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas.
 
-    `at`: first element of the sample of each parameter that is compared; None for all elements.
+    `at`: index, modulo the shard's size, of the first of `SAMPLE` elements to compare in each parameter; None for all elements.
     """
     context, monitor = engine.context, monitor_of(engine.context)
     if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
@@ -62,7 +62,10 @@ def compare_replicas(engine: Engine, at: int | None = None) -> None:
 
 
 def different(details: Mapping[int, Mapping[str, Any]]) -> str:
-    """Name each rank whose values differ from those of the first rank with the same shard, and the parameters."""
+    """Return text on each rank whose values differ from those of the first rank with the same shard, and on the parameters.
+
+    `details`: by rank, a dict with `shard`, the shard's index, and `digests`, by name of a parameter.
+    """
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
     each = []
     for rank, report in sorted(details.items()):

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same arguments of `shard`, model structure and values; values are compared by checksum."""
+"""Check that all ranks call `shard` with equal arguments, model structures and values; values are compared by checksum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accordion.units import Owned
 log = logging.getLogger("accordion")
 Result = TypeVar("Result")
 Facts = dict[str, str]
-"""Name in messages -> text of a value that must be equal on all ranks. Messages list differences in this order."""
+"""Values that must be equal on all ranks, as text, by their names in messages. Messages list differences in this order."""
 
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 
@@ -40,7 +40,7 @@ def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
     """Return a text, equal on all ranks, that names the ranks whose `facts` differ from the first rank's, and the facts.
 
     The text is empty if all are equal. A collective: ranks compare a digest of 8 bytes, and send more only if digests differ.
-    `what`: what this rank does here, for messages of ranks that wait for it.
+    `what`: a verb phrase for messages about this rank, such as "compares its values".
     """
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:16]
     digests = monitor.meet({"what": what, "digest": digest})
@@ -82,7 +82,8 @@ def same_structure(
 ) -> None:
     """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks; the error names them.
 
-    `refused`: this rank's own error, which it raises after the comparison, so that the other ranks do not wait for it.
+    `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as text; None also leaves out
+    buffers. `refused`: this rank's own error, which it raises after the comparison, so that the other ranks do not wait for it.
     """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
@@ -107,7 +108,7 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return dtype, shape, placements and "on meta" as text. With `sync`, "on meta" is left out: it may differ between ranks."""
+    """Return a tensor's dtype, shape and placements as text, with "on meta" unless `sync`; the type of any other object."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -131,7 +132,8 @@ def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collec
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """Return the units' settings that must be equal on all ranks: the root's, and those in which another unit differs from it."""
+    """Return precision and offload of the units, as text: all settings of the root, which comes first, and of each other unit
+    those that differ from the root's."""
     facts: Facts = {}
     root: Facts = {}
     for name, precision, offload in zip(names, precisions, offloads, strict=True):
@@ -155,7 +157,7 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
 
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`; if it raises a `UsageError` or `OffloadError` on any rank, every rank raises an error. A collective."""
+    """Return `make()`. If it raises `UsageError` or `OffloadError` on a rank, the others raise `UsageError`. A collective."""
     error: AccordionError | None = None
     try:
         result = make()
@@ -175,9 +177,9 @@ def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Resul
 def same_given(
     values: Mapping[str, Any], monitor: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
 ) -> str:
-    """Compare `values` (name in messages -> tensor) and `also` over ranks; return the text of `differences`. A collective.
+    """Compare `values` and the texts `also`, by name, over ranks; return a text that names the differences, "" if none.
 
-    Tensors are compared by dtype, shape and checksum, other objects by type. `what`: the function that got the values.
+    A collective. Tensors are compared by dtype, shape and checksum, other objects by type. `what`: the function that got them.
     """
     if not monitor.listens:
         return ""
@@ -196,10 +198,11 @@ def same_values(
     sync: bool,
     own_contexts: Mapping[int, ShardingContext] | None = None,
 ) -> ValueOf:
-    """Compare values between ranks, and return a function that gives the value from which each parameter is sharded.
+    """Compare values between ranks, and return a function that takes a parameter, as `Owned`, and returns the tensor to shard.
 
-    The function returns None for a parameter on the meta device. With `sync` it returns the first rank's value; then all ranks
-    must call it for every parameter in the same order, since it communicates and only one full parameter is in memory at a time.
+    The function returns None for a parameter on the meta device. With `sync` nothing is compared, and it returns the first
+    rank's value. Then all ranks must call it for every parameter in the same order, since it communicates and only one full
+    parameter is in memory at a time.
 
     Args:
         own_contexts: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.
@@ -255,7 +258,7 @@ def _same_on_their_ranks(
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the device. A collective; it overwrites `tensor` if that is on the device."""
+    """Return the first rank's value of `tensor`, on the context's device. A collective; overwrites a tensor on that device."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data
@@ -296,7 +299,8 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
     """Move buffers to the device and cast them to their unit's precision; with `sync`, take the first rank's values.
 
-    `precisions`: by id of a unit's module; the root's must be among them.
+    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. A collective if `sync`.
+    `precisions`: those of the units, by id of the unit's module; `model` must be among them.
     """
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
@@ -319,6 +323,6 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
 
 
 def _communicators(context: ShardingContext) -> list[Communicator]:
-    """Return the communicators that have real other ranks."""
+    """Return the communicators with more than one rank, except those of torch's "fake" backend."""
     communicators = [axis.gather for axis in (context.shard, context.replicate)]
     return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]

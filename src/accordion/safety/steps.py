@@ -1,10 +1,10 @@
 """Check that all ranks step their optimizers in the same way: a digest of what they did is sent with the gradients.
 
 Each backward has a record: the number of optimizer steps before it, their options and numbers of parameters, if gradients were
-cleared and weights modified since, the norm to which gradients were clipped, and if the forward was in eval mode or autocast. A
-chained digest of the records replaces the plain tag in the reduce of one unit, so no byte more is sent. If the host does not
-compare tags (on a device, with offload, or if the reduce dtype has two bytes), the first rank gets the digest over the hub now
-and then. If digests differ, ranks exchange their records.
+cleared and weights modified since, the norm to which gradients were clipped, and if the forward was in eval mode or autocast.
+Each reduce carries a tag, by which ranks check that they reduce the same unit. For one unit the tag includes a digest of all
+records so far, so no byte more is sent. If the host does not compare tags (on a device, with offload, or if the reduce dtype
+has two bytes), the digest is sent to the first rank now and then. If digests differ, ranks exchange their records.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Record = dict[str, str]
 class StepWatch(Observer):
     """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare.
 
-    Writes to offloaded parameters count only if made through the DTensors: other threads step the local tensors.
+    Writes to offloaded parameters are recorded only if made through the DTensors, because other threads step the local tensors.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
@@ -74,7 +74,7 @@ class StepWatch(Observer):
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record a step of `optimizer` if it has parameters of this model; called after steps of all optimizers."""
+        """Record a step of `optimizer` if it has parameters of this model; called after each step of any torch optimizer."""
         if optimizer not in self._ours:
             if not self.steps_of(optimizer):
                 return
@@ -112,7 +112,7 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Close the record since the last backward, and send its digest as the tag of this backward's reduces."""
+        """Add the record since the last backward to the digest; send that in tags of this backward, or to the first rank."""
         first = first_trained(self._engine)
         if first is None:
             return
@@ -130,13 +130,13 @@ class StepWatch(Observer):
             self._monitor.send_steps(self._num, self._chain)
 
     def history(self) -> dict[str, Any]:
-        """Return the records of this rank's last backwards and of the time since, to send to other ranks."""
+        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the time since."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
 
 
 def first_trained(engine: Engine) -> Unit | None:
-    """Return the first unit with trainable parameters, whose reduces carry the digest."""
+    """Return the first unit with trainable parameters, whose reduces carry the digest; None if all are frozen."""
     return next((unit for unit in engine.units if unit.trained.indices), None)
 
 

@@ -1,4 +1,4 @@
-"""Unshard a layer that is a unit when other code reads its weight, as in `x @ self.embed.weight.T`."""
+"""Unshard a layer that is a unit when code outside of the layer reads its weight, as in `x @ self.embed.weight.T`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """Replacement for `module._parameters` that calls `read` before `module.weight` returns.
+    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns.
 
     `parameters()` and state dicts iterate over the items, which calls nothing.
     """
@@ -34,14 +34,17 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Observer that begins a call of a layer when its parameter is read, and ends it with the enclosing call."""
+    """Observer that unshards a layer when one of its parameters is read, until the call of a unit around the read ends.
+
+    The read begins a call of the layer, as its forward does, so that the backward unshards the layer too.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._begun: list[tuple[int, Hooks, nn.Module]] = []  # (depth, hooks, layer) of calls in progress
 
     def listen(self, hooks: Hooks, module: nn.Module) -> None:
-        """Have reads of parameters of `module`, a layer that is a unit, begin a call of it."""
+        """Replace `module._parameters` so that a read of a parameter of `module`, a layer that is a unit, unshards it."""
         read = partial(self._begin, hooks, weakref.ref(module))
         module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
 
@@ -52,7 +55,7 @@ class WeightReads(Observer):
         self._begun.clear()
 
     def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
-        """Begin a call of the layer, in a forward and outside of the layer's own calls."""
+        """Begin a call of the layer, unless no forward of the model runs or the layer is unsharded already."""
         engine, module = self._engine, reference()
         if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return
@@ -60,7 +63,7 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`; return `out` with copies of parameters that are freed now."""
+        """End the calls that reads began inside `call`; return `out` with copies of the parameters in it that are freed now."""
         if not self._begun or call.is_dummy:
             return out
         depth, failed = self._engine.depth, None

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accordion import checkpoint
+from accordion.checkpoint.collective import Team
 from accordion.compat.deepspeed.reading import Settings, read
 from accordion.config import Place
 from accordion.engine.communicator import device_type_of_job
@@ -59,12 +60,16 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, LRScheduler | None]:
-    """Shard `model`, create its optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
+    """Shard `model` in place, create optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
+
+    Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` is not used.
 
     Args:
-        config: the path of a ds_config.json, or its content; by default `args.deepspeed_config`.
+        config: the path of a ds_config.json, or its content; by default `config_params`, or `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
         optimizer: an optimizer without state, or a function of parameters; by default the one in the configuration.
+        lr_scheduler: a scheduler, or a function of the optimizer; by default the one in the configuration, if any.
+        training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
@@ -91,7 +96,8 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return `choice`, or the optimizer that it or the configuration creates, over the sharded parameters in `groups`."""
+    """Return `choice`, or the optimizer that it (a function) or the configuration creates, over the sharded parameters of
+    `groups`, by default all that require gradients. Raises `UsageError` if `choice` has state, or there is no optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -147,7 +153,8 @@ class DeepSpeedEngine(nn.Module):
         return loss
 
     def step(self) -> None:
-        """Count a micro-batch; call after each backward. After the last of a step, clip, step, and clear gradients."""
+        """Count a micro-batch; call it after each backward. After the last one of a step, clip gradients, step optimizer and
+        scheduler (under fp16 only if gradients are finite), and clear gradients."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -197,7 +204,8 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write the checkpoint `save_dir/tag` in this library's format, which loads on any number of ranks. Collective."""
+        """Write the checkpoint `save_dir/tag` in this library's format, which loads on any number of ranks, and make it the
+        newest. `tag`: by default "global_step" and the number of steps. Returns True. Collective."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
             "client_state": dict(client_state or {}),
@@ -205,17 +213,17 @@ class DeepSpeedEngine(nn.Module):
             "scaler": self.scaler.state_dict(),
             "steps": [self.micro_steps, self.global_steps, self.skipped_steps],
         }
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        team = Team.of(self.module.parameters())
+        team.agree(lambda: Path(save_dir).mkdir(parents=True, exist_ok=True))
         checkpoint.save(Path(save_dir, tag), self.module, self.optimizer, extra=extra)
-        if dist.get_rank() == 0:
-            Path(save_dir, LATEST).write_text(tag, encoding="utf-8")
-        dist.barrier()
+        team.agree(lambda: Path(save_dir, LATEST).write_text(tag, encoding="utf-8") if team.leads else None)
         return True
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`, by default the newest, and return (its path, client state); (None, {}) if there is none."""
+        """Load `load_dir/tag`, by default the newest checkpoint, and return (its path, the `client_state` that was saved);
+        (None, {}) if no tag is given and there is none. Collective."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

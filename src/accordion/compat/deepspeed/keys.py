@@ -18,13 +18,13 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row of the table.
+    """One row of keys.toml: how a key of DeepSpeed's configuration is treated.
 
     Args:
         why: how the key is used, or why it is not.
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
-        asked: the key of `accordion train` that replaces an `"auto"`; otherwise the caller must pass a value.
+        asked: the key of `accordion train` that replaces an `"auto"`; callers of `read` pass a value, unless `auto` is set.
         auto: the value of an `"auto"` if the caller passes none: the default of transformers' TrainingArguments.
         follows: the other keys that decide an `"auto"`, in words.
     """
@@ -47,7 +47,7 @@ class Key:
 
 
 def _rows(table: dict[str, Any]) -> dict[str, Key]:
-    """Return the rows of one table of keys.toml by their keys, with the `prefix` of the table added to each key."""
+    """Return the rows of one table of keys.toml by their keys, each with the `prefix` of the table, which is popped from it."""
     prefix = table.pop("prefix", "")
     return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
 

@@ -38,12 +38,13 @@ class OptimizerChoice:
         return float(self.params.get(name, takes[name].default if name in takes else 0.0))
 
     def __call__(self, params: Iterable[Any]) -> Optimizer:
-        """Return the optimizer, without `acc.wrap_optimizer` applied."""
+        """Return the optimizer over `params`, without applying `accordion.wrap_optimizer`."""
         return self.cls(params, **self.params)
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
-    """Translate the `type` and `params` of an `optimizer` section. Raises `UsageError` that names the key."""
+    """Return the class and arguments for `type` and `params` of an `optimizer` section; changes `params`. Raises `UsageError`
+    that names the key."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     if name.lower() in REFUSED:

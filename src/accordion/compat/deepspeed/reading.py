@@ -58,7 +58,7 @@ class Settings:
     Args:
         clip: largest gradient norm; 0: no clipping.
         group_ranks: number of ranks that share one sharded copy of the model, for a hybrid strategy; else None.
-        said: the values in the file for keys that are used, by dotted key, with `"auto"` resolved.
+        said: the values in the file for keys that are used, by dotted key ("optimizer.params.lr"), with `"auto"` resolved.
         autos, ignored: dotted keys that were `"auto"`, and dotted keys that are not needed here.
     """
 
@@ -72,14 +72,14 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh of all ranks for `shard`; None for its default. Collective."""
+        """Return the mesh to pass to `shard`; None, for the default of all ranks, unless the strategy is hybrid. Collective."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model over `num_ranks` ranks."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if it is not whole."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -118,7 +118,7 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     """Read a `ds_config.json`, from a path or as a dict, and return its `Settings`. Needs neither DeepSpeed nor a process group.
 
     `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments;
-    docs/compat_deepspeed.md lists what each becomes without one. Raises `UsageError` for a wrong key or value.
+    docs/compat_deepspeed.md lists the value of each without one. Raises `UsageError` for a wrong key or value.
     """
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
@@ -178,7 +178,8 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each key; sections are opened as far as the table has rows for their keys."""
+    """Yield (dotted key, value) of each key in nested sections; a section without rows in `KEYS` is a value itself. Raises
+    `UsageError` if a section is not a dict."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if not prefix and key == "bfloat16":
@@ -196,7 +197,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the name in `KEYS` that covers the dotted key `name`, itself or its section; None if the key does not exist."""
+    """Return the name in `KEYS` for the dotted key `name`: itself, or a section that takes any key; None if there is none."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -260,7 +261,7 @@ def _checked(name: str, value: Any, key: Key) -> Any:
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values whose keys begin with `prefix`, by the rest of their keys."""
+    """Return the values whose keys begin with `prefix`, by keys without the prefix."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 

@@ -30,7 +30,7 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale; call after each step. Raises `AccordionError` on all ranks if it would fall below the least."""
+        """Update the scale; call after each step. Raises `AccordionError` on all ranks on an overflow at the least scale."""
         if not self.is_enabled() or new_scale is not None:
             super().update(new_scale)
             return

@@ -53,7 +53,7 @@ class Schedule:
         return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
-        """Return the learning rate after `done` steps for a parameter group that began with `first_rate`."""
+        """Return the learning rate after `done` steps for a parameter group with the optimizer's rate `first_rate`."""
         at = done - 1
         rise = self._rise(at) if at < self.warmup else 1.0
         if self.type == "WarmupCosineLR":

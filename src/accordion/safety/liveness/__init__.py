@@ -1,1 +1,1 @@
-"""The failure detector: ranks report over their own connections how they fail or end, and what they do."""
+"""The failure detector: ranks report over TCP connections of this package how they fail or end, and what they do."""

@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Arrivals:
-    """Repeated barrier called `name` of `ranks`. `time`: number of times that this rank has arrived."""
+    """Reusable barrier of `ranks` in `store`. `name`: prefix of its keys. `time`: how many times this rank has arrived."""
 
     def __init__(self, store: Any, name: str, ranks: Sequence[int], time: int = 0) -> None:
         self._store, self._name, self._ranks, self.time = store, name, ranks, time
 
     def come(self, rank: int) -> None:
-        """Arrive at the next barrier as `rank`."""
+        """Record that `rank`, which is this rank, arrives once more; poll `all_came` to wait for the others."""
         self.time = self.count(rank, 1)
         self._store.add(f"{self._name}/met/{self.time}", 1)
 
     def count(self, rank: int, more: int = 0) -> int:
-        """Add `more` to the number of times that `rank` has arrived, and return it."""
+        """Add `more` to the number of times that `rank` has arrived, and return the new number."""
         return int(self._store.add(f"{self._name}/of/{rank}", more))
 
     def all_came(self) -> bool:

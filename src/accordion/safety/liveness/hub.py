@@ -1,4 +1,4 @@
-"""The hub of some ranks: over it they report failures, ends and positions, and hold meetings.
+"""The hub: a star of TCP connections over which ranks report failures, ends and positions, and hold barriers with reports.
 
 In the common case nothing is sent: a thread of each rank sleeps until a message arrives or a connection closes.
 """
@@ -59,9 +59,10 @@ class Position:
 
 
 class Hub:
-    """This rank's side of the hub of `links.ranks`: sends reports and stores those of other ranks.
+    """This rank's side of the connections between `links.ranks`: sends reports, and stores those of other ranks.
 
-    `ended`: how the programs of other ranks have ended, by rank. `lost`: how ranks ended whose connection is closed.
+    `ended`: by rank, text on how its program has ended. `lost`: the same, only of ranks whose connection is closed.
+    A meeting is a barrier with a name at which ranks exchange reports if these differ.
     """
 
     def __init__(self, links: HubLinks) -> None:
@@ -84,7 +85,7 @@ class Hub:
 
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
-        """Return the hub of `ranks`, created at the first call; it ends with the job's process groups. A collective.
+        """Return the hub of `ranks`, created at the first call. A collective. It closes when process groups are destroyed.
 
         `store`, `name`: the first rank puts its address into `store` under a key that begins with `name`.
         """
@@ -113,19 +114,21 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send what this rank does with `model`, or why it has `failed`; None withdraws the last report."""
+        """Send all ranks a `report` on the model named `model`, with the keys `what` this rank does, and the `ranks` it waits
+        for, or why it has `failed`; None withdraws the last one."""
         message = Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
 
     def say_ended(self, text: str, *, echo: bool = False) -> None:
-        """Report that this rank's program ends, and why; only the first call counts. `echo`: because of another rank."""
+        """Report that this program ends, for the reason `text`; only the first call counts. `echo`: another rank caused it."""
         if not self._has_reported_end:
             self._has_reported_end = True
             self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`; if another rank caused it, print and return the cause."""
+        """Report that this rank ends with `error`. If a backend raised it because of another rank, print and return the cause;
+        else return "". Only the first call has an effect."""
         text = ""
         if self._is_explained:
             return text
@@ -173,15 +176,16 @@ class Hub:
     # -- meetings
 
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
-        """Join meeting `name` of `num` ranks, with a report; `over` returns the result. `how`: flags of `Arrival`."""
+        """Join meeting `name` of `num` ranks, without waiting; `over` returns the result. Ranks compare `text`, not `facts`.
+        `how`: with `wakes=True` ranks that wait in a collective join; with `quiet=True` equal texts have no result."""
         self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
 
     def is_called(self, name: str) -> bool:
-        """Return True if another rank has joined meeting `name`, which is not over."""
+        """Return True if another rank has joined meeting `name`, with `wakes=True`, and it is not over."""
         return name in self._called
 
     def has_over(self, name: str) -> bool:
-        """Return True if `over` would return something."""
+        """Return True if all ranks have joined meeting `name`, and `over` has not returned its result yet."""
         return name in self._over
 
     def over(self, name: str) -> MeetingOver | None:
@@ -225,7 +229,7 @@ class Hub:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Return text on each of `ranks`: its position, or how it ended. `silent_too`: also name those that do not answer."""
+        """Ask `ranks`, and return text on what each does or how it ended. `silent_too`: also name those that do not answer."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:
@@ -307,7 +311,8 @@ class Hub:
         return next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
-        """Log that `rank` will not join, if neither it nor this rank, which may wait on its device, has moved on."""
+        """Log that `rank` will not join, unless it or this rank, which may wait on its device, has moved on since `text`, the
+        reason, and `place`, this rank's position, were taken."""
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
             log.error(
                 "rank %d %s, and this rank %s and may wait for it on its device, where waits never time out; all ranks must "
@@ -360,7 +365,7 @@ class _FirstRank:
 
 
 class _Lease:
-    """Ends `hub` when the last reference is gone: that of the job's process groups, or of a save that still runs."""
+    """Ends `hub` when the last reference to this object is gone: the job's process groups hold one, and a save that runs."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub

@@ -1,4 +1,4 @@
-"""The TCP connections of a hub, between the first rank and each other one, and the thread that reads them."""
+"""The TCP connections over which ranks report failures: between the first rank and each other one, and a thread that reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 def report_crashes() -> None:
-    """Have `faulthandler` send the stacks of a crash to the other ranks of a model, which name the line that crashed.
+    """Have `faulthandler` send the stacks of a crash to the other ranks of a model; their errors name the line that crashed.
 
     Call it before `shard`; `accordion run` does. It has no effect if the program has enabled `faulthandler` itself.
     """
@@ -160,11 +160,10 @@ class HubLinks:
 
     @property
     def is_connected(self) -> bool:
-        """Return True if any connection is open."""
         return bool(self._peers)
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all connected ranks, except rank `but`."""
+        """Send a message to rank `to`, by default to all connected ranks, except rank `but`; ignore errors of connections."""
         line = encoded(message)
         for rank, peer in list(self._peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -230,7 +229,7 @@ class HubLinks:
 
 
 def _server(num_ranks: int) -> socket.socket:
-    """Listen at the address with which this machine connects to the job's store, so that other machines reach it."""
+    """Return a listening socket at the address with which this machine connects to the job's store, so that others reach it."""
     store = _torch.default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""The messages that ranks send each other over a hub: frozen dataclasses, one JSON line each."""
+"""The messages that ranks send each other over a hub, their own TCP connections: frozen dataclasses, one JSON line each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class HubMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
-    """The program of `rank` ends; `text` follows its number in a sentence.
+    """The program of `rank` ends. `text`: why, as the end of a sentence that begins with "rank R".
 
-    `echo`: it ends because of another rank. `closed`: its connection is closed; `text` is used if the rank sent none itself.
+    `echo`: it ends because of another rank. `closed`: the receiver made this message when the connection closed; it counts only
+    if the rank itself has sent none.
     """
 
     text: str
@@ -28,7 +29,8 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """A report of `rank` about a model: `what` it does, the `ranks` it waits for, or why it `failed`; None withdraws it."""
+    """A report of `rank` about the model named `model`, in place of its last one; None withdraws that. Keys of `report`: `what`
+    the rank does, the `ranks` it waits for, or why it has `failed`."""
 
     model: str
     report: dict[str, Any] | None
@@ -36,14 +38,14 @@ class Post(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionQuestion(HubMessage):
-    """`rank` asks all others for their positions."""
+    """`rank` asks all others what they do. `number`: counts its questions; answers repeat it."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionAnswer(HubMessage):
-    """The position of `rank` as text, for the rank `to` that asked."""
+    """What `rank` does, as text in `where`: the answer to question `number` of rank `to`."""
 
     number: int
     to: int
@@ -52,7 +54,7 @@ class PositionAnswer(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival(HubMessage):
-    """`rank` joins a meeting of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
+    """`rank` joins the meeting `name` of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
 
     `wakes`: ranks that wait in a collective join the meeting too. `quiet`: if all texts are equal, nothing is sent.
     """
@@ -97,7 +99,7 @@ def encoded(message: HubMessage) -> bytes:
 
 
 def decoded(line: bytes) -> HubMessage | None:
-    """Return the message in a line; None if the line is no message."""
+    """Return the message in a line, given without its line break; None if the line is no message."""
     if not line.startswith(b'{"type"') or not line.endswith(b"}"):
         return None
     fields = json.loads(line)

@@ -18,7 +18,7 @@ def poll(
     first_s: float = FIRST_S,
     longest_s: float = LONGEST_S,
 ) -> T | None:
-    """Call `ready` until its result is true, and return the result; return None after `timeout_s`.
+    """Call `ready` until its result is true, and return that result; return None after `timeout_s`.
 
     Args:
         while_waiting: called between polls with the seconds since the first poll; it may raise to end the wait.

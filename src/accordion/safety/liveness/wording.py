@@ -39,7 +39,7 @@ BACKEND_ERRORS = re.compile(
 
 
 def spellings(file: str, up: int = 0) -> tuple[str, ...]:
-    """Return two paths of the folder `up` levels above that of `file`: as written, and with links resolved."""
+    """Return the folder `up` levels above that of `file` as two paths: as written, and with links resolved."""
     return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
 
 
@@ -68,7 +68,7 @@ def is_out_of_time(error: BaseException) -> bool:
 
 
 def failure(error: BaseException, phase: str = "") -> str:
-    """Describe this rank's failure for others, as the end of a sentence that begins with its number.
+    """Describe this rank's failure for others, as the end of a sentence that begins with "rank R".
 
     `phase`: the phase of its step, such as "in the forward of step 3".
     """
@@ -163,7 +163,6 @@ def each_of(texts: Mapping[int, str], between: str = "; ") -> str:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Return the numbers of `ranks`, joined with commas."""
     return ", ".join(map(str, ranks))
 
 
@@ -194,8 +193,8 @@ ALL_TOGETHER = (
 def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
     """Return the likely cause of a divergence and what to do, from the reports of ranks; `ADVICE` if they show no cause.
 
-    A report has `what` a rank does; other keys, if true: its forward has no gradients (`evaluates`), it skipped a backward
-    (`left_out`), it caught an error (`caught`), it accumulates gradients without reducing them (`adds_up`).
+    A report is a dict with `what`, text on what the rank does; `caught`, text of an error it caught, or ""; and flags: its
+    forward has no gradients (`evaluates`), it skipped a backward (`left_out`), its backward does not reduce (`adds_up`).
     """
     alone = {rank: one["what"] for rank, one in reports.items() if str(one.get("what", "")).startswith(ALL_TOGETHER)}
     for key, text in (
@@ -229,9 +228,9 @@ SHOWN = 3  # differences of a rank in a message
 
 
 def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return an error text that names ranks whose `records` of backwards differ from the first rank's; empty if none do.
+    """Return an error text that names ranks whose backwards differ in their records from the first rank's; empty if none do.
 
-    A record is (number of the backward, step, texts by name); see `StepWatch`.
+    `histories`: by rank, a dict whose `records` are (number of the backward, step, dict of what the rank did before it).
     """
     ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
     if len(ranks) < 2:
