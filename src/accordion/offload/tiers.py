@@ -117,7 +117,8 @@ class Tiers:
         self._units[unit.index], self._order = weakref.ref(unit), order
 
     def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
-        """Return the shard buffer of the sharded parameter `param` and its index there; None if it stays on the device."""
+        """Return the shard buffer of `param`, a sharded parameter of `unit`, and its index there; None if it stays on the
+        device."""
         for group in unit.groups:
             for i, candidate in enumerate(group.params):
                 if candidate.sharded is param:
@@ -144,7 +145,8 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
-        """Create the shard buffer of one group of unit `unit`, as a `ShardBufferMaker` does."""
+        """Create the shard buffer of one group of the unit with index `unit`. `msg`: layout of its shards; `dtypes`: in which
+        each shard is stepped; `gathered`: in which all are gathered."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)

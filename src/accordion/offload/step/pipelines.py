@@ -36,7 +36,8 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is written.
+        """Start reading `chunk`, calling `step(chunk, views)` with a tensor for each span of the chunk, and writing it back.
+        Return a future that ends when it is written.
 
         Blocks until a buffer is free, so that other work for the threads waits for a few chunks, not for all chunks of a step.
         """
@@ -125,7 +126,8 @@ class DevicePipeline:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
-        """Once `after` returns, write the chunk `stepped` and read chunk number `which` into its buffer."""
+        """Call `after`, which waits until the host buffer has the results of the chunk `stepped`; write these, and read chunk
+        number `which` into the buffer. Either chunk may be missing."""
         if after is not None:
             after()
         if stepped is not None:
@@ -149,7 +151,8 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host; then write it and read a later one."""
+        """Start copying chunk number `which`, which was stepped, to the host; then a thread writes it and reads a later
+        chunk."""
         (_, views), chunk = self._fetched.pop(which), self._chunk(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
@@ -162,7 +165,8 @@ class DevicePipeline:
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span of `chunk`: the memory of its values, or the next part of `buffer` (1-D uint8) in its place.
+    """Return one tensor per span of `chunk`: the memory of its values, or for a span that needs a buffer the next part of
+    `buffer` (1-D uint8).
 
     Args: `device`: None: only spans in files use `buffer`; an accelerator: all spans that are not on it; "cpu": all spans.
     """
