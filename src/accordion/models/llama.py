@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama. `tied`: the head shares the weights of the embedding."""
+    """Sizes of a Llama: number of tokens, `hidden_size`, numbers of layers and heads, `intermediate_size`. `tied`: head and
+    embedding share weights."""
 
     vocab: int
     hidden: int

@@ -25,10 +25,10 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory that is divided into tensors with `take`. It is freed with the last of these tensors.
+    """One allocation of host memory that `take` divides into tensors; freed with the last of them. Raises `UsageError` without
+    room.
 
-    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two. Raises
-    `UsageError` if there is not enough memory.
+    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ ArenaMaker = Callable[[int, torch.device], Arena]
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
     """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
-    `runtime`: the module that `torch.cuda.cudart()` returns; `settle`: waits until no copy is under way; `launch`: launches any
-    kernel, which clears the driver's last error.
+    `runtime`: `torch.cuda.cudart()`; `settle`: waits until no copy is under way; `launch`: launches any kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

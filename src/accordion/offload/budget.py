@@ -78,8 +78,7 @@ class Shape:
 
     @cached_property
     def paged_bytes(self) -> int:
-        """Bytes of the shards on disk, each beginning at a page: all in the gathered dtype, and those stepped in another dtype
-        once more."""
+        """Bytes of the shards on disk, in pages: all in the gathered dtype, and those stepped in another dtype once more."""
         return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
 
 
@@ -89,8 +88,7 @@ Shapes = Sequence[Sequence[Shape]]
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of a rank's arena: shards and gradient slots, the landing buffer of gradients, and each staging buffer for shards
-    on disk."""
+    """Bytes of a rank's arena: shards and gradient slots, gradients' landing buffer, staging buffers for shards on disk."""
 
     shard_buffers: int
     landing: int
@@ -102,8 +100,7 @@ class HostNeeds:
 
 
 def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
-    """Return the host memory that `shard` allocates on each rank. `offloads`, `shapes`: the tiers and the groups of each
-    unit."""
+    """Return the host memory that `shard` allocates on each rank. `offloads`, `shapes`: tiers and groups of each unit."""
     chosen = [(i, o, s) for i, (o, unit) in enumerate(zip(offloads, shapes, strict=True)) if o.offloads for s in unit]
     shard_buffers = 0
     landing: dict[int, int] = {}
@@ -159,9 +156,9 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
     `offloads`: the tiers of each unit; those that are another object than `policy` are returned unchanged. The others start
     from the tiers that `policy` names and move nearer to the device while the budget allows: first parameters, which are used
     at each gather, then gradients and states, which are used once a step. Each moves from the first unit on, because offloaded
-    units are stepped in the next forward, which needs the first unit first. If `policy` has neither a disk nor `device_bytes`,
-    units that do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be
-    elsewhere.
+    units are stepped in the next forward, which needs the first unit first. If `policy` has neither disk nor `device_bytes`,
+    units that do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that must be
+    there.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
@@ -227,8 +224,7 @@ def _promote(
 
 
 def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
-    """Raise `UsageError` if activations are offloaded and no unit is recomputed. `checkpointing`: the setting
-    `checkpoint_activations`."""
+    """Raise `UsageError` if activations are offloaded and `checkpointing` is "none", so that no unit is recomputed."""
     if checkpointing == "none" and any(offload.activations != DEVICE for offload in offloads):
         raise UsageError(
             "Offload(activations=...) takes the inputs of recomputed units off the device, and checkpoint_activations is 'none'; "

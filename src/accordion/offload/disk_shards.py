@@ -28,8 +28,7 @@ class StagingBuffer:
     emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
-        """Use the buffer for the unit with index `unit`, after all reads and copies if another had it. Return `times`, the
-        number of changes of the unit so far."""
+        """Use the buffer for the unit of this index, after all reads and copies if another had it. Return the new `times`."""
         if self.unit != unit:
             self.wait()
             self.unit, self.times = unit, self.times + 1

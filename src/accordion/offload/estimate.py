@@ -78,8 +78,7 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
 
 
 def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
-    """Return the estimate for units with these shapes and tiers. Pages and chunks are rounded up, so no rank takes more
-    memory."""
+    """Return the estimate for units with these shapes and tiers. Pages and chunks are rounded up: no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
     states = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))
@@ -110,8 +109,8 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """Return the bytes of the largest chunk of a step of the group `s` in a host buffer, and in a device buffer (0 if it is
-    stepped on the host).
+    """Return the bytes of the largest chunk of the group `s` in a host buffer, and in a device buffer (0 if stepped on the
+    host).
 
     Args: `total`: number of elements on this rank that are stepped chunk by chunk.
     """

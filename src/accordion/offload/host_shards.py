@@ -1,5 +1,4 @@
-"""Shards in host memory, which are copied to the device on a side stream; and the base class of all shard buffers off the
-device."""
+"""Shards in host memory, and their copies to the device on a side stream; base class of all shard buffers off the device."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Call before a gather: if the rows do not have the shards of `version` yet, and no step has written them, write them
-        now."""
+        """Call before a gather: if the rows do not have the shards of `version`, and no step has written them, write them."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -114,8 +112,7 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def row(self, i: int) -> Values | None:
-        """Return the row of parameter `i`, (numel,), which a step must write too; None if the shard that it steps is the
-        row."""
+        """Return the row of parameter `i`, (numel,), which a step must write too; None if the shard itself is the row."""
 
     def shard(self, i: int) -> Values:
         """Return the elements of the shard of parameter `i`, (numel,)."""
@@ -201,6 +198,5 @@ def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def some_of(msg: Message, chosen: Sequence[int]) -> Message:
-    """Return the layout of those tensors of `msg` that have the indices `chosen`, without flags, for buffers that are never
-    gathered."""
+    """Return the layout of the tensors of `msg` with the indices `chosen`, without flags, for memory that is never gathered."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

@@ -40,8 +40,8 @@ class SwapFile:
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
     page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. With
-    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there. Creating it allocates
-    `num_bytes` on disk, and raises `OffloadError` if there is no room. `direct`: use O_DIRECT if the file system supports it.
+    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there. `direct`: use O_DIRECT if
+    possible. Raises `OffloadError` if there is no room for `num_bytes`.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
@@ -73,8 +73,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, a multiple of a page. Raise `OffloadError` if there is no room. `mapped` does not
-        reach the new part."""
+        """Extend the file by `num_bytes`, a multiple of a page, out of reach of `mapped`. Raise `OffloadError` without room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -110,8 +109,7 @@ class SwapFile:
                 self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8, from `offset` on. Raise `OffloadError` if the disk fails or, with checksums, if bytes are not
-        those written."""
+        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or, with checksums, if bytes are not those written."""
         self._transfer(os.preadv, "read", offset, into)
         if self._is_summed:
             pages, sums = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
@@ -164,8 +162,7 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
 
 
 def sums_of(memory: Tensor) -> Tensor:
-    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: the sum of 8-byte words times odd
-    numbers."""
+    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: sums of 8-byte words times odd numbers."""
     words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
     return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
 
@@ -215,8 +212,7 @@ def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) 
 
 
 class DiskCalls:
-    """Runs `calls`, reads or writes of a file, on threads of `pool` after `after` has returned; meanwhile only one thread
-    waits."""
+    """Runs `calls`, reads or writes of a file, on threads of `pool` after `after` has returned; one thread waits for that."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -230,8 +226,7 @@ class DiskCalls:
         return [self._pool.submit(call) for call in calls]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all calls, and raise the error of one that failed. Ignores arguments, since `Work.wait` of a collective has
-        some."""
+        """Wait for all calls, and raise the error of one that failed. Ignores arguments, which `Work.wait` of torch has."""
         self.settle()
         try:
             for future in self._started.result():
@@ -251,8 +246,7 @@ class DiskCalls:
 
 
 class CopyToDisk:
-    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file, with the methods `land` and
-    `synchronize` of a `Transfer`.
+    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file; has methods of a `Transfer`.
 
     With `late` (debug="streams") the copy runs only when it is waited for, so the writes begin after that.
     """

@@ -117,8 +117,7 @@ class Tiers:
         self._units[unit.index], self._order = weakref.ref(unit), order
 
     def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
-        """Return the shard buffer of `param`, a sharded parameter of `unit`, and its index there; None if it stays on the
-        device."""
+        """Return the shard buffer of the sharded parameter `param` and its index there; None if it stays on the device."""
         for group in unit.groups:
             for i, candidate in enumerate(group.params):
                 if candidate.sharded is param:

@@ -94,7 +94,8 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """Gather tensors one by one, tied ones once, into files in `scratch`, if it is not None. Return name -> tensor in a file.
+    """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor in a file; {} without
+    `scratch`.
 
     A failed write is raised on all ranks. The files are mapped, so the system can write out their pages if it needs memory.
     """
@@ -140,7 +141,8 @@ def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] 
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective."""
+    """Fill a sharded model, or the adapters of a PEFT model, from a folder of `save_pretrained`. Collective. Raises
+    `CheckpointError`."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

@@ -25,8 +25,7 @@ log = logging.getLogger("accordion")
 
 
 class ActivationOffload:
-    """Copies inputs of recomputed (checkpointed) units into stores on the host or on disk, which are made at the first use and
-    reused."""
+    """Copies inputs of recomputed units into stores on the host or on disk, which are made at the first use and reused."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -58,8 +57,7 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Make the compute stream wait for the copy under way, if any. Raise `UsageError` if its input was changed in place
-        meanwhile."""
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -71,8 +69,7 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Call in a backward: an input that is offloaded later is the first of its forward. Logs the sizes of the stores if
-        they changed."""
+        """Call in a backward: an input that is offloaded later is the first of its forward. Logs sizes that changed."""
         self._last, sizes = None, (self.host_bytes, self.disk_bytes)
         if sizes != self._reported_bytes:
             self._reported_bytes = sizes
@@ -101,8 +98,7 @@ class OffloadedInput:
         self.storing = slot.store(tensor, self._like)
 
     def leave(self) -> None:
-        """Drop the reference to the input on the device; `tensor` then returns a copy. Call when the unit's forward has
-        ended."""
+        """Drop the reference to the input on the device; `tensor` then returns a copy. Call when the unit's forward ends."""
         self._live = None
 
     def fetch(self) -> None:
@@ -116,8 +112,7 @@ class OffloadedInput:
 
     def tensor(self) -> Tensor:
         """Return the input itself before `leave`, and after it a copy on the device, a leaf that requires a gradient. In the
-        second case starts fetching the input `before` too, and reports an `OffloadError` to the other ranks before it raises
-        it."""
+        second case also starts fetching `before`, and reports an `OffloadError` to the other ranks before raising it."""
         if self._live is not None:
             return self._live
         self._owner.begin_backward()

@@ -23,8 +23,7 @@ STORES, FETCHES = "copies activations to the host", "copies activations to the d
 
 
 class HostActivationStore:
-    """Host memory for inputs of recomputed units: one buffer for each input that is stored at a time, reused for later
-    inputs."""
+    """Host memory for inputs of recomputed units: one buffer for each input stored at a time, reused for later inputs."""
 
     disk_bytes = 0
 
@@ -34,8 +33,7 @@ class HostActivationStore:
         self._free: list[Arena] = []
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or a new one, which replaces the largest
-        free one."""
+        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or a new one for the largest free one."""
         fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -70,15 +68,13 @@ class HostSlot:
         )
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the stored input into `into`, on the device, of the shape, dtype and strides with which it was
-        stored."""
+        """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
         copies = copying(into, shaped(self._buffer.memory, into))
         self._fetch = self._store.resources.fetch_stream.copy(copies, [into], FETCHES)
         return self._fetch
 
     def free(self, is_fetched: bool) -> None:
-        """Return the buffer to the store; callable on any thread. `is_fetched`: a copy to the device was started and may not
-        have ended."""
+        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
         if is_fetched and self._fetch is not None:
             self._fetch.join(self._store.resources.store_stream)
@@ -107,8 +103,7 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes` in the smallest free range that fits, or at the end of the file, which grows. Raises
-        `OffloadError` if the disk is full."""
+        """Return a slot of `num_bytes` in the smallest free range that fits, or else let the file grow (`OffloadError`)."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -133,13 +128,11 @@ class DiskActivationStore:
         self._free = joined(self._free)
 
     def give(self, start: int, stop: int, moves: list[DiskCalls]) -> None:
-        """Make the range [start, stop) of the file, in bytes, free for `take`, which first waits for `moves`, its reads and
-        writes under way. Callable on any thread."""
+        """Free the range [start, stop) of the file, in bytes, after `moves`, its reads and writes; callable on any thread."""
         self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, of at least `num_bytes`, after its last use has ended. Raises the error
-        of that use."""
+        """Return the least recently used host buffer, of at least `num_bytes`, after its last use, whose error it raises."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
@@ -180,8 +173,7 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> CopyToDisk:
-        """Start copying the input `tensor` to the host and writing it to the file. `like`: a tensor of its shape and dtype,
-        with the strides to store."""
+        """Start copying the input `tensor` to the host and writing it to the file. `like`: a tensor with its strides there."""
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self
@@ -222,8 +214,8 @@ class DiskSlot:
                 raise
 
     def free(self, is_fetched: bool) -> None:
-        """Cancel writes that have not begun, and return the range to the store; callable on any thread. `is_fetched`: a copy to
-        the device was started and may not have ended."""
+        """Free the range, and cancel writes that have not begun; callable on any thread. `is_fetched`: a copy to the device was
+        started and may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if is_fetched and self._fetch is not None:

@@ -71,8 +71,7 @@ class ParamStep:
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
-        """Return the elements [low, high) of the shard, of its gradient and, if a copy of the shard is gathered, of that
-        copy."""
+        """Return the elements [low, high) of the shard, of its gradient and, if the step writes a row too, of the row."""
         entry, (shard_buffer, i) = self.entry, self.place.shard_buffer or (None, 0)
         row: Values | None = None
         shard: Values = flat_of(entry.local, entry.local)
@@ -101,8 +100,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of the parameter that `todo` steps. `spans`: the indices in `Chunk.spans` of their shard, gradient
-    and, if the step writes it too, row."""
+    """Elements [low, high) of the parameter of `todo`. `spans`: which of `Chunk.spans` are those of `todo.spans(low, high)`."""
 
     todo: ParamStep
     low: int

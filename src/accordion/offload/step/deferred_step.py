@@ -124,8 +124,7 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on the thread of `tiers`. With debug="streams" it runs in `wait`, and until then the parameters are
-        NaN."""
+        """Start the step on a thread of `tiers`; with debug="streams" it runs in `wait`, until which the parameters are NaN."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -135,8 +134,8 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. An error is
-        reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
+        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Errors are
+        reported to the other ranks too. Adds to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -227,11 +226,10 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient, with the gradients and hyperparameters at the time of this call.
+    """Step every parameter of `optimizer`, of class `kind` before wrapping, that has a gradient, as of the time of this call.
 
-    Runs the hooks of `optimizer.step` in this call. Steps on the device end before this returns. Steps on the host run on a
-    thread during the next forward, and the gather of each unit waits for the step of that unit. `kind`: the optimizer's class
-    before wrapping.
+    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the gradients
+    and hyperparameters of now, and the gather of each unit waits for the step of that unit. Runs the optimizer's step hooks.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -270,8 +268,7 @@ def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
 
 
 def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: OptimizerCopy) -> None:
-    """If `unit` has `step_in_backward`, step its parameters that have a gradient, or start that on the thread, and set their
-    gradients to None."""
+    """If `unit` has `step_in_backward`, start the step of its parameters in a backward, and set their gradients to None."""
     if not tiers_of(engine).offloads[unit.index].step_in_backward:
         return
     param_ids, entries = {id(p.sharded) for p in unit.params}, []

@@ -36,10 +36,10 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Start reading `chunk`, calling `step(chunk, views)` with a tensor for each span of the chunk, and writing it back.
-        Return a future that ends when it is written.
+        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is
+        written.
 
-        Blocks until a buffer is free, so that other work for the threads waits for a few chunks, not for all chunks of a step.
+        `views`: a tensor for each span. Blocks until a buffer is free, so that other work for the threads waits for few chunks.
         """
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
@@ -151,8 +151,7 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host; then a thread writes it and reads a later
-        chunk."""
+        """Start copying chunk number `which`, which was stepped, to the host; a thread then writes it and reads a later one."""
         (_, views), chunk = self._fetched.pop(which), self._chunk(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
@@ -165,8 +164,7 @@ class DevicePipeline:
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span of `chunk`: the memory of its values, or for a span that needs a buffer the next part of
-    `buffer` (1-D uint8).
+    """Return one tensor per span of `chunk`: the memory of its values, or the next part of `buffer` (1-D uint8) in its place.
 
     Args: `device`: None: only spans in files use `buffer`; an accelerator: all spans that are not on it; "cpu": all spans.
     """

@@ -25,8 +25,7 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for its states. `unit`, `group`: indices of its unit and
-    param group. `local`: its shard."""
+    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`, `group`: indices; `local`: its shard."""
 
     unit: int
     offload: Offload
@@ -90,8 +89,7 @@ class States:
         )  # fmt: skip
 
     def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
-        """Return a function (numel, dtype) -> new elements in the tier `place`, where `num_bytes` are allocated for all of
-        them."""
+        """Return a function (numel, dtype) -> new elements in the tier `place`, where it has allocated `num_bytes` for them."""
         folder = folder_of(place)
         if folder is not None:
             allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
