@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama: number of tokens, `hidden_size`, numbers of layers and heads, `intermediate_size`. `tied`: head and
-    embedding share weights."""
+    """Sizes of a Llama. `mlp`: `intermediate_size`. `tied`: the head shares the weights of the embedding."""
 
     vocab: int
     hidden: int

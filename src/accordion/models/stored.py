@@ -139,8 +139,7 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer: in `path` or two folders above, `like`, its model's source, `cache`; or
-    None."""
+    """Return the path of a checkpoint's tokenizer, near `path` or in `like`, its model's source or `cache`; None if unknown."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -298,7 +297,7 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
     """Freeze `model`, on meta, add LoRA layers, and return it as a model of PEFT in train mode. Raises `UsageError`, naming
-    `key`, for unsuitable layers. `lora`: settings of `lora_config`. `base`: path of the base's weights."""
+    `key`, for unsuitable layers. `lora`: `r`, `alpha`, `dropout`, `targets`. `base`: path of the base's weights."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -327,8 +326,7 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
-    """Return PEFT's name -> tensor of an adapter, on the CPU. `ours`: `path` is a checkpoint of accordion, not a folder of
-    PEFT."""
+    """Return PEFT's name -> tensor of an adapter, on the CPU. `ours`: `path` is a checkpoint, else a folder of PEFT."""
     if not ours:
         from peft import load_peft_weights
 

@@ -25,7 +25,7 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory that `take` divides into tensors; freed with the last of them. Raises `UsageError` without
+    """One allocation of host memory that `take` divides into tensors, freed with the last one. Raises `UsageError` without
     room.
 
     For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two.

@@ -82,8 +82,7 @@ class Shape:
         return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
 
 
-Shapes = Sequence[Sequence[Shape]]
-"""The shapes of the groups of each unit."""
+Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +145,17 @@ def _state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
     return sum(s.state_bytes(offload.streams) for s in shapes)
 
 
-Nearer = Callable[[Offload], Offload]
-"""Returns the tiers of a unit with some of its data moved nearer to the device."""
+Nearer = Callable[[Offload], Offload]  # returns tiers with some data nearer to the device
 
 
 def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list[Offload]:
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
-    `offloads`: the tiers of each unit; those that are another object than `policy` are returned unchanged. The others start
-    from the tiers that `policy` names and move nearer to the device while the budget allows: first parameters, which are used
-    at each gather, then gradients and states, which are used once a step. Each moves from the first unit on, because offloaded
-    units are stepped in the next forward, which needs the first unit first. If `policy` has neither disk nor `device_bytes`,
-    units that do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that must be
-    there.
+    `offloads`: the tiers of each unit; those that are not `policy` itself stay as they are. The others start from the tiers
+    that `policy` names and move nearer to the device while the budget allows: first parameters, which are used at each gather,
+    then gradients and states, which are used once a step. Each moves from the first unit on, because offloaded units are
+    stepped in the next forward, which needs the first unit first. If `policy` has neither disk nor `device_bytes`, units that
+    do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]

@@ -109,8 +109,7 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """Return the bytes of the largest chunk of the group `s` in a host buffer, and in a device buffer (0 if stepped on the
-    host).
+    """Return the bytes of the largest chunk of group `s` in a host buffer and in a device buffer (0 if stepped on the host).
 
     Args: `total`: number of elements on this rank that are stepped chunk by chunk.
     """

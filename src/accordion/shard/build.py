@@ -122,7 +122,7 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """Return `context` with the tiers of the units' `offloads` as the memory of groups; `context` itself without offload.
+    """Return `context` with a maker of shard buffers in the tiers `offloads` of each unit; `context` itself without offload.
 
     `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Allocates host
     memory. Raises `UsageError` on every rank if one has not enough.

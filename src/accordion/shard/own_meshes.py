@@ -19,8 +19,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, or if `strategy` or `sync` exclude
-    it."""
+    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, a wrong `strategy` or with `sync`."""
     if meshes is None:
         return {}
     if not isinstance(meshes, Mapping):

@@ -63,8 +63,7 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Replace in place the parameters of an optimizer made before `shard` by shards, and its states by this rank's rows of
-    them.
+    """Replace the parameters of an optimizer made before `shard` by shards, in place, and its states by this rank's rows.
 
     Raises `UsageError` for a state that is neither one number nor of its parameter's shape.
     """

@@ -105,8 +105,7 @@ def extended_groups(
     mesh: DeviceMesh,
     policy: Any = None,
 ) -> list[Group]:
-    """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses and sharded over `mesh`
-    already.
+    """Return the groups, one per dtype, of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
 
     `place`: index and name of the unit. `policy`: passed to FSDP2's hooks; by default made from `precision`.
     """

@@ -94,8 +94,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor in a file; {} without
-    `scratch`.
+    """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor; {} if `scratch` is None.
 
     A failed write is raised on all ranks. The files are mapped, so the system can write out their pages if it needs memory.
     """
@@ -141,8 +140,7 @@ def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] 
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model, or the adapters of a PEFT model, from a folder of `save_pretrained`. Collective. Raises
-    `CheckpointError`."""
+    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

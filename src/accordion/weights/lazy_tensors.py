@@ -167,8 +167,7 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func` as lazy tensors: it runs on meta tensors now, for shapes, and on values when they are
-    read."""
+    """Return the result of `func` as lazy tensors: it runs on meta tensors now, for shapes, and on values at each read."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

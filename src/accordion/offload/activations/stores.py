@@ -33,7 +33,7 @@ class HostActivationStore:
         self._free: list[Arena] = []
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or a new one for the largest free one."""
+        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one."""
         fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -103,7 +103,7 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes` in the smallest free range that fits, or else let the file grow (`OffloadError`)."""
+        """Return a slot of `num_bytes` in the smallest free range that fits, or at the file's end. Raises `OffloadError`."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -173,7 +173,7 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> CopyToDisk:
-        """Start copying the input `tensor` to the host and writing it to the file. `like`: a tensor with its strides there."""
+        """Start copying `tensor` to the host and writing it to the file, with the strides of `like`, a tensor of its shape."""
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self

@@ -77,8 +77,7 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if the step sets another value than a step of other parameters does (see `after` of the class),
-        because parameters cannot be stepped separately then.
+        Raises `UsageError` if a value differs from `after`, as then it depends on the choice of parameters that are stepped.
         """
         if not todo:
             return {}

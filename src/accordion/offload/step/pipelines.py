@@ -36,8 +36,7 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is
-        written.
+        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends after that.
 
         `views`: a tensor for each span. Blocks until a buffer is free, so that other work for the threads waits for few chunks.
         """
