@@ -61,7 +61,8 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder in XDG_CACHE_HOME or ~/.cache. Trained tokenizers are in its subfolder `tokenizers`."""
+    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has trained
+    ones."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
@@ -341,7 +342,7 @@ def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of the stored weights; float32 if none is floating-point."""
+    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is floating-point."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():

@@ -57,7 +57,7 @@ class Shape:
 
     @cached_property
     def shard_buffer_bytes(self) -> int:
-        """Bytes of the shards in host memory, with a copy in the gathered dtype for those of another dtype."""
+        """Bytes of the shards in host memory; those stepped in another dtype have a copy in the gathered dtype too."""
         rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
         return rows + (allocated_bytes(*self._masters) if self._masters else 0)
 

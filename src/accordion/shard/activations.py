@@ -33,8 +33,8 @@ CANDIDATES = {*PRODUCTS, *ATTENTION}
 
 
 class _Choice:
-    """Callback for operators of a forward in order: returns True, to keep the result, for every other product and attention
-    without dropout."""
+    """Callback for each operator of a forward: True, to keep its result, for every other product and attention without
+    dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0

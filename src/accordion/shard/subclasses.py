@@ -32,7 +32,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(param: Tensor) -> bool:
-    """Return True if a parameter, or its local tensor, defines its own all-gather."""
+    """Return True if a parameter, or its local tensor, defines its own all-gather, `fsdp_pre_all_gather`."""
     tensor = _torch.local_of(param) if isinstance(param, DTensor) else param
     return hasattr(tensor, PRE)
 

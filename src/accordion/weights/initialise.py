@@ -153,7 +153,8 @@ class Buffers:
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Context manager in which meta buffers of `model` have memory, to be filled; after an exception they are on meta again."""
+    """Context manager that gives memory to meta buffers of `model`, yields them to be filled, and casts them; undone on an
+    error."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:

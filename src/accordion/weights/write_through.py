@@ -195,7 +195,7 @@ def gather_into(full: Tensor, param: Param) -> None:
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the strided tensors but DTensors in the arguments of an operator, `tree`."""
+    """Yield the strided tensors in `tree`, the arguments of an operator, except DTensors."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
             yield leaf

@@ -181,7 +181,7 @@ def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield what nested lists, tuples, sets and dicts have, keys of dicts too; `tree` itself if it is none of these."""
+    """Yield the items inside nested lists, tuples, sets and dicts (keys and values); `tree` itself if it is none of these."""
     if not isinstance(tree, (list, tuple, set, dict)):
         yield tree
         return
