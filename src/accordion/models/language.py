@@ -31,7 +31,7 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
 def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return the causal language model of `config` on the meta device. Raises `UsageError` if transformers has none.
+    """Return the causal language model of `config` on the meta device. Raises `UsageError` if transformers cannot build one.
 
     Args: `where`: name of `config` in errors; `attention`: `attn_implementation` of transformers, or None for its default.
     """

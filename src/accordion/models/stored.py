@@ -53,7 +53,7 @@ class StoredModel:
     config: Mapping[str, Any]  # contents of config.json
     tokenizer: str | None  # path of a folder of transformers or of a tokenizer.json, if one is known
     adapter: str | None = None  # folder of PEFT with an adapter of this base or, if `lora` is set, checkpoint of a run
-    lora: Mapping[str, Any] | None = None  # settings of the adapter in that checkpoint, for `lora_config`
+    lora: Mapping[str, Any] | None = None  # r, alpha, dropout, targets of the adapter in that checkpoint
     generation: Mapping[str, Any] | None = None  # contents of generation_config.json
 
     def __str__(self) -> str:
@@ -61,7 +61,8 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder in XDG_CACHE_HOME or ~/.cache. Trained tokenizers are in its subfolder `tokenizers`."""
+    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has trained
+    ones."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
@@ -82,7 +83,7 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return (kind, path) of the model `source`; the path of a run is that of its newest checkpoint. Raises `UsageError`."""
+    """Return (kind, path) of the model `source`; for a run, the path of its newest good checkpoint. Raises `UsageError`."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -103,7 +104,7 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
 
 
 def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of the checkpoints of the run at `path`; if there is none, `path` itself."""
+    """Return the folder of the checkpoints of the run at `path`; `path` itself if it is not of a run."""
     inside = path / "checkpoints"
     if not (path / RUN_FILE).is_file():
         return inside if inside.is_dir() else path
@@ -139,7 +140,7 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer: near `path`, in `like`, in its model's source or in `cache`; else None."""
+    """Return the path of a checkpoint's tokenizer, near `path` or in `like`, its model's source or `cache`; None if unknown."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -318,7 +319,7 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of the adapter in the folder `path`, or, for an adapter in a checkpoint, that of `lora`."""
+    """Return PEFT's configuration of the adapter in the folder `path` or, if `lora` is not None, one made of these settings."""
     check_peft()
     from peft import PeftConfig
 
@@ -341,7 +342,7 @@ def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of the stored weights; float32 if none is floating-point."""
+    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is floating-point."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -365,7 +366,7 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return the `extra` of a checkpoint's manifest; {} if it is no dict. Raises `UsageError` if it cannot be read."""
+    """Return `extra`, which the saver of a checkpoint passed, from its manifest; {} if it is no dict. Raises `UsageError`."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}
 

@@ -25,7 +25,8 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory from which tensors are taken, each range once. It is freed with the last tensor.
+    """One allocation of host memory that `take` divides into tensors, freed with the last one. Raises `UsageError` without
+    room.
 
     For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two.
     """
@@ -70,7 +71,7 @@ ArenaMaker = Callable[[int, torch.device], Arena]
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
     """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
-    `runtime`: as `torch.cuda.cudart()` returns it; `settle`: waits until no copy is under way; `launch`: launches a kernel.
+    `runtime`: `torch.cuda.cudart()`; `settle`: waits until no copy is under way; `launch`: launches any kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

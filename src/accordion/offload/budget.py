@@ -22,10 +22,10 @@ NUM_STAGING_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one group's shards on one rank; equal on all ranks, because rows are counted with their padding."""
+    """The sizes of one group's shards on one rank; equal on all ranks, because shards are counted with their padding."""
 
-    msg: Message
-    dtypes: Sequence[torch.dtype]  # of each shard, as it is stepped
+    msg: Message  # layout of the shards
+    dtypes: Sequence[torch.dtype]  # of each shard, as the optimizer steps it
     trained: Sequence[bool]  # True for parameters that require a gradient
     gathered: torch.dtype  # dtype in which all shards are gathered
 
@@ -40,35 +40,35 @@ class Shape:
 
     @cached_property
     def laid_out_bytes(self) -> int:
-        """Bytes of one optimizer state if each parameter begins at a page, as for a step chunk by chunk."""
+        """Bytes of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs."""
         itemsize = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
         step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
         return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
 
     def state_bytes(self, streams: bool) -> int:
-        """Return the bytes of one optimizer state. `streams`: see `Offload.streams`."""
+        """Return the bytes of one optimizer state. `streams`: True if a step copies its state chunk by chunk."""
         return self.laid_out_bytes if streams else self.trained_bytes
 
     @cached_property
     def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
-        """The shards that are gathered in another dtype, and their dtypes; None without any."""
+        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None without any."""
         wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
         return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
 
     @cached_property
     def shard_buffer_bytes(self) -> int:
-        """Bytes of the shards in host memory, with a copy in the gathered dtype for those of another dtype."""
+        """Bytes of the shards in host memory; those stepped in another dtype have a copy in the gathered dtype too."""
         rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
         return rows + (allocated_bytes(*self._masters) if self._masters else 0)
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Bytes of the gradient slots in host memory."""
+        """Bytes of the gradient slots, which keep the group's gradients, in host memory."""
         return allocated_bytes(some_of(self.msg, range(len(self.msg.cuts))), self.dtypes)
 
     @cached_property
     def landing_bytes(self) -> int:
-        """Bytes of the group's gradients in the landing buffer, each beginning at a page."""
+        """Bytes of the group's gradients in the landing buffer, through which they are copied, each beginning at a page."""
         return paged_bytes(self.msg, self.dtypes)
 
     @cached_property
@@ -78,16 +78,16 @@ class Shape:
 
     @cached_property
     def paged_bytes(self) -> int:
-        """Bytes of the shards on disk, each beginning at a page, with a copy for those gathered in another dtype."""
+        """Bytes of the shards on disk, in pages: all in the gathered dtype, and those stepped in another dtype once more."""
         return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
 
 
-Shapes = Sequence[Sequence[Shape]]
+Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of the arena: shards and gradient slots, the landing buffer, and each staging buffer for shards on disk."""
+    """Bytes of a rank's arena: shards and gradient slots, gradients' landing buffer, staging buffers for shards on disk."""
 
     shard_buffers: int
     landing: int
@@ -99,7 +99,7 @@ class HostNeeds:
 
 
 def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
-    """Return the host memory that `shard` allocates on each rank for units with these tiers and shapes."""
+    """Return the host memory that `shard` allocates on each rank. `offloads`, `shapes`: tiers and groups of each unit."""
     chosen = [(i, o, s) for i, (o, unit) in enumerate(zip(offloads, shapes, strict=True)) if o.offloads for s in unit]
     shard_buffers = 0
     landing: dict[int, int] = {}
@@ -119,7 +119,7 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
-    """Return, for each folder, the bytes of shards and gradients in this rank's file there."""
+    """Return folder -> bytes of the file for shards and gradients that this rank has in it."""
     num_bytes_in: dict[Path, int] = {}
     for offload, groups in zip(offloads, shapes, strict=True):
         for s in groups if offload.offloads else ():
@@ -131,7 +131,8 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit on the device between uses: shards or their copies to gather, gradients, states."""
+    """Return the bytes of one unit on the device while it is not gathered: shards, or copies of them in the gathered dtype,
+    gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)
@@ -144,17 +145,17 @@ def _state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
     return sum(s.state_bytes(offload.streams) for s in shapes)
 
 
-Nearer = Callable[[Offload], Offload]
+Nearer = Callable[[Offload], Offload]  # returns tiers with some data nearer to the device
 
 
 def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list[Offload]:
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
-    Units with an override keep it. The others start from the tiers that `policy` names and move nearer to the device while
-    the budget allows: first parameters, which are used at each gather, then gradients and states, which are used once a step.
-    Each moves from the first unit on, because offloaded units are stepped in the next forward, which needs the first unit
-    first. Without a disk and `device_bytes`, units that do not fit on the host stay on the device.
-    Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
+    `offloads`: the tiers of each unit; those that are not `policy` itself stay as they are. The others start from the tiers
+    that `policy` names and move nearer to the device while the budget allows: first parameters, which are used at each gather,
+    then gradients and states, which are used once a step. Each moves from the first unit on, because offloaded units are
+    stepped in the next forward, which needs the first unit first. If `policy` has neither disk nor `device_bytes`, units that
+    do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
@@ -198,7 +199,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with the kind of data `kind` on the host if it is on disk."""
+    """Return `offload` with `kind`, one of its fields, on the host if that was on disk; else return it unchanged."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 
@@ -210,7 +211,8 @@ def _without_budgets(offload: Offload, **places: str) -> Offload:
 def _promote(
     result: list[Offload], movable: Sequence[int], nearer: Sequence[Nearer], used: Callable[[], int], budget: int
 ) -> None:
-    """Apply each function of `nearer` to each movable unit of `result`, unless `used()` then exceeds `budget`."""
+    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place; undo it if `used()`, a
+    number of bytes, then exceeds `budget`."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])
@@ -219,7 +221,7 @@ def _promote(
 
 
 def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
-    """Raise `UsageError` if activations are offloaded and no unit is recomputed."""
+    """Raise `UsageError` if activations are offloaded and `checkpointing` is "none", so that no unit is recomputed."""
     if checkpointing == "none" and any(offload.activations != DEVICE for offload in offloads):
         raise UsageError(
             "Offload(activations=...) takes the inputs of recomputed units off the device, and checkpoint_activations is 'none'; "

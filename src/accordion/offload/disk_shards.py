@@ -1,4 +1,4 @@
-"""Shards on disk: read before their gather into host memory that units share."""
+"""Shards on disk, which are read into host memory that units share before they are gathered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StagingBuffer:
     emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
-        """Use the buffer for `unit`, after all reads and copies if another had it. Return how often the unit has changed."""
+        """Use the buffer for the unit of this index, after all reads and copies if another had it. Return the new `times`."""
         if self.unit != unit:
             self.wait()
             self.unit, self.times = unit, self.times + 1
@@ -42,7 +42,7 @@ class StagingBuffer:
         self.emptying.clear()
 
     def filled(self) -> None:
-        """Wait for the reads that fill the buffer."""
+        """Wait for the reads that fill the buffer. Raise the error of a failed one."""
         futures, self.filling = self.filling, []
         for future in futures:
             future.result()
@@ -60,10 +60,11 @@ class DiskPlace:
 
 
 class DiskShards(OffDeviceShards):
-    """The shards of one group on disk: `locals` are mapped from the file, and gathers read rows from a staging buffer.
+    """The shards of one group on disk: `locals` are mapped from the file, and gathers read from a staging buffer.
 
-    The file has first all rows, in the gathered dtype, then the masters of another dtype; each begins at a page. So the rows
-    are one range of the file, which is read for a gather. A step reads and writes the file directly, not through the mapping.
+    The file has first a row of each parameter, which is its shard in the gathered dtype, and then each shard that is stepped in
+    another dtype; each begins at a page. So the rows are one range of the file, which is read for a gather. A step reads and
+    writes the file directly, not through the mapping.
     """
 
     off_device = True
@@ -119,7 +120,8 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Start reading the rows of `version` into the staging buffer on threads, unless that was started already."""
+        """Start reading the rows into the staging buffer on threads, unless those of this `version` of the shards are read
+        already. First brings the rows in the file up to date."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

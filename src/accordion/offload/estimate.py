@@ -20,12 +20,12 @@ from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank between uses, without full parameters, activations and the workspace of kernels.
+    """Bytes of one rank while no unit is gathered, without activations and the workspace of kernels.
 
-    `device`: shards or their copies to gather, gradients and states. `device_buffers`: buffers of a step on the device for
-    offloaded state. `arena`: host memory that `shard` allocates, pinned for an accelerator. `host_states`,
-    `host_buffers`: host memory that `wrap_optimizer` or the first step allocates. `disk`: all files. `places`: the tiers of
-    each unit with budgets applied, the root first.
+    `device`: shards, or copies of offloaded ones from which units are gathered, gradients and states. `device_buffers`: buffers
+    on the device through which a step copies offloaded state. `arena`: host memory that `shard` allocates, pinned for an
+    accelerator. `host_states`, `host_buffers`: host memory that `wrap_optimizer` or the first step allocates. `disk`: all
+    files. `places`: the tiers of each unit with budgets applied, the root first.
     """
 
     device: int
@@ -52,9 +52,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the bytes that `shard(model, offload=offload)` will take in each tier on one rank; changes nothing.
 
-    Args: `model`: not sharded, may be on the meta device; `num_ranks`: over which the optimizer's rows are sharded; `units`,
-    `precision`: as for `shard`; `num_states`: optimizer states of each trained element, in the dtype of its shard (budgets
-    count two). Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
+    Args: `model`: not sharded, may be on the meta device; `num_ranks`: number of ranks over which optimizer states are sharded;
+    `units`, `precision`: arguments of `shard`; `num_states`: optimizer states of each trained element, in the dtype of its
+    shard (budgets count two). Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     chosen = choose_units(model, units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
@@ -64,7 +64,7 @@ def estimate_memory(
 
 
 def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> list[Shape]:
-    """Return the shape of each group of one unit, which owns the parameters `owned`."""
+    """Return the shape of each group of the unit that owns the parameters `owned`; a group is gathered in one dtype."""
     by_dtype: dict[torch.dtype, list[tuple[Cut, torch.dtype, bool]]] = {}
     for o in owned:
         p, gathered = o.original, gathered_dtype(o, precision)
@@ -109,7 +109,7 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """Return the bytes of a group's largest chunk in a host buffer, and in a device buffer (0 if it is stepped on the host).
+    """Return the bytes of the largest chunk of group `s` in a host buffer and in a device buffer (0 if stepped on the host).
 
     Args: `total`: number of elements on this rank that are stepped chunk by chunk.
     """

@@ -18,7 +18,7 @@ from accordion.offload.swap_file import CopyToDisk, FileRange
 
 
 class Gradients:
-    """Copies the reduced gradients of one group from the device into their slots.
+    """Copies the reduced gradients of one group from the device into their slots in host memory or in a file.
 
     A gradient that is added to an earlier one, or whose slot is on disk, is first copied into `landing`, the group's part of
     the landing buffer, 1-D uint8, and added or written from there. All units share the landing buffer, so the engine waits for
@@ -49,7 +49,12 @@ class Gradients:
         adding: Sequence[bool],
         after: Transfer | None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Start copying `rows`, gradients of the parameters `chosen`, to the host; return them there, and the transfer."""
+        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device. Return the tensors that
+        will have them, None for a row of None, and the copy or None.
+
+        `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
+        rows; None if the compute stream has changed them since.
+        """
         to: list[Tensor] = []
         source: list[Tensor] = []
         result: list[Tensor | None] = []
@@ -91,7 +96,7 @@ class Slot:
         self.num_holders = _torch.holders_of_memory(self._memory)  # references while no gradient uses the slot
 
     def take(self) -> Tensor:
-        """Return a tensor over the slot, or over new memory if a gradient of an earlier step still uses the slot."""
+        """Return a tensor that shares the slot's memory, or new memory if a gradient of an earlier step still uses the slot."""
         if _torch.holders_of_memory(self._memory) > self.num_holders:
             return torch.empty_like(self._memory)
         return self._memory.detach()

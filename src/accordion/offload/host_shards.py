@@ -1,4 +1,4 @@
-"""Shards in host memory, copied to the device on a side stream; and the base class of all shard buffers off the device."""
+"""Shards in host memory, and their copies to the device on a side stream; base class of all shard buffers off the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Resources:
 class GroupMemory:
     """Memory for the shard buffer of one group off the device."""
 
-    allocate: Allocate
+    allocate: Allocate  # takes host memory from the arena
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
     grads: FileAllocator | None  # of the file for gradients; None if they are in host memory
     resources: Resources
@@ -48,13 +48,13 @@ class GroupMemory:
 class OffDeviceShards(ShardBuffer):
     """Base class of shard buffers off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
 
-    Gathers read the rows, one 1-D tensor per parameter in the gathered dtype; `grads` stores the gradients.
+    Gathers read the rows: for each parameter its shard as a 1-D tensor in the gathered dtype. `grads` stores the gradients.
     """
 
     is_memory_of_locals = False
 
     def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], memory: GroupMemory) -> None:
-        """Create everything but the shards. Subclasses call this after they have set `locals`."""
+        """Create the gradient slots and the other attributes. Subclasses call this after they have set `locals`."""
         if memory.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
             slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, memory.allocate).locals]
@@ -87,7 +87,7 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Call before a gather: write the shards of `version` into the rows, unless a step has written the rows already."""
+        """Call before a gather: if the rows do not have the shards of `version`, and no step has written them, write them."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -108,18 +108,19 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Cast `locals` into the rows. No transfer may read the rows meanwhile."""
+        """Copy `locals` into the rows that do not share their memory. No transfer may read the rows meanwhile."""
 
     @abstractmethod
     def row(self, i: int) -> Values | None:
-        """Return the row of parameter `i`, (numel,), which a step must write too; None if its shard itself is gathered."""
+        """Return the row of parameter `i`, (numel,), which a step must write too; None if the shard itself is the row."""
 
     def shard(self, i: int) -> Values:
         """Return the elements of the shard of parameter `i`, (numel,)."""
         return flat_of(self.locals[i], self.locals[i])
 
     def stored(self, i: int) -> list[Values]:
-        """Return where the shard, the gradient and the row of parameter `i` are stored, as far as a step uses them."""
+        """Return the shard, the gradient and, if a step must write it too, the row of parameter `i`, for their dtypes and
+        files. In place of a gradient in memory returns the shard, which has its dtype."""
         slot, row = self.grads.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
@@ -130,8 +131,8 @@ class OffDeviceShards(ShardBuffer):
 class HostShards(OffDeviceShards):
     """The shards of one group in host memory, each in the dtype in which it is stepped, and the rows that gathers read.
 
-    A shard of the gathered dtype is its own row; any other has a second copy, cast before it is gathered. With `keeps` the
-    device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
+    A shard that is stepped in the gathered dtype is its own row; any other has a second copy, cast before it is gathered. With
+    `keeps` the device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class HostShards(OffDeviceShards):
 
 
 def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes that `FlatShards(msg, rank, dtypes, arena.take)` takes from an arena."""
+    """Return the bytes that shards of the layout `msg` and `dtypes`, in one flat buffer for each dtype, take from an arena."""
     return sum(page_aligned(part.shard_numel * dtype.itemsize) for dtype, _, part in flats_of(msg, dtypes))
 
 
@@ -197,5 +198,5 @@ def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def some_of(msg: Message, chosen: Sequence[int]) -> Message:
-    """Return a message of the tensors with the indices `chosen`, without flags."""
+    """Return the layout of the tensors of `msg` with the indices `chosen`, without flags, for memory that is never gathered."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

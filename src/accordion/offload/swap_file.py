@@ -40,7 +40,8 @@ class SwapFile:
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
     page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. With
-    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there.
+    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there. `direct`: use O_DIRECT if
+    possible. Raises `OffloadError` if there is no room for `num_bytes`.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
@@ -72,7 +73,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, a multiple of a page. The new part cannot be read through `mapped`."""
+        """Extend the file by `num_bytes`, a multiple of a page, out of reach of `mapped`. Raise `OffloadError` without room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -122,7 +123,7 @@ class SwapFile:
                 )
 
     def write(self, offset: int, source: Tensor) -> None:
-        """Write `source`, 1-D uint8. Raise `OffloadError` if the disk fails."""
+        """Write `source`, 1-D uint8, to the file at `offset`. Raise `OffloadError` if the disk fails."""
         if self._is_summed:
             pages, sums = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES), sums_of(source)
             with self._lock:
@@ -162,7 +163,7 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
 
 
 def sums_of(memory: Tensor) -> Tensor:
-    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: the sum of words times odd numbers."""
+    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: sums of 8-byte words times odd numbers."""
     words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
     return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
 
@@ -212,7 +213,7 @@ def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) 
 
 
 class DiskCalls:
-    """Reads or writes of a file, `calls`, on threads. One thread waits until `after` returns, so that the others are free."""
+    """Runs `calls`, reads or writes of a file, on threads of `pool` after `after` has returned; one thread waits for that."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -226,7 +227,7 @@ class DiskCalls:
         return [self._pool.submit(call) for call in calls]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all calls, as `Work.wait` of a collective; ignores arguments. Raise the error of a call that failed."""
+        """Wait for all calls, and raise the error of one that failed. Ignores arguments, which `Work.wait` of torch has."""
         self.settle()
         try:
             for future in self._started.result():
@@ -248,7 +249,7 @@ class DiskCalls:
 class CopyToDisk:
     """A copy to host memory, `transfer`, followed by `writes` of that memory to a file; has methods of a `Transfer`.
 
-    With `late` the copy runs only when it is waited for, so the writes begin after that.
+    With `late` (debug="streams") the copy runs only when it is waited for, so the writes begin after that.
     """
 
     def __init__(

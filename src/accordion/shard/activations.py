@@ -33,7 +33,8 @@ CANDIDATES = {*PRODUCTS, *ATTENTION}
 
 
 class _Choice:
-    """Callback for the operators of a forward in order: True, to keep, for every other product and attention without dropout."""
+    """Callback for each operator of a forward: True, to keep its result, for every other product and attention without
+    dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -64,10 +65,10 @@ class _Mode(_torch.DispatchMode):
 
 
 class _Keep(_Mode):
-    """The mode of a region's forward: add an entry to `results` per product or attention, None if it is written into later.
+    """The mode of a region's forward: adds an entry to `results` per product or attention; None if it is written into later.
 
     Each kept result has its own pair of torch's modes for selective checkpointing. One pair for all would count all operators,
-    and gathers of units inside differ in number; it would also miss writes through views with own version counters (native GRU).
+    and gathers of units inside differ in number; it would also miss writes through views with own version counters (GRU).
     """
 
     def __init__(self, results: Results) -> None:
@@ -94,7 +95,7 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """The mode of a region's recomputation: return each kept result once. A second backward (retain_graph) computes all."""
+    """The mode of a region's recomputation: returns each kept result once. A second backward (retain_graph) computes all."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -139,9 +140,10 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Wrap the forward of `module` so that the backward recomputes it, without the unit's hooks, so that it is gathered once.
+    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products.
 
-    `offload`: stores the first input with a gradient, by convention the previous unit's output, until the recomputation.
+    Hooks of the unit stay outside, so that the backward gathers it once. `offload`: stores the first input with a gradient, by
+    convention the previous unit's output, until the recomputation.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
@@ -165,7 +167,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
 
 
 def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-    """Call `checkpoint` with a first argument on the device: it saves random states of devices of positional tensors only."""
+    """Call torch's `checkpoint` for `function`. If a keyword argument is on a device, pass an empty tensor there first, because
+    `checkpoint` saves the random states of devices of positional tensors only."""
     example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
     if example is None:
         return checkpoint(function, *args, **options, **kwargs)

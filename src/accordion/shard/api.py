@@ -91,7 +91,7 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """Shard like `shard`, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
+    """Shard as `shard` does, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
     check_model(model, mesh)
@@ -128,7 +128,8 @@ class _Plan(NamedTuple):
 def _agree(
     make: CommunicatorMaker, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, sync: bool, modes: frozenset[str]
 ) -> _Plan:
-    """Choose units, meshes and policies, and compare them over ranks. A collective; the model stays as it is."""
+    """Choose units, meshes and policies, and compare them over ranks. A collective; the model stays as it is. Raises
+    `UsageError` for a wrong choice, and `DivergenceError` if ranks differ."""
     strategy, precision = sharding.strategy, sharding.precision or Precision()
     sharding.check_secondary(mesh.size(mesh.ndim - 1))
     scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
@@ -152,7 +153,7 @@ def _agree(
 
 
 def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Module, plan: _Plan) -> Engine:
-    """Cut the parameters, and attach an engine to the model. A collective."""
+    """Cut the parameters, attach an engine to the model, and return the engine. A collective."""
     sharding, strategy, context = plan.sharding, plan.sharding.strategy, plan.context
     mesh, owned = plan.mesh, plan.owned
     contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(plan.own_meshes) if m is not None}
@@ -210,7 +211,7 @@ def entry_point(module: nn.Module, name: str) -> None:
 class _Rows:
     """The layout and value of each parameter's rows; `fill` makes the sharded parameters.
 
-    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: the sharded parameters of those.
+    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value.
     """
 
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:

@@ -41,8 +41,9 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 class UnitSpec:
     """Arguments to build a unit. The first of `modules` names it; calls of each of them are calls of the unit.
 
-    `planned`: its groups. `extended`: its parameters that are tensor subclasses, sharded over `mesh` (`context`, if not the
-    model's), with the caller's `extension_policy`. `casts_outputs`: cast results to `precision.output`.
+    `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather,
+    over the ranks of `mesh` and `context` (None: the model's). `extension_policy`: passed to the methods of these subclasses.
+    `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -72,7 +73,8 @@ def build_engine(
     *,
     debug: Collection[str] = (),
 ) -> Engine:
-    """Make the units of a model, attach them to its modules, and return the engine. `owned`: all parameters."""
+    """Make a unit of each of `specs`, attach them to their modules, and return the engine. `owned`: all parameters of the
+    model. `fill`: gives each one its rows. `debug`: modes of `shard`."""
     engine = Engine(context, strategy, precision, prefetch)
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
@@ -120,10 +122,10 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """Return a context whose groups are stored in the tiers of their units' `offloads`; `context` itself without offload.
+    """Return `context` with a maker of shard buffers in the tiers `offloads` of each unit; `context` itself without offload.
 
-    `policy`: the model's, whose budgets hold for units without an override. Allocates host memory. Raises `UsageError` on every
-    rank if one has not enough.
+    `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Allocates host
+    memory. Raises `UsageError` on every rank if one has not enough.
     """
     if not any(each.asks for each in offloads):
         return context
@@ -149,7 +151,7 @@ def with_tiers(
 
 
 def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
-    """Group the parameters of one unit by the dtype in which they are gathered."""
+    """Return a group for each dtype in which parameters of one unit are gathered. `params_of_unit`: (parameter, its cut)."""
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -163,7 +165,7 @@ def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -
 def groups_over(
     params_of_unit: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
 ) -> list[GroupPlan]:
-    """Call `plan_groups` for the parameters of each context. `contexts`: one per parameter, None for the model's."""
+    """Group the parameters of one unit by context and gathered dtype. `contexts`: one per parameter, None for the model's."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
     for pair, context in zip(params_of_unit, contexts, strict=True):
         by_context.setdefault(context, []).append(pair)
@@ -176,7 +178,8 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return `groups` with the ranks of their secondary shards, if `sharding.secondary` is set."""
+    """Return `groups` with a communicator for secondary shards, slices of full parameters that a few ranks keep until the
+    backward, if `sharding.secondary` is set. A collective."""
     num = sharding.secondary
     if num is None:
         return list(groups)

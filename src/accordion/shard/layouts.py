@@ -19,7 +19,7 @@ from accordion.shard.topology import device_of
 
 
 class TensorParallelView:
-    """The DTensor that a parameter was before data parallelism sharded its local tensor; `ParamView` describes the methods.
+    """Makes the DTensor that a parameter was, of the full local tensor, which data parallelism shards; it is a `ParamView`.
 
     `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients.
     """
@@ -87,8 +87,8 @@ class _Seen(torch.autograd.Function):
 class Layout:
     """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see.
 
-    `over`: the data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: it
-    computes in its own dtype, whatever the policy.
+    `over`: the data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the
+    parameter is gathered in its own dtype, whatever `Precision` says.
     """
 
     mesh: DeviceMesh
@@ -110,7 +110,7 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of a parameter sharded over `mesh` with `placements`; a DTensor's own axes follow those of `mesh`."""
+    """Return the layout of `param` over `mesh` with `placements`, cut by `c`; a DTensor's own axes follow those of `mesh`."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)
@@ -123,7 +123,8 @@ def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """Return the placement of a cut made after those of the axes to its right: strided if one of them cuts the same dim."""
+    """Return the placement of the cut `c` on a mesh axis to the left of axes of `sizes` with the placements `after`, which cut
+    the tensor first: strided if one of them cuts the same dim."""
     if c.dim is None:
         return Replicate()
     split = 1

@@ -19,7 +19,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` if its types, the strategy or `sync` do not allow it."""
+    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, a wrong `strategy` or with `sync`."""
     if meshes is None:
         return {}
     if not isinstance(meshes, Mapping):
@@ -146,7 +146,7 @@ def _check_dtensor(name: str, param: DTensor, own_mesh: DeviceMesh, everybody: l
 
 
 def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
-    """Return the settings of parameters' own meshes on which ranks must agree: shape and axis names, but not the ranks."""
+    """Return setting -> value for parameters' own meshes, on which ranks must agree: shape and axis names, but not ranks."""
     return {
         f"mesh of parameter {o.names[0]!r}": f"{tuple(mesh.shape)}, named {mesh.mesh_dim_names}"
         for o, mesh in zip(owned, own_meshes, strict=True)

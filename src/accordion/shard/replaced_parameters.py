@@ -43,7 +43,7 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """Replace parameter `o` like `replace` does, with rows that are a tensor subclass."""
+    """Replace parameter `o` by a DTensor of `rows`, a tensor subclass; empty the old one, return the new."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
@@ -63,7 +63,7 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the parameters of an optimizer made before `shard` by shards, and its states by this rank's rows of them.
+    """Replace the parameters of an optimizer made before `shard` by shards, in place, and its states by this rank's rows.
 
     Raises `UsageError` for a state that is neither one number nor of its parameter's shape.
     """

@@ -32,13 +32,13 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(param: Tensor) -> bool:
-    """Return True if a parameter, or its local tensor, defines its own all-gather."""
+    """Return True if a parameter, or its local tensor, defines its own all-gather, `fsdp_pre_all_gather`."""
     tensor = _torch.local_of(param) if isinstance(param, DTensor) else param
     return hasattr(tensor, PRE)
 
 
 def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool = False) -> None:
-    """Raise `UsageError` for a tensor subclass that does not define both methods, or that would be offloaded.
+    """Raise `UsageError` for a tensor subclass that does not define both methods or would be offloaded; plain tensors pass.
 
     `may_follow`: the two methods may be set later, on the class or on the local tensor.
     """
@@ -105,9 +105,9 @@ def extended_groups(
     mesh: DeviceMesh,
     policy: Any = None,
 ) -> list[Group]:
-    """Return the groups of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
+    """Return the groups, one per dtype, of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
 
-    `policy`: passed to FSDP2's hooks; by default made from `precision`.
+    `place`: index and name of the unit. `policy`: passed to FSDP2's hooks; by default made from `precision`.
     """
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
@@ -178,7 +178,7 @@ class Extended:
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a plain tensor with padding rows, because all ranks must send equal parts."""
+    """Return `tensor` as a plain tensor, with padding rows if this rank has fewer, because all ranks must send equal parts."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -187,7 +187,7 @@ def _sent(tensor: Tensor, c: Cut) -> Tensor:
 
 
 class _Shown(torch.autograd.Function):
-    """Autograd function that returns the subclass's tensor in place of a view, and gives its gradient to the view."""
+    """Autograd function that returns the subclass's tensor in place of `view`, and passes the gradient on to `view`."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor, extended: Extended) -> Tensor:

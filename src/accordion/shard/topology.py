@@ -90,7 +90,8 @@ def wire(
 ) -> ShardingContext:
     """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    Raises `DivergenceError` on every rank if ranks passed different meshes and wait for each other.
+    `scale`: factor of summed gradients. `late`: debug="streams". Raises `DivergenceError` on every rank if ranks passed
+    different meshes and wait for each other.
     """
     device = device_of(mesh)
     try:
@@ -167,7 +168,7 @@ def secondary_communicator(
 ) -> Communicator | None:
     """Return a communicator of this rank and its neighbors, `num_ranks` of the ranks that shard. A collective.
 
-    None if these are all ranks, or if `num_ranks` does not divide their number. All models over one group share it.
+    Returns None if these are all ranks, or if `num_ranks` does not divide their number. All models over one group share it.
     """
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:

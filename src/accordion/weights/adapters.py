@@ -79,7 +79,7 @@ class Resets:
             method(adapter, **self._arguments(module, method, adapter)[1])
 
     def follow(self, module: nn.Module) -> None:
-        """Compute DoRA's magnitudes in an adapter layer, which depend on its base layer and its other weights."""
+        """Compute DoRA's magnitudes in an adapter layer, if it has any: they depend on its base layer and its other weights."""
         magnitudes: Any = module._modules.get("lora_magnitude_vector")
         for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
             layer: Any = module
@@ -95,7 +95,7 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Return (names of missing arguments, other arguments) of the reset `method`, from the config or the layer."""
+        """Return (names of missing arguments, name -> value of others) of the reset `method`, from the config or the layer."""
         missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
@@ -117,7 +117,7 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method that resets one adapter, such as `reset_lora_parameters`; of several that of the layer's package."""
+    """Return the method that resets one adapter, such as `reset_lora_parameters`; None if there is none, or no clear choice."""
     kind = type(module)
     methods = {
         name: getattr(module, name)

@@ -144,7 +144,7 @@ class Buffers:
         return [*self.left(ignore), *(param.name for param in fulls.unwritten())]
 
     def cast(self) -> None:
-        """Cast floating-point buffers to `Precision.buffers`, as `shard` does for buffers that are not on the meta device."""
+        """Cast the floating-point buffers of `all` to `Precision.buffers`, as `shard` does for other buffers."""
         dtype = self._engine.precision.buffers
         for b in self.all:
             if dtype is not None and b.current is not None and b.current.is_floating_point():
@@ -153,7 +153,8 @@ class Buffers:
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Context manager in which meta buffers of `model` have memory, to be filled; after an exception they are on meta again."""
+    """Context manager that gives memory to meta buffers of `model`, yields them to be filled, and casts them; undone on an
+    error."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:
@@ -183,7 +184,7 @@ def _outermost_of_transformers(module: nn.Module) -> Iterator[Any]:
 
 
 def _retied(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, attribute) of each parameter whose initial value is dropped, since transformers ties it afterwards."""
+    """Return (module, attribute) of each parameter whose own initial value is dropped, since transformers ties it later."""
     places = []
     for top in _outermost_of_transformers(model):
         for name, source in top.all_tied_weights_keys.items():
@@ -221,7 +222,8 @@ def _reset(
 ) -> None:
     """Reset a module and its submodules, children first, in the order of `nn.Module.apply`. `only`: modules to reset or enter.
 
-    `families`: initialise models of transformers too. `known`: packages whose modules an enclosing model has initialised.
+    `adapters`: resets adapter layers. `families`: initialise models of transformers too. `known`: packages whose modules are
+    left out, because an enclosing model has initialised them.
     """
     if only is not None and module not in only:
         return
@@ -275,7 +277,7 @@ def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> N
 
 
 def _agree_on_generators(engine: Engine, when: str) -> None:
-    """Raise `DivergenceError` on every rank if random generators differ between ranks, whose rows would not fit together."""
+    """Raise `DivergenceError` on every rank if their random generators differ, because they would draw different parameters."""
     device = engine.context.device
     states = [torch.get_rng_state()]
     if device.type != "cpu":
@@ -291,7 +293,7 @@ def _agree_on_generators(engine: Engine, when: str) -> None:
 
 
 def blank(params: list[Param], context: ShardingContext) -> list[str]:
-    """Return the names of parameters that are zero on every rank, as `shard` leaves parameters of the meta device. Collective."""
+    """Return the names of `params` that are zero on every rank, as `shard` leaves those of the meta device. Collective."""
     params = [param for param in params if param.cut.numel]
     if not params:
         return []

@@ -89,7 +89,7 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a folder of safetensors; reads no values. Raises the errors of `read_folder`."""
+    """Return name -> lazy tensor of a folder of safetensors; reads only headers. Raises `CheckpointError` if they are wrong."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
@@ -98,7 +98,7 @@ def rows_of_folder(folder: Path) -> dict[str, Rows]:
 
 
 def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
-    """Fill `into` with the part of a stored tensor that begins at `at`.
+    """Fill `into` with the part of a stored tensor that begins at the index `at`. Raise `CheckpointError` if that fails.
 
     Files are read and not mapped, because pages of a mapped file count as memory of this process.
     """
@@ -167,7 +167,7 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the lazy result of `func`, which runs on meta tensors in this call, for shapes, and on values when needed."""
+    """Return the result of `func` as lazy tensors: it runs on meta tensors now, for shapes, and on values at each read."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

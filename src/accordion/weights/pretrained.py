@@ -85,8 +85,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Fill a model that `shard` returned from the checkpoint at `path`, as `load` does; called by all ranks together.
 
-    The model may be on the meta device: buffers that checkpoints do not contain are computed by the modules' own code.
-    Raises `CheckpointError` as `load` does, and `UsageError` if a buffer has no such code.
+    The model may be on the meta device: buffers that checkpoints do not contain are computed by the modules' own code. Raises
+    `CheckpointError` if the checkpoint cannot be loaded, and `UsageError` if a buffer has no such code.
     """
     engine = sharded_engine(model, "load")
     with torch.no_grad():
@@ -98,7 +98,7 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` if there are tensors `left` that neither `source` nor the code of a module gives a value."""
+    """Raise `UsageError` if `left` has names: of tensors that neither `source` nor the code of a module gives a value."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -185,7 +185,10 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, StoredRows], set[int]]:
-    """Return (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes)."""
+    """Match `folder` with `model`, and compare tied tensors that it has twice. Raise `CheckpointError` if they do not fit.
+
+    Returns (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes).
+    """
     matched = match(model, folder, rows_of_folder(folder), ignore)
     wanted, unequal = names_of(model), []
     for first, second in matched.ties:
@@ -200,7 +203,8 @@ def _fitting(
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
     """Match the tensors `stored`, by their names in `folder`, with those of `model`. Reads no values.
 
-    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: as for `load_pretrained`.
+    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: shell patterns of names
+    that may be missing on either side.
     """
     wanted = names_of(model)
     named, extra, wrong = _named(model, stored, wanted)
@@ -293,7 +297,7 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 def _named(
     model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, StoredRows], list[str], list[str]]:
-    """Return (name in `wanted` -> stored tensor, stored names that `wanted` lacks, error texts of conversions)."""
+    """Return (name in `wanted` -> stored tensor, stored names without a tensor in `wanted`, error texts of conversions)."""
     tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
     if is_of_transformers(model) and model.base_model_prefix:
@@ -311,7 +315,7 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` that equals `key` up to wrappers, removed prefixes and one added prefix; None without any."""
+    """Return the name in `wanted` that equals `key` without wrappers and `prefixes`, or with one prefix added; else None."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:
@@ -327,7 +331,8 @@ def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) ->
 def _converted(
     model: Any, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, StoredRows], list[str], list[str]]:
-    """Do the work of `_named` by the rules with which transformers renames, merges and splits tensors of other versions."""
+    """Apply the rules with which transformers renames, merges and splits tensors of other versions. Return (name in `wanted` ->
+    stored tensor, stored names that no rule leads to `wanted`, error texts)."""
     from transformers import conversion_mapping, core_model_loading
 
     rules = conversion_mapping.get_model_conversion_mapping(model)

@@ -52,7 +52,7 @@ class Full:
         self.storage.resize_(0)
 
     def take(self, value: Tensor) -> None:
-        """Write this rank's rows of `value`, a full tensor, to the shard."""
+        """Write this rank's rows of `value`, a full tensor, to the shard; do nothing without `writes_shard`."""
         if self.writes_shard:
             _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
 
@@ -108,7 +108,8 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def settle(self, module: nn.Module) -> None:
-        """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards."""
+        """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards. Raise
+        `UsageError` if a parameter is gone or has another shape."""
         for _, attr, full in self._places.get(id(module), []):
             assigned = module._parameters.get(attr)
             storage = None if assigned is None else assigned.untyped_storage()
@@ -137,7 +138,7 @@ class Fulls(_torch.DispatchMode):
         return [place for places in self._places.values() for place in places]
 
     def restore(self) -> None:
-        """Register the shards in place of the full tensors."""
+        """Register the shards in the modules again, in place of the full tensors."""
         for module, attr, full in self.places():
             module._parameters[attr] = full.param.sharded
 
@@ -194,7 +195,7 @@ def gather_into(full: Tensor, param: Param) -> None:
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the strided tensors but DTensors in the arguments of an operator, `tree`."""
+    """Yield the strided tensors in `tree`, the arguments of an operator, except DTensors."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
             yield leaf

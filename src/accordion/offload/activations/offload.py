@@ -25,7 +25,7 @@ log = logging.getLogger("accordion")
 
 
 class ActivationOffload:
-    """Offloads the inputs of a model's recomputed units into stores that are created in the first forward and reused."""
+    """Copies inputs of recomputed units into stores on the host or on disk, which are made at the first use and reused."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -43,7 +43,8 @@ class ActivationOffload:
         return sum(store.disk_bytes for store in self._stores.values())
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
-        """Start copying the input `tensor` to the tier `place`. First finishes the copy of the last input, to free its memory."""
+        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return a handle to read it back.
+        First finishes the copy of the input before, as `finish_store` does, so that its memory can be freed."""
         self.finish_store()
         if place not in self._stores:
             folder = folder_of(place)
@@ -56,7 +57,7 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Make the compute stream wait for the copy under way. Raise `UsageError` if the input was changed during the copy."""
+        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -68,7 +69,7 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Call in a backward: inputs that are offloaded later belong to another forward. Logs the sizes of stores that grew."""
+        """Call in a backward: an input that is offloaded later is the first of its forward. Logs sizes that changed."""
         self._last, sizes = None, (self.host_bytes, self.disk_bytes)
         if sizes != self._reported_bytes:
             self._reported_bytes = sizes
@@ -80,7 +81,8 @@ class ActivationOffload:
 
 
 class OffloadedInput:
-    """One offloaded input. `before`: the input that was offloaded last before it in the same forward."""
+    """An input of a recomputed unit that is stored in `slot`. `before`: the input offloaded before it in the same forward,
+    which the backward needs after it; None for the first one."""
 
     def __init__(
         self,
@@ -96,11 +98,11 @@ class OffloadedInput:
         self.storing = slot.store(tensor, self._like)
 
     def leave(self) -> None:
-        """Drop the reference to the input on the device. Call when the unit's forward has ended."""
+        """Drop the reference to the input on the device; `tensor` then returns a copy. Call when the unit's forward ends."""
         self._live = None
 
     def fetch(self) -> None:
-        """Start copying the input back to the device, unless that was started already."""
+        """Start copying the input back to the device, unless it is still there or the copy was started already."""
         if self._live is None and self._fetched is None:
             self._owner.finish_store()
             tensor = torch.empty_strided(
@@ -109,7 +111,8 @@ class OffloadedInput:
             self._fetched = self._slot.fetch(tensor), tensor
 
     def tensor(self) -> Tensor:
-        """Return the input itself during the unit's forward, and later a copy of it, a leaf that requires a gradient."""
+        """Return the input itself before `leave`, and after it a copy on the device, a leaf that requires a gradient. In the
+        second case also starts fetching `before`, and reports an `OffloadError` to the other ranks before raising it."""
         if self._live is not None:
             return self._live
         self._owner.begin_backward()

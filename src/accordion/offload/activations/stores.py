@@ -23,7 +23,7 @@ STORES, FETCHES = "copies activations to the host", "copies activations to the d
 
 
 class HostActivationStore:
-    """Host memory for inputs: a buffer for each input that is stored at a time, at least as large as that input."""
+    """Host memory for inputs of recomputed units: one buffer for each input stored at a time, reused for later inputs."""
 
     disk_bytes = 0
 
@@ -33,7 +33,7 @@ class HostActivationStore:
         self._free: list[Arena] = []
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or a new one."""
+        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one."""
         fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -68,7 +68,7 @@ class HostSlot:
         )
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input into `into`, on the device, of the shape and strides of `like`."""
+        """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
         copies = copying(into, shaped(self._buffer.memory, into))
         self._fetch = self._store.resources.fetch_stream.copy(copies, [into], FETCHES)
         return self._fetch
@@ -83,7 +83,7 @@ class HostSlot:
 
 
 class DiskActivationStore:
-    """A file for inputs, which are written and read through `NUM_STAGES` host buffers.
+    """A file for inputs of recomputed units, which are written and read through `NUM_STAGES` host buffers.
 
     The file grows if no free range is large enough: in the first forwards, and when inputs get larger.
     """
@@ -103,7 +103,7 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes` in the smallest free range that fits, or at the end. Raises `OffloadError`."""
+        """Return a slot of `num_bytes` in the smallest free range that fits, or at the file's end. Raises `OffloadError`."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -128,11 +128,11 @@ class DiskActivationStore:
         self._free = joined(self._free)
 
     def give(self, start: int, stop: int, moves: list[DiskCalls]) -> None:
-        """Free a range of the file, in bytes, once `moves` have ended; callable on any thread."""
+        """Free the range [start, stop) of the file, in bytes, after `moves`, its reads and writes; callable on any thread."""
         self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, of at least `num_bytes`, after its last use has ended."""
+        """Return the least recently used host buffer, of at least `num_bytes`, after its last use, whose error it raises."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
@@ -151,7 +151,7 @@ class Stage:
         self.uses: list[Callable[[], None]] = []  # each waits for one use of the buffer
 
     def clear(self) -> None:
-        """Wait for all uses of the buffer. Raise the error of a failed one, once."""
+        """Forget the content and wait for all uses of the buffer. Raise the error of a failed use, once."""
         self.content = None
         while self.uses:
             self.uses.pop(0)()
@@ -173,7 +173,7 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> CopyToDisk:
-        """Start copying the input `tensor` to the host and writing it to the file. `like`: as for `HostSlot.store`."""
+        """Start copying `tensor` to the host and writing it to the file, with the strides of `like`, a tensor of its shape."""
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self
@@ -184,7 +184,8 @@ class DiskSlot:
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input back into `into`: from its host buffer if that was not reused, else from the file."""
+        """Start copying the input back into `into`, on the device: from its host buffer if that was not reused, else from the
+        file. Raises `OffloadError` if writing the input failed."""
         assert self._stage is not None, "what is fetched was stored"
         assert self._stored is not None, "what is fetched was stored"
         store, stage, reads = self.activation_store, self._stage, None
@@ -205,7 +206,7 @@ class DiskSlot:
         return self._fetch
 
     def _end(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, and ignore an `OffloadError` if the input is not needed any more."""
+        """Call `wait`, and ignore an `OffloadError` if `free` was called."""
         try:
             wait()
         except OffloadError:
@@ -213,7 +214,8 @@ class DiskSlot:
                 raise
 
     def free(self, is_fetched: bool) -> None:
-        """Free the range; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
+        """Free the range, and cancel writes that have not begun; callable on any thread. `is_fetched`: a copy to the device was
+        started and may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if is_fetched and self._fetch is not None:

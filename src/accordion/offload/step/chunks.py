@@ -21,12 +21,12 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """States of the parameters of one unit, param group and dtype.
+    """States of the parameters of one unit, param group and dtype, of all parameters one after the other.
 
-    Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of parameter,
-    gradient, row (a copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk; `steps_on_device`:
-    chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and row; `disk_bytes`:
-    those of them on disk.
+    Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of
+    parameter, gradient, row (the shard's copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk;
+    `steps_on_device`: chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and
+    row; `disk_bytes`: bytes per element of those of them on disk.
     """
 
     runs: dict[str, Values]
@@ -55,7 +55,7 @@ class StatePlace:
     param: Tensor
     block: StateBlock
     start: int
-    shown: dict[str, Tensor]  # name -> the state in the shape of the shard, as `optimizer.state` shows it
+    shown: dict[str, Tensor]  # name -> the state in the shape of the shard, for `optimizer.state`
     shard_buffer: tuple[OffDeviceShards, int] | None = (
         None  # with the parameter's index there; None if it is on the device
     )
@@ -63,7 +63,7 @@ class StatePlace:
 
 @dataclass(slots=True)
 class ParamStep:
-    """A parameter of a step under way that goes chunk by chunk."""
+    """The step of one parameter that is stepped chunk by chunk."""
 
     entry: Entry
     place: StatePlace
@@ -71,7 +71,7 @@ class ParamStep:
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
-        """Return the elements [low, high) of the shard, of its gradient and, if the step must write it too, of its row."""
+        """Return the elements [low, high) of the shard, of its gradient and, if the step writes a row too, of the row."""
         entry, (shard_buffer, i) = self.entry, self.place.shard_buffer or (None, 0)
         row: Values | None = None
         shard: Values = flat_of(entry.local, entry.local)
@@ -86,7 +86,7 @@ class ParamStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Values that the step of a chunk uses."""
+    """A range of a shard, gradient or state that the step of a chunk uses."""
 
     values: Values
     reads: bool  # the step needs the values
@@ -100,7 +100,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of a parameter. `spans`: the part of `Chunk.spans` that `ParamStep.spans` returned for it."""
+    """Elements [low, high) of the parameter of `todo`. `spans`: which of `Chunk.spans` are those of `todo.spans(low, high)`."""
 
     todo: ParamStep
     low: int
@@ -120,7 +120,7 @@ class Chunk:
 
 
 def chunk_numel(itemsize: int, total: int) -> int:
-    """Return the number of elements of the largest chunk of a step of `total` elements, a multiple of a page in each dtype.
+    """Return the number of elements of the largest chunk of a step of `total` elements: a whole number of pages in each dtype.
 
     Args: `itemsize`: bytes per element of the smallest dtype.
     """
@@ -129,7 +129,7 @@ def chunk_numel(itemsize: int, total: int) -> int:
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Split the step of the parameters `todos` into chunks, in the order of their states. No other parameter is in a chunk."""
+    """Split the steps `todos` into chunks, in the order of the parameters' states, without elements of other parameters."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
@@ -166,7 +166,8 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Step the parameters of `chunk` in place. `views`: one 1-D tensor for each of its spans, all on one device."""
+    """Step the parameters of `chunk` in place. `views`: one 1-D tensor for each of its spans, all on one device. Raises
+    `UsageError` if the optimizer creates a state of a parameter's shape that it did not have when it was wrapped."""
     work = []
     blocks = dict(zip(chunk.block.runs, views, strict=False))
     for part in chunk.parts:
@@ -203,6 +204,6 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
 
 
 def finish(todo: ParamStep) -> None:
-    """Write the new states of a parameter into `optimizer.state`, after all of its chunks were stepped."""
+    """Write the new states of the parameter of `todo` into `optimizer.state`. Call after all of its chunks were stepped."""
     entry, shown = todo.entry, todo.place.shown
     write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param, local_of(entry.param))

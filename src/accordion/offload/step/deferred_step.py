@@ -47,7 +47,8 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Register `unit` with the tiers of `engine`, and mark its parameters with their `Owner` if it has an Offload."""
+    """Register `unit` with the tiers of `engine`, and mark its parameters with an `Owner` if it has an Offload. Do nothing if
+    `engine` has no tiers. A unit with `step_in_backward` is stepped in backwards from now on."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -105,7 +106,7 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 class UnitStep:
     """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended.
 
-    `todos`: parameters of `entries` that are stepped chunk by chunk, with their states in `states`.
+    `todos`: the steps of those `entries` that are stepped chunk by chunk, with their states in `states`.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on the thread. With debug="streams" it runs when it is waited for; until then the parameters are NaN."""
+        """Start the step on a thread of `tiers`; with debug="streams" it runs in `wait`, until which the parameters are NaN."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -133,7 +134,8 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, then show their new states in `optimizer.state`."""
+        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Errors are
+        reported to the other ranks too. Adds to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -154,7 +156,7 @@ class UnitStep:
         tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
-        """Step the parameters whose states are in memory, and start the steps of all chunks."""
+        """Step the parameters that are stepped at once, and start the steps of all chunks of the others."""
         todos = {id(todo.entry) for todo in self._todos}
         in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
@@ -168,9 +170,11 @@ class UnitStep:
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
-    """Allocate the states of parameters that are stepped chunk by chunk and have none. Return the used optimizer copy.
+    """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
 
-    Returns None if no parameter is stepped chunk by chunk. Raises `OffloadError` or `UsageError` if there is no room.
+    Returns the optimizer copy by which it found which states there are; None if no parameter is stepped chunk by chunk. `kind`:
+    the optimizer's class before wrapping. Raises `OffloadError` or `UsageError` if there is no room, and `UsageError` if a
+    capturable optimizer would have to step on the host.
     """
     owned = owned_by(optimizer)
     for group, _, engine, unit in owned:
@@ -214,7 +218,7 @@ def reported(engine: Engine) -> Iterator[None]:
 
 
 def expose(optimizer: Optimizer) -> None:
-    """Call before `optimizer.state` is returned to a caller, whose writes into states count from the next step on."""
+    """Record that a caller gets access to `optimizer.state`: the next step first reads the states that the caller may write."""
     for engine in engines_of(optimizer):
         states = tiers_of(engine).states.get(optimizer)
         if states is not None:
@@ -222,10 +226,10 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient, with the gradients and hyperparameters at the time of this call.
+    """Step every parameter of `optimizer`, of class `kind` before wrapping, that has a gradient, as of the time of this call.
 
-    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, and the gather of
-    each unit waits for the step of that unit.
+    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the gradients
+    and hyperparameters of now, and the gather of each unit waits for the step of that unit. Runs the optimizer's step hooks.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -280,7 +284,8 @@ def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: 
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Step units on the device now, and start the steps of others on the thread, in the expected order of the next forward."""
+    """Step those `units` that are stepped on the device, and start the steps of the others on the thread, in the order in which
+    the next forward is expected to need them."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:

@@ -37,7 +37,7 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 
 
 class OptimizerCopy:
-    """A copy of `optimizer` with its hyperparameters at the time of the call, which can step some of its parameters later.
+    """A copy of `optimizer` with its hyperparameters at the time of the copy, which can step some of its parameters later.
 
     `after`: the other values that the optimizer has after a step: a dict of each param group, of states without a parameter,
     and of attributes. None for optimizers of torch, whose steps change none. `kind`: the optimizer's class before wrapping.
@@ -75,9 +75,9 @@ class OptimizerCopy:
             self.after = self._extras(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
-        """Step the tensors of `todo` in place. Return the new state of each, by its tensor.
+        """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if a value differs from `after`: then the result of a step depends on the choice of parameters.
+        Raises `UsageError` if a value differs from `after`, as then it depends on the choice of parameters that are stepped.
         """
         if not todo:
             return {}
@@ -132,7 +132,8 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of the state `value`, not of the parameter's shape; on the device of `local` if the step needs that."""
+        """Return a copy of the tensor `value`, the state `key` of a parameter, such as its step count; other objects unchanged.
+        The copy is on the device of `local` if options of the param group with index `group` (fused, capturable) need that."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -180,7 +181,7 @@ def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield what nested lists, tuples, sets and dicts have, keys of dicts too; `tree` itself if it is none of these."""
+    """Yield the items inside nested lists, tuples, sets and dicts (keys and values); `tree` itself if it is none of these."""
     if not isinstance(tree, (list, tuple, set, dict)):
         yield tree
         return
@@ -189,7 +190,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
-    """Return True if a state is a tensor of the shape of `local`, or has one in nested lists and dicts."""
+    """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts."""
     return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in _leaves(tree))
 
 
@@ -211,7 +212,7 @@ def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
-    """Step parameters whose states are in memory, and write their new states, as DTensors, into `entry.state`."""
+    """Step the parameters of `entries` in place, and write their new states, as DTensors, into `entry.state`."""
     for entry in entries:
         entry.local.grad = entry.grad
     try:

@@ -36,9 +36,9 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends when it is written.
+        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends after that.
 
-        Blocks until a buffer is free, so that other work for the threads waits for a few chunks, not for all chunks of a step.
+        `views`: a tensor for each span. Blocks until a buffer is free, so that other work for the threads waits for few chunks.
         """
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
@@ -125,7 +125,8 @@ class DevicePipeline:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
-        """Once `after` returns, write the chunk `stepped` and read chunk number `which` into its buffer."""
+        """Call `after`, which waits until the host buffer has the results of the chunk `stepped`; write these, and read chunk
+        number `which` into the buffer. Either chunk may be missing."""
         if after is not None:
             after()
         if stepped is not None:
@@ -149,7 +150,7 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host; then write it and read a later one."""
+        """Start copying chunk number `which`, which was stepped, to the host; a thread then writes it and reads a later one."""
         (_, views), chunk = self._fetched.pop(which), self._chunk(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]

@@ -25,7 +25,7 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for its states."""
+    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`, `group`: indices; `local`: its shard."""
 
     unit: int
     offload: Offload
@@ -63,7 +63,8 @@ class States:
         return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
-        """Allocate the states of parameters that have none yet. Raise `OffloadError` or `UsageError` if there is no room."""
+        """Allocate the states of the parameters `wanted` that have none yet; `optimizer_copy` steps a small tensor to find
+        which states there are. Raise `OffloadError` or `UsageError` if there is no room."""
         by_block: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
             if id(w.param) not in self._places and w.local.numel():
@@ -88,7 +89,7 @@ class States:
         )  # fmt: skip
 
     def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
-        """Return a function (numel, dtype) -> elements in the tier `place`, which has room for `num_bytes`."""
+        """Return a function (numel, dtype) -> new elements in the tier `place`, where it has allocated `num_bytes` for them."""
         folder = folder_of(place)
         if folder is not None:
             allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
@@ -156,8 +157,8 @@ class States:
         self.is_exposed = False
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
-        """Return the steps of those `entries` that are stepped chunk by chunk and have elements on this rank, after writing
-        changes that a caller made to gradients on disk to their files."""
+        """Return the steps of those `entries` that are stepped chunk by chunk and have elements on this rank. Changes that a
+        caller made to gradients on disk are first written to their files."""
         steps = []
         for entry in entries:
             place = self._places.get(id(entry.param))
@@ -169,7 +170,8 @@ class States:
         return steps
 
     def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
-        """Call `step` for each chunk of `todos` on the device, and wait until all chunks are copied back and written."""
+        """Call `step(chunk, views)` for each chunk of `todos` on the device, wait until all chunks are copied back and written,
+        and write the new states into `optimizer.state`."""
         self.host_pipeline.drain()  # chunks on the host use the same buffers
         pipeline = DevicePipeline(chunks_of(todos), self._resources, self._buffers, self._device_buffers)
         with torch.no_grad():
@@ -179,10 +181,11 @@ class States:
 
 
 class _Layout:
-    """The states of the parameters `members` in one block, and what a chunk of it needs besides.
+    """The layout of the states of the parameters `members` in one `StateBlock`.
 
     `keys`: name -> dtype of the states that have the parameter's shape. `starts`: elements of each state at which those of each
-    parameter begin. The other attributes are as in `StateBlock`.
+    parameter begin. `numel`: elements of each state, `num_bytes`: of all states. `itemsize`: of the smallest dtype.
+    `total_bytes`: per element of parameter, gradient and row; `disk_bytes`: per element of those of them on disk.
     """
 
     def __init__(self, members: Sequence[Wanted], keys: dict[str, torch.dtype]) -> None:

@@ -15,6 +15,7 @@ from accordion.errors import UsageError
 from accordion.offload.step.optimizer_copy import OptimizerCopy
 
 StepUnit = Callable[[Engine, Unit, Optimizer, OptimizerCopy], None]
+"""Starts the step of those parameters of the unit that the optimizer has, with a copy of the optimizer."""
 PROMISE = "Offload(step_in_backward=True) promised one backward a step, no clipping and no scaler"
 
 
@@ -44,7 +45,8 @@ class InBackward(Observer):
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """When the gradients of `unit` are reduced: step the unit reduced before. Raise `UsageError` if `PROMISE` fails."""
+        """When the gradients of `unit` are reduced: step the unit reduced before. Raise `UsageError` for a second backward
+        before `optimizer.step()`, for a second reduce of `unit` in a backward, and for hooks of its parameters."""
         task = _torch.current_graph_task()
         if task != self._task:  # drop the state of a backward that raised
             self._task, self._waiting = task, None
