@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class StagingBuffer:
     def filled(self) -> None:
         """Wait for the reads that fill the buffer. Raise the error of a failed one."""
         futures, self.filling = self.filling, []
+        wait(futures)  # for all, since the buffer is used again after the error of one
         for future in futures:
             future.result()
 
