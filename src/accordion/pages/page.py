@@ -1,4 +1,4 @@
-"""A result as plain data, tables of text and all numbers, to show on the screen, as JSON or as HTML."""
+"""A page: a result as plain data, tables of text and numbers, to be shown on the screen, as JSON or as HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks made from an object, a class path or a command line, with checks of their functions and of the results of these."""
+"""Make tasks from an object, a class path or a command line; check their functions, and what these return."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return the function of `parts["optimizer"]` that makes an optimizer; None without that part. Raises `UsageError`."""
+    """Return a function from parameters to the optimizer of `parts["optimizer"]`; None without that part. Raises `UsageError`
+    if it cannot be called so."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -134,7 +135,8 @@ def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """Return the task at `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` if its code fails."""
+    """Return the task at `class_path` with the options `--task.*` in `words`. Raises `UsageError` for wrong options, or
+    `TaskError` if the task's code fails. `prog`: name of the command, for messages."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
     flags = values_of(keys, words, prog, "") or {}
@@ -168,7 +170,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the task's `loss` and return a mean or (sum, count), each 0-d. Raises `UsageError` for any other result."""
+    """Call the task's `loss` and return a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")

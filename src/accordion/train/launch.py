@@ -422,8 +422,7 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed. Waits
-    `SECONDARY_S` first if the error may be due to another rank."""
+    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code

@@ -71,8 +71,8 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: the caller closes it after the
-    run, and with it the last step's metrics."""
+    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: closed by the caller at the
+    end."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:

@@ -110,8 +110,8 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step. `batches`: this rank's micro-batches of the step. If `size` is
-        unknown, the number is an estimate: the samples in `batches` times the number of ranks."""
+        """Return the number of samples of all ranks in a step. If `size` is unknown, estimate it: the samples in `batches`,
+        this rank's micro-batches, times the number of ranks."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -160,7 +160,6 @@ class OwnTask:
 SMALL_PARAMS = 20_000_000  # a smaller model is tried on the CPU before ranks start
 
 
-# Keys that have no effect if the user gives an optimizer, or a scheduler.
 OF_OPTIMIZER = ("train.lr", "train.weight_decay", "train.deepspeed")
 OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 

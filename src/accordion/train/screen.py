@@ -148,8 +148,7 @@ def units_table(report: Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
-        """Add a row for units; `several` has (*stored, gathered) bytes of each. Stored bytes are summed; of gathered bytes, the
-        largest counts."""
+        """Add a row for units with (*stored, gathered) bytes: stored bytes are summed, of gathered ones the largest counts."""
         *stored, _ = map(sum, zip(*several, strict=True))
         gathered = max(row[-1] for row in several)
         cells = [*(human(n) for n in [*stored[: 3 + with_copies], sum(stored)]), human(gathered) if gathered else ""]

@@ -94,10 +94,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[Any]) -> Iterator[dict[str, Any]]:
-    """Yield table rows: `held_out`, True for validation; `ids`, about `BLOCK_TOKENS` tokens; `documents`, how many end in them.
-
-    `encoded`: (split, tokens, True if a document ends).
-    """
+    """Yield table rows: `held_out`, True for validation; `ids`, about `BLOCK_TOKENS` tokens of a split; `documents`, how many
+    end in these. `encoded`: (split, tokens, True if a document ends)."""
     ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
 
     def row(split: Split) -> dict[str, Any]:
@@ -209,11 +207,9 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
     unread: Iterable[str] = (),
 ) -> TokenFiles:
-    """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows` first.
-
-    Args: `rows`: yields table rows. `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part,
-    for the sizes. `unread`: fields that are not used; read after `rows`, which may add some.
-    """
+    """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part, for the sizes. `unread`: fields
+    that are not used; read after `rows()`, which may add some."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError

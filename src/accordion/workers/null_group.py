@@ -18,7 +18,7 @@ NAME = "still"
 
 
 class Done(dist.Work):
-    """A `Work` that has ended, returned by all collectives of `StillGroup`."""
+    """A `Work` that is complete, returned by all collectives of `StillGroup`."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -31,7 +31,8 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """A group without other ranks. While `moves` is True, gathers copy as in torch's fake group, as the setup of models needs."""
+    """A group without other ranks. Until `moves` is set to False, gathers copy the shard into each chunk, as model setup
+    needs."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
