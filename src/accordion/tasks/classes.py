@@ -69,8 +69,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file`, unless it is imported, and return its module. Adds its folder to `sys.path`, as Python does for a
-    script."""
+    """Import `file`, unless it is imported, and return its module. Adds its folder to `sys.path`, like Python for a script."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")

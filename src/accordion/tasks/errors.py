@@ -30,8 +30,8 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that turns an exception of its body, but no `AccordionError`, into a `TaskError`. `where`: names the
-    code."""
+    """Context manager that turns an exception of its body, other than `AccordionError`, into a `TaskError` that names
+    `where`."""
     try:
         yield
     except AccordionError:

@@ -48,8 +48,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Return the task of class path `parts["task"]`, with the optimizer of `parts["optimizer"]` if there is one. Raises
-    `UsageError` if it is no task, and `TaskError` if the user's code fails."""
+    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there
+    is one. Raises `UsageError` if it is no task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -61,8 +61,7 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function from parameters to the optimizer of `parts["optimizer"]`; None without that part. Raises `UsageError`
-    if it cannot be called so."""
+    """Return a function params -> optimizer for `parts["optimizer"]`; None without it. Raises `UsageError` if it has none."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -89,7 +88,7 @@ def _short(class_path: str) -> str:
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return the functions of `task`, an object like `Task`. Raises `UsageError` if it lacks any that are needed."""
+    """Return the methods of `task`, an object as `Task` describes it. Raises `UsageError` if one is missing or unsuitable."""
     kind = type(task).__name__
     for name in NEEDED:
         if not callable(getattr(task, name, None)):
@@ -111,7 +110,7 @@ def of_object(task: object) -> LoadedTask:
 
 
 def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str) -> None:
-    """Raise `UsageError` if `function` cannot be called with the arguments `takes`, in this order."""
+    """Raise `UsageError` if `function`, called `name` in errors, does not take the arguments `takes` in this order."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

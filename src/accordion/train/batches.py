@@ -29,7 +29,7 @@ class Batches(Protocol):
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`, after `state` was loaded. Returns False if `position` was saved with other data."""
+        """Continue at `position`, after what `state()` returns was loaded. Returns False if `position` is of other data."""
         ...
 
 
@@ -196,8 +196,7 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, no iterable and no dataset with samples, or gives all ranks the same
-    samples."""
+    """Raise `UsageError` if `data` is no loader, iterable or dataset with samples, or has the same samples for all ranks."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -307,8 +306,7 @@ def means_of(
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return (sum, count) of `value`, the mean of `num_samples` or a (sum, count), as a tensor (2,) float64; zeros if none
-    count."""
+    """Return [sum, count], float64, of `value`, which is a (sum, count) or the mean of `num_samples`; zeros for no samples."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

@@ -113,8 +113,8 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
 
-    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned unchanged if
-    `num_ranks` does not divide that batch, or if the user set the batch by another key. `named`: keys that the user set.
+    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned as it is if `path`
+    is None, if `num_ranks` does not divide that batch, or if the user set another. `named`: keys that the user set.
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named

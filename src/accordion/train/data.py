@@ -137,9 +137,8 @@ def rows_read(order: Sequence[int], count: int) -> str:
 def validation_batches(
     rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows`, those with indices in
-    `order`. All ranks get equally many batches, since each must call the model: a rank without rows left gets one that does not
-    count."""
+    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`.
+    Every rank must call the model equally often, so a rank without rows left gets one that does not count."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         own = order[start + share.rank : start + each : share.world]

@@ -78,7 +78,7 @@ class Ending:
 
 
 class Best:
-    """Lowest validation loss so far (`loss`, at `step`), and number of validations in a row without a lower one (`waited`).
+    """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
 
     `is_owed`: a validation is due and was not made yet. `last`: step of the last validation. Checkpoints store `state()`.
     """

@@ -145,8 +145,7 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the part of `until` before the answer `content`, which begins the conversation that was rendered as
-        `until`."""
+        """Return the part before the answer `content` in `until`, a rendered conversation that begins with this answer."""
         # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
@@ -159,7 +158,7 @@ class Encoder:
         """Return the span of each answer in `text`, the rendered conversation: it begins after the prompt that ends with the
         message before the answer. Raises `UsageError` if an answer cannot be located.
 
-        Some templates render an answer differently if messages follow, for example without its thoughts. Then it is located
+        Some templates render an answer differently if messages follow, for example without its thoughts. It is then located
         by its content and the text after that.
         """
         spans = []

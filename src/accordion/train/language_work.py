@@ -177,7 +177,7 @@ class LanguageWork:
         return {}
 
     def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return name -> JSON data on model, generation and adapters that checkpoints store for `accordion export` and
+        """Return the settings of model, generation and adapters, which checkpoints store for `accordion export` and
         `generate`."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
@@ -225,8 +225,7 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 
 
 def label_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of the labels of `batch` that are not `IGNORED`, number of these labels), 0-d
-    float32."""
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown

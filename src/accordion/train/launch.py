@@ -325,9 +325,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace) -> Store:
-    """Connect to the job's store, and return it with a prefix for the keys of this start. Collective. If that takes long, the
-    first rank of each host prints how many ranks have started, and how to train without the others. Raises `AccordionError` if
-    the store cannot be reached."""
+    """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
+    long, the first rank of each host prints how many ranks have started, and how to train without the others. Raises
+    `AccordionError` if the store cannot be reached."""
     started: set[str] = set()
 
     def report() -> None:
@@ -374,7 +374,7 @@ def _connected(place: RankPlace) -> Store:
 
 
 def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
-    """Return the job's store with a prefix for the keys of this start. Collective.
+    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random

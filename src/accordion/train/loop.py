@@ -71,8 +71,7 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: closed by the caller at the
-    end."""
+    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed by the caller."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:

@@ -129,7 +129,7 @@ class Collate:
 
 
 class LengthOrder(GlobalOrder):
-    """Order of rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
+    """Sampler for rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
 
     def index_of(self, position: int, epoch: int) -> int:
         size = self.share.global_batch

@@ -138,8 +138,7 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check a task: build its model, read a batch, and compute its loss if the model is small and on the CPU. Creates
-    folders."""
+    """Check a task: build its model, read a batch, compute its loss if the model is small and on the CPU. Creates folders."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)

@@ -31,7 +31,7 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save the checkpoint after `step`, when the save before it is written. `last`: not in the background. `name`: of the
+        """Save the checkpoint after `step`, once the save before it has finished. `last`: not in the background. `name`: of the
         folder, instead of that of the step. Raises `CheckpointError`, also for the save before it."""
         run = self._run
         saver_of(run.model).wait()
@@ -126,12 +126,12 @@ class RunSaves:
         self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keys of the run, its number of ranks, and the resulting batch."""
+        """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
         run = self._run
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """Return the state of the run after `step`, which a checkpoint stores once, next to its tensors."""
+        """Return the state of the run after `step` as JSON data, which a checkpoint stores once, next to its tensors."""
         run = self._run
         return {
             **run.prepared.work.progress(run.model),

@@ -119,7 +119,7 @@ class Screen:
             self._console.print(line)
 
     def sample(self, prompt: str, continuation: str) -> None:
-        """Show generated text, distinct from its prompt."""
+        """Show `continuation`, generated text, after its prompt, which is dimmed on a terminal."""
         self._console.print(Text("sample:", style="bold"))
         self._console.print(Text.assemble((prompt, "dim"), ("▸" if self._live else "", "green"), continuation))
 

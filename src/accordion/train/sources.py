@@ -245,9 +245,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `name`: for folders of runs. `label`: for messages. `files`: (name inside the source, path) of each.
-    `stamp`: hash that changes when a file is added, removed or written. `unread`: file of the folder that is left out ->
-    reason."""
+    """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each.
+    `stamp`: hash that changes when a file is added, removed or written. `unread`: file that is left out -> reason."""
 
     name: str
     label: str
@@ -257,7 +256,7 @@ class Source:
     unread: Mapping[str, str]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the text of all documents in a fixed order. Raises `UsageError` with the file and the line or row."""
+        """Yield all documents, long ones in pieces, in a fixed order. Raises `UsageError` with the file and the line or row."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)

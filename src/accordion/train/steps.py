@@ -66,7 +66,8 @@ class Steps:
                     self._record(metrics)
 
     def take(self, step: int) -> None:
-        """Run forward and backward of each micro-batch, and an optimizer step unless loss or gradients are NaN or inf."""
+        """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
+        NaN or inf. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too

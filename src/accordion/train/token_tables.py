@@ -29,9 +29,8 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Paths of Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, of
-    examples otherwise. `digest`: hash of the contents, equal on ranks that read equal data. `unread`: fields that are not
-    used."""
+    """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, of examples
+    otherwise. `digest`: hash of the contents, equal on ranks that read equal data. `unread`: fields that are not used."""
 
     files: tuple[str, ...]
     num_train: int
@@ -154,9 +153,8 @@ class Examples:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> TokenFiles:
-    """Return the files with the examples of `source`; if they are not in `cache`, tokenize the rows by `encoder` and write
-    them, and report that to `say`. `size`: of the vocabulary. Raises `UsageError` for a row that is no example, and for fewer
-    than two examples."""
+    """Return the files with the examples of `source`; if they are not in `cache`, tokenize and write them, and report that to
+    `say`. `size`: of the vocabulary. Raises `UsageError` for a row that is no example, and for fewer than two examples."""
     kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:

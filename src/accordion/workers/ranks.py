@@ -1,5 +1,4 @@
-"""Rank processes that stay alive between measurements: each runs a method at the request of its parent, and blocks
-otherwise."""
+"""Rank processes that stay alive between measurements, and run a method whenever their parent process asks them to."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ class WorkerTeam:
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team's name ->
-    result[round][rank]."""
+    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team -> result[round][rank]."""
     answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:
