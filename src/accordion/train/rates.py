@@ -32,7 +32,7 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of `step` = 1, 2, ..., which does not count skipped steps. Returns the rate of the first group."""
+        """Set the rates of `step` = 1, 2, ... (not counting skipped steps), if no scheduler does. Returns the first group's."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))

@@ -93,8 +93,8 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Does nothing if that
-        was done. Returns True if the metrics are finite. Raises `NonFiniteError` if they are not and the run has to end."""
+        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Returns True if they
+        are finite, or were recorded before. Raises `NonFiniteError` if they are not finite and the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
