@@ -48,8 +48,8 @@ class DataConfig:
     text_field: str = "text"
     """field or column with the text of a row"""
     special_tokens: Literal["tokens", "text"] = needing("tokens", format=("text",))
-    """for format `text`: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as transformers
-    does; `text` reads them as ordinary characters"""
+    """for format `text`: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as transformers does;
+    `text` reads them as ordinary characters"""
     seq_len: int = at_least(2, 128)
     """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
     is longer is cut off"""
@@ -105,8 +105,8 @@ class TrainConfig:
     warmup: int = at_least(0, 5)
     """steps of linear warmup"""
     schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
-    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `step` (drops), `wsd` (constant,
-    then linear decay); `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
+    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `step` (drops), `wsd` (constant, then
+    linear decay); `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
     final_lr: float = at_least(0, 0.1, most=1, schedule=("auto", "cosine", "linear", "wsd"))
     """fraction of the peak at which `cosine`, `linear` and `wsd` end"""
     decay_factor: float = at_least(0, 0.1, most=1, schedule=("step",))
