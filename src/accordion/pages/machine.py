@@ -45,7 +45,7 @@ def describe(device_type: str) -> dict[str, Any]:
 
 
 def known_peak_flops(device_name: str, bf16: bool) -> float | None:
-    """Return the dense bf16 FLOP/s of a device's data sheet; None unless `bf16`, or if the device is not in the table."""
+    """Return the dense bf16 FLOP/s in a device's data sheet; None if `bf16` is False or the device is not in the table."""
     if not bf16:
         return None
     return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)

@@ -1,4 +1,4 @@
-"""A result as plain data, tables of text and all numbers, to show on the screen, as JSON or as HTML."""
+"""A page: a result as plain data, tables of text and numbers, to be shown on the screen, as JSON or as HTML."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plain_data(value: Any) -> Any:
 
 
 def as_text(table: Table) -> str:
-    """Return the table as plain text in aligned columns."""
+    """Return the table as plain text: its title, then a line for each row, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     lines = [
         "  ".join(

@@ -36,7 +36,7 @@ CONFIG = {"responsive": True, "displayModeBar": False}
 
 
 def show(page: Page) -> None:
-    """Print the page's tables and notes. If the screen is too narrow for a table, print each row as a list."""
+    """Print the page's tables and notes. If the screen is too narrow for a table, print each of its rows as a list."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH

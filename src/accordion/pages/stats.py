@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median, lowest and highest of `count` values (for `quartiles`, first and third quartile)."""
+    """Median, lowest and highest of `count` values. In a result of `quartiles`, `low` and `high` are quartiles instead."""
 
     median: float
     low: float

@@ -20,7 +20,7 @@ from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "optimizer": 1}
-"""Part that is named by a class path -> number of arguments that the run passes before the part's options: the parameters."""
+"""Part named by a class path -> number of its arguments that are no options: an optimizer gets the parameters first."""
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 """Name -> optimizer, such as `adamw`; others are given by class path."""
@@ -35,7 +35,8 @@ class PartConfig:
 
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
-    """Return the class or function at `class_path`. Raises `UsageError` if there is none, `TaskError` if its import fails."""
+    """Import and return the class or function at `class_path`. `key`: its configuration key; if that begins with "optimizer",
+    `class_path` may be a name in `OPTIMIZERS`. Raises `UsageError` if there is none, `TaskError` if its import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
@@ -68,7 +69,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file`, unless it is imported, and return its module. Its folder joins `sys.path`, as that of a script does."""
+    """Import `file`, unless it is imported, and return its module. Adds its folder to `sys.path`, like Python for a script."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -113,9 +114,9 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. `key`:
-    "task" or "optimizer". Raises `UsageError` if a parameter without a default has a type that cannot be written on a
-    command line."""
+    """Make a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`; its
+    docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if a parameter without a default has a
+    type that cannot be written on a command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
     options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
@@ -138,8 +139,8 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the part named by `values`, option -> value and `class_path`; other options have their defaults. `key`: "task" or
-    "optimizer". Raises `UsageError` if an option has neither."""
+    """Return the part at `values["class_path"]`. Its options are the other `values`, option -> value, or their defaults. `key`:
+    "task" or "optimizer". Raises `UsageError` if an option has neither."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -152,7 +153,8 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return name -> parameter of `target` for those that options may set; annotations are evaluated."""
+    """Return name -> parameter of `target`, with its type as annotation, for those that options may set: named, and not passed
+    by the run. `key`: "task" or "optimizer"."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -30,7 +30,8 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that raises a `TaskError` from an exception of its body. `where`: name of the code, for the message."""
+    """Context manager that turns an exception of its body, other than `AccordionError`, into a `TaskError` that names
+    `where`."""
     try:
         yield
     except AccordionError:

@@ -1,4 +1,4 @@
-"""Tasks made from an object, a class path or a command line, with checks of their functions and of the results of these."""
+"""Make tasks from an object, a class path or a command line; check their functions, and what these return."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Return the task of class path `parts["task"]`, with the optimizer of `parts["optimizer"]` if there is one. Raises
-    `UsageError` if it is no task, and `TaskError` if the user's code fails."""
+    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there
+    is one. Raises `UsageError` if it is no task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -61,7 +61,7 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return the function of `parts["optimizer"]` that makes an optimizer; None without that part. Raises `UsageError`."""
+    """Return a function params -> optimizer for `parts["optimizer"]`; None without it. Raises `UsageError` if it has none."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -88,7 +88,7 @@ def _short(class_path: str) -> str:
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return the functions of `task`, an object like `Task`. Raises `UsageError` if it lacks any that are needed."""
+    """Return the methods of `task`, an object as `Task` describes it. Raises `UsageError` if one is missing or unsuitable."""
     kind = type(task).__name__
     for name in NEEDED:
         if not callable(getattr(task, name, None)):
@@ -110,7 +110,7 @@ def of_object(task: object) -> LoadedTask:
 
 
 def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str) -> None:
-    """Raise `UsageError` if `function` cannot be called with the arguments `takes`, in this order."""
+    """Raise `UsageError` if `function`, called `name` in errors, does not take the arguments `takes` in this order."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -134,7 +134,8 @@ def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """Return the task at `class_path` with the options in `words`. Raises `UsageError`, or `TaskError` if its code fails."""
+    """Return the task at `class_path` with the options `--task.*` in `words`. Raises `UsageError` for wrong options, or
+    `TaskError` if the task's code fails. `prog`: name of the command, for messages."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
     flags = values_of(keys, words, prog, "") or {}
@@ -168,7 +169,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the task's `loss` and return a mean or (sum, count), each 0-d. Raises `UsageError` for any other result."""
+    """Call the task's `loss` and return a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")

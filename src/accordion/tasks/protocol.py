@@ -1,4 +1,4 @@
-"""`Task`: the interface of what a user trains."""
+"""`Task`: the interface of a user's class with a model, data and a loss to train."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Task(Protocol):
     run file, so a dataclass is the shortest way to write a task. Optional members:
 
     `optimizer(params)`: a torch.optim.Optimizer; default: AdamW, set up by the keys of `train`. `scheduler(optimizer)`: a
-    torch.optim.lr_scheduler.LRScheduler, stepped after each optimizer step. `metrics(model, batch)`: name -> value like the
-    loss's, on the validation data. `collate(samples)`: a batch from a list of samples; default:
+    torch.optim.lr_scheduler.LRScheduler, stepped after each optimizer step. `metrics(model, batch)`: name -> mean or
+    (sum, count), on validation data. `collate(samples)`: a batch from a list of samples; default:
     `torch.utils.data.default_collate`. `units`: modules that are gathered together, as in `acc.shard(units=)`. `init(model)`:
-    fills a sharded model that was built on the meta device; default: `acc.initialise`. `state()`: name -> object with
+    fills the sharded model; default: `acc.initialise` if it was built on the meta device. `state()`: name -> object with
     `state_dict` and `load_state_dict`, saved in checkpoints for each rank.
     """
 
@@ -35,5 +35,5 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the loss of a batch, on the model's device."""
+        """Return the loss of `batch`, which is on the model's device: a mean, or (sum, count)."""
         ...

@@ -29,13 +29,13 @@ class Batches(Protocol):
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`, after `state` was loaded. Returns False if `position` was saved with other data."""
+        """Continue at `position`, after what `state()` returns was loaded. Returns False if `position` is of other data."""
         ...
 
 
 class OrderedBatches:
-    """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have one shuffled order of the samples, and each
-    reads the positions of its `share`."""
+    """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have the same shuffled order of the samples, and
+    each reads the positions of its `share`. `pins`: use pinned memory."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LoaderBatches:
     """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again. `counter`, `size`: name of the number in
-    `position()`, and what each batch adds to it.
+    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key of `position()` for what was
+    read of the epoch, to which each batch adds `size`.
     """
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
@@ -145,7 +145,7 @@ class RankSamples(IterableDataset[Any]):
 
 
 class Draws:
-    """State of the random numbers for reading data: separate from those of the training, and seeded in each epoch."""
+    """Random numbers for reading data: separate from those of the training, and seeded anew in each epoch."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -196,7 +196,7 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader of batches, no dataset with samples and no iterable."""
+    """Raise `UsageError` if `data` is no loader, iterable or dataset with samples, or has the same samples for all ranks."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -288,7 +288,7 @@ def means_of(
     """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; empty without batches.
     Collective. Random numbers that are drawn meanwhile do not change those of the training.
 
-    `batches`: (batch, number of its samples that count). `values_of`: name -> mean of a batch, or (sum, count).
+    `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean or (sum, count).
     """
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
@@ -306,7 +306,7 @@ def means_of(
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return (sum, count) of `value`, a mean or a (sum, count), as a tensor (2,) float64; zeros if `num_samples` is 0."""
+    """Return [sum, count], float64, of `value`, which is a (sum, count) or the mean of `num_samples`; zeros for no samples."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

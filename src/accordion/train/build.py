@@ -66,7 +66,7 @@ class Run:
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError` on every rank if ranks have different data or another checkpoint."""
+    """Raise `DivergenceError` on every rank if data, checkpoint or DeepSpeed file differ between ranks. Collective."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),
@@ -85,7 +85,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 
 def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
-    """Return on every rank the result of `ask` on rank 0."""
+    """Call `ask` on rank 0 alone, and return its result on every rank. Collective."""
     answers: list[Any] = [ask() if place.rank == 0 else None]
     dist.broadcast_object_list(answers)
     answer: T = answers[0]
@@ -93,7 +93,7 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build and shard the model, and build the other objects of the run. Returns all of them."""
+    """Build, shard and fill the model, and build the other objects of the run. Returns all of them. Collective."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -131,7 +131,8 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding of the keys `shard.*`, with the dtypes and the reduce op of the DeepSpeed configuration `theirs`."""
+    """Return the sharding of the keys `shard.*`, with parameters in `precision.params`. Other dtypes and the reduce op are
+    those of the DeepSpeed configuration `theirs`, or defaults."""
     shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
     return replace(
         shard,

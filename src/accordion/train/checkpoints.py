@@ -84,8 +84,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
-    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`. Returns
-    None if there is no such checkpoint."""
+    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`.
+    Returns None if there is no such checkpoint."""
     latest, step, current, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
     for path in (folder / BEST, newest_in(folder)):
         try:
@@ -101,7 +101,7 @@ def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | No
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys in both `before` and `current` whose values differ and that change the computation."""
+    """Return the keys in both `before` and `current`, `group.key` -> value, whose values differ and change the computation."""
     keys = [
         key
         for key in current
@@ -113,8 +113,8 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
 
-    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned unchanged if
-    `num_ranks` does not divide that batch, or if the user set the batch by another key. `named`: keys that the user set.
+    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned as it is if `path`
+    is None, if `num_ranks` does not divide that batch, or if the user set another. `named`: keys that the user set.
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
@@ -127,8 +127,8 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
 
 
 def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest. Returns the
-    new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved."""
+    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest. Returns
+    the new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved."""
     beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
     if not beyond:
         return None
@@ -159,7 +159,7 @@ def _step_of(path: Path) -> int:
 
 
 def _check_free(folder: Path, taken: Path) -> None:
-    """Raise `UsageError` if a folder without manifest has the name of a checkpoint after `taken`, so a save would fail."""
+    """Raise `UsageError` if a folder that is no checkpoint has the name of one after `taken`, so that a save would fail."""
     done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
     for path in folder.iterdir():
         later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
@@ -179,7 +179,7 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return the data next to the tensors of the checkpoint `path`. Raises `UsageError` if it is none of `accordion train`."""
+    """Return the JSON data of the checkpoint `path`. Raises `UsageError` if `accordion train` did not write it."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -237,8 +237,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if a run cannot continue from the checkpoint `path`. The checkpoint may be after `steps`, have another
-    tokenizer, or be of a task in place of text or the reverse. `tokenizer_digest`: None if the run trains a task."""
+    """Raise `UsageError` if a run cannot continue from the checkpoint `path`, because it is after step `steps`, has another
+    tokenizer, or is of a run on a task and this one is on text, or the reverse. `tokenizer_digest`: None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -259,8 +259,8 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each entry
-    of the model's state dict."""
+    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each
+    entry of the model's state dict."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

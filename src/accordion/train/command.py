@@ -65,8 +65,8 @@ def _config_of(values: Mapping[str, Any]) -> JobConfig:
 
 
 def _values(words: list[str]) -> dict[str, Any]:
-    """Return `group.key` -> value for the keys in `words` and in the run files that they name. Raises `SystemExit` after printing
-    help or the configuration, if `words` ask for it."""
+    """Return `group.key` -> value for the keys in `words` and in the run files that they name. Raises `SystemExit` after
+    printing help or the configuration, if `words` ask for it."""
     files, flags = split([_expanded(word) for word in words])
     prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
@@ -129,7 +129,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before."""
+    """Prepare the run, start its ranks and return the exit code. A signal before the ranks start: `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
@@ -140,8 +140,8 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as a rank that torchrun or srun started, and return the exit code. A signal during the preparation ends the run after
-    its first step."""
+    """Train as a rank that torchrun or srun started, and return the exit code. A signal during the preparation ends the run
+    after its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -195,7 +195,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Configuration of a run on a task. `parts`: part -> class path and options, for parts that are named by class paths."""
+    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer" -> its class path and options, if it has one."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -238,14 +238,14 @@ def model_name(model: ModelConfig) -> str:
 
 
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return group -> key -> value of `config`, of shardings as text; the parts of a task come first."""
+    """Return group -> key -> value of `config`. Its `parts` are groups too and come first; values of `shard` are text."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
     groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
     return parts | {name: g.words() if isinstance(g, Sharding) else dict(vars(g)) for name, g in groups.items()}
 
 
 def flat(config: JobConfig) -> dict[str, Any]:
-    """Return `group.key` -> value of `config`, with the keys of the command line."""
+    """Return `group.key` -> value of `config`, with the keys of the command line; values of `shard` are text."""
     return {f"{name}.{key}": value for name, group in groups_of(config).items() for key, value in group.items()}
 
 
@@ -303,8 +303,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the default learning rate for pretrained weights if it trains them. `named`: keys that the user set; a
-    learning rate among them is not changed."""
+    """Return `config` with the default learning rate for pretrained weights if it trains them. `config` is returned as it is if
+    the user set a rate or an optimizer. `named`: keys that the user set."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -314,8 +314,9 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks. `named`: keys that the
-    user set. Raises `UsageError` if the global batch is not divisible, or if another of these keys sets the batch too."""
+    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks; if no global batch is
+    set, `config` itself. `named`: keys that the user set. Raises `UsageError` if the global batch is not divisible, or if
+    another of these keys sets the batch too."""
     options = config.train
     if not options.global_batch:
         return config

@@ -35,7 +35,7 @@ class Share:
         return self.world * self.micro_batch * self.accumulate
 
     def positions(self, micro_step: int) -> range:
-        """Return the positions in the order that this rank reads in its `micro_step`-th micro-batch."""
+        """Return the positions, in the order of all samples, that this rank reads in micro-batch `micro_step` of an epoch."""
         start = micro_step * self.micro_batch * self.world + self.rank
         return range(start, start + self.micro_batch * self.world, self.world)
 
@@ -49,7 +49,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
 class Sequences(Dataset[Row]):
     """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels.
 
-    Consecutive windows share one token. `rest`: a shorter last window belongs to the dataset too.
+    Consecutive windows share one token. `rest`: include a last window that is shorter; otherwise its tokens are not used.
     """
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
@@ -118,7 +118,7 @@ class GlobalOrder(Sampler[list[int]]):
 def loader_of(
     dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
 ) -> DataLoader[Any]:
-    """Return a loader of endless micro-batches of `dataset` in the order `order`. `pins`: use pinned memory."""
+    """Return a loader of endless micro-batches of `dataset` for one rank, as `order` says. `pins`: use pinned memory."""
     # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
     generator = torch.Generator()
     return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
@@ -137,8 +137,8 @@ def rows_read(order: Sequence[int], count: int) -> str:
 def validation_batches(
     rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, its number of rows that count) of this rank's `rows` in `order`, equally many on every rank. Every rank must
-    call the model, so a rank without rows left gets one that does not count."""
+    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`.
+    Every rank must call the model equally often, so a rank without rows left gets one that does not count."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         own = order[start + share.rank : start + each : share.world]

@@ -17,8 +17,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
-    """Return the settings in the file `train.deepspeed`, with keys of the run for values "auto"; None without a file.
-    `precision`: "bf16", "fp16", "fp32" or "auto"."""
+    """Read the file `train.deepspeed` and return its settings; None if that key is not set. For values "auto" in the file, the
+    run's keys and `precision` are used: "bf16", "fp16", "fp32" or "auto". Raises `UsageError` for a wrong file."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -37,8 +37,8 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for `num_ranks` ranks, with the settings of its DeepSpeed configuration. `named`: keys that the user set.
-    Raises `UsageError` if one of them contradicts the file."""
+    """Return `config` for `num_ranks` ranks: with `train.accumulate` from `train.global_batch`, and with the keys that the file
+    `train.deepspeed` decides. `named`: keys that the user set. Raises `UsageError` if the file is wrong or contradicts one."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:

@@ -14,14 +14,15 @@ from typing import Any, Literal
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command resumes from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # with which schedulers announce the end of a job
 GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # wishes of a rank; the largest of all ranks decides
-SLOW_DISK = 100e6  # bytes/s that a rank is assumed to write before a save was measured
+SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was measured
 
 
 class Signals(AbstractContextManager["Signals"]):
     """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish.
 
-    As a context manager, restores the previous handlers at the end, and raises the recorded signals again unless the program
-    ends by `SystemExit`. Outside of the main thread Python sets no handlers, and nothing is recorded.
+    The handlers are set when it is created. As a context manager, it restores the previous handlers at the end, and raises the
+    recorded signals again, unless `SystemExit` ends the program. Outside of the main thread Python sets no handlers, and
+    nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Ending:
     """
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
-        """`hours`: time limit, counted from `began_s` (`time.time`); 0: none. `state_bytes`: bytes that this rank saves."""
+        """`hours`: time limit, counted from `began_s` (`time.time`); 0: none. `state_bytes`: of a checkpoint, on this rank."""
         self._signals, self._limit_s, self._began_s = signals, 3600 * hours, began_s
         self._longest_s = {"step": 0.0, "validation": 0.0, "save": 0.0}
         self._first_save_s = state_bytes / SLOW_DISK
@@ -61,7 +62,7 @@ class Ending:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return this rank's wish for the end of the current step: `GOES_ON`, `TIME_IS_OVER` or `IS_PREEMPTED`."""
+        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, else `GOES_ON`."""
         if self._signals.came:
             return IS_PREEMPTED
         if not self._limit_s:
@@ -72,14 +73,14 @@ class Ending:
         return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else GOES_ON
 
     def decide(self, most: int) -> None:
-        """Record the decision: `most` is the largest wish of all ranks."""
+        """Record the largest wish of all ranks, `most`, in `decided`; a smaller one than before changes nothing."""
         self.decided = max(self.decided, most)
 
 
 class Best:
-    """The best validation so far, and the number of validations since the last improvement (`waited`); saved in checkpoints.
+    """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
 
-    `is_owed`: a validation is due and was not made yet. `last`: step of the last validation.
+    `is_owed`: a validation is due and was not made yet. `last`: step of the last validation. Checkpoints store `state()`.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:

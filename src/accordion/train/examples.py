@@ -47,7 +47,8 @@ class Encoder:
         self.unread = set[str]()
 
     def example(self, row: DataRow) -> Example:
-        """Return the tokens of `row`. Raises `UsageError` if there is nothing to learn from it."""
+        """Return the tokens of `row` and add its ignored keys to `unread`. Raises `UsageError` if `row` is invalid, or if there
+        is nothing to learn from it."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
@@ -63,7 +64,8 @@ class Encoder:
         return example
 
     def _of_prompt(self, prompt: str, completion: str, where: str) -> Example:
-        """Tokenize prompt and completion together, or one by one if a token would be part of both."""
+        """Return the tokens of prompt, completion and end of text. Prompt and completion are tokenized together, or one by one
+        if a token would be part of both. Raises `UsageError` if there is no completion. `where`: name of the row."""
         if not completion:
             raise UsageError(f"{where}: field 'completion' is empty; there is nothing to learn from it.")
         before, whole = self._plain(prompt), self._plain(prompt + completion)
@@ -79,7 +81,8 @@ class Encoder:
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss."""
+        """Return the tokens of a chat. Raises `UsageError` if its answers cannot be located. `learnt`: for each message of the
+        assistant, True if it counts in the loss."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:
@@ -104,7 +107,8 @@ class Encoder:
         return Example(ids, answers)
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Return the mask of blank tokens in `span` after the special token that ends an answer: nothing to be learnt."""
+        """Return a mask, (tokens,), of the blank tokens in `span` after the special token that ends an answer. They are not
+        learnt. `starts`: of each token in `text`."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
         mask = np.zeros(len(ids), dtype=bool)
@@ -115,7 +119,7 @@ class Encoder:
         return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers)."""
+        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` without any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -141,8 +145,8 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the part of `until` before the answer that begins a conversation. transformers renders no prompt without
-        messages, so the end of another prompt shows where the answer begins."""
+        """Return the part before the answer `content` in `until`, a rendered conversation that begins with this answer."""
+        # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
         begins = prompt.removeprefix(self._render(question, tools, where))
@@ -151,9 +155,10 @@ class Encoder:
         return until.rpartition(content)[0]
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return the span of each answer in `text`: it begins after the prompt that ends with the message before it.
+        """Return the span of each answer in `text`, the rendered conversation: it begins after the prompt that ends with the
+        message before the answer. Raises `UsageError` if an answer cannot be located.
 
-        Some templates render an answer differently if messages follow, for example without its thoughts. Then it is located
+        Some templates render an answer differently if messages follow, for example without its thoughts. It is then located
         by its content and the text after that.
         """
         spans = []
@@ -187,7 +192,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, given as a list or as JSON text. Raises `UsageError` for anything else."""
+    """Return the tools of a row, given as a list or as JSON text; None without any. Raises `UsageError` for anything else."""
     tools = row.values.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -199,8 +204,8 @@ def _tools_of(row: DataRow) -> Tools:
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return the messages of `row` without nulls, and for each of the assistant True if it counts in the loss. Raises
-    `UsageError` if `row` has no valid messages."""
+    """Return (messages of `row` without nulls and weights, for each message of the assistant: True if it counts in the loss).
+    Raises `UsageError` if `row` has no valid messages."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
@@ -238,7 +243,7 @@ def _message(message: object, where: str) -> Message:
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
-    """Return a digest of the tokenizer and its chat template: if it is equal, so are the tokens of all examples."""
+    """Return a digest of the tokenizer and, if `kind` is "chat", its chat template. Equal digests mean equal tokens."""
     parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
     if kind == "chat":
         parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]
@@ -249,8 +254,9 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers. Raises `UsageError` if none fits, or for a chat without template.
-    If neither `data.tokenizer` nor the model's folder has one, it is trained on `source`."""
+    """Return the run's tokenizer, a fast one of transformers: of `data.tokenizer`, of the model's folder, or else one with up
+    to `model_vocab` tokens that is trained on `source` and stored in `cache`. Raises `UsageError` if it is unusable, for a chat
+    also if it has no chat template."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -278,8 +284,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
-    """Return the tokenizer of transformers as data. For text, the end-of-text token is that of the model's config.json, if it
-    names one. Raises `UsageError` if there is none."""
+    """Return `tokenizer`, one of transformers, as plain data. For text, the end-of-text token is that of the model's
+    config.json, if it names one. Raises `UsageError` if there is no end-of-text token."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)

@@ -44,7 +44,8 @@ class Fit:
 
 
 def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
-    """Train `task` and return the result; see `accordion.fit`."""
+    """Train `task` in the calling processes and return the result. `config`: a run file. `options`: keys that override it.
+    Raises `UsageError` for mistakes in these, and `SystemExit(PREEMPTED)`, after saving, if a signal ends the run."""
     began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")
@@ -93,7 +94,7 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
 
 @contextmanager
 def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception to the other ranks while the process group still exists."""
+    """Context manager that reports an exception of its body to the other ranks, which needs the process group; reraises it."""
     try:
         yield
     except BaseException as error:

@@ -95,7 +95,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the mean loss of a token of text, or (sum of the losses of answer tokens, number of answer tokens)."""
+        """Return the loss of `batch`: the mean over tokens if the data is text, else (sum over answer tokens, their number)."""
         total, count = label_losses(model, batch)
         return total / batch["labels"].numel() if self.is_text else (total, count)
 
@@ -105,7 +105,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the validation: the mean loss of the labels of all ranks that are not `IGNORED`. Collective."""
+        """Return the mean loss over the validation labels of all ranks that are not `IGNORED`. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         batches = validation_batches(rows, order, share, self._collate())
@@ -116,7 +116,7 @@ class LanguageWork:
         return Validation(loss=loss, words=words)
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Show a sample of text, or an answer to the first held-out example."""
+        """Generate and show a continuation of the validation text, or an answer to the first validation example. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:
@@ -129,8 +129,8 @@ class LanguageWork:
     def _show_sample(
         self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen
     ) -> None:
-        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank. `device`: device of
-        the computation; parameters may be elsewhere."""
+        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank. `device`: device
+        of the computation; parameters may be elsewhere."""
         generator = torch.Generator().manual_seed(seed)
         small = describe(model).total_params * 4 <= SMALL_BYTES
         was_training = model.training
@@ -155,7 +155,8 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Initialise the model, adapters like PEFT. If they have dropout, ranks draw different random numbers afterwards."""
+        """Fill the sharded `model` with random or pretrained weights, and its adapters like PEFT. If they have dropout, ranks
+        draw different random numbers afterwards. Raises `UsageError` if packed examples attend to each other. Collective."""
         fill(model, self.config.model, seed)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model)
@@ -176,7 +177,8 @@ class LanguageWork:
         return {}
 
     def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return what a checkpoint stores of its model, end tokens and adapters, for `accordion export` and `generate`."""
+        """Return the settings of model, generation and adapters, which checkpoints store for `accordion export` and
+        `generate`."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra = {"model_config": config, "generation_config": dict(self.generation)}
@@ -195,13 +197,14 @@ def rows_in(files: TokenFiles, split: Split, data: DataConfig) -> Sequences | Ex
 
 
 def unit_of(data: DataConfig) -> str:
-    """Return a name of the rows of `data`, for messages."""
+    """Return a name for several rows of `data`, for messages: "examples", or "rows of 128 tokens"."""
     several = data.format == "text" or data.packing == "documents"
     return f"rows of {data.seq_len} tokens" if several else "examples"
 
 
 def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: int, where: str) -> None:
-    """Raise `UsageError` if a split in `rows` is empty, or if there is less to train on than a global batch."""
+    """Raise `UsageError` if a split in `rows` is empty, or if there are fewer training rows than `global_batch`. `where`: name
+    of the data, for the message."""
     empty = next((split for split, split_rows in rows.items() if not len(split_rows)), None)
     if empty is not None:
         raise UsageError(
@@ -222,7 +225,7 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 
 
 def label_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of the labels of `batch` that are not `IGNORED`, number of these labels), 0-d float32."""
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
@@ -275,7 +278,7 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings of the model that is trained from, with the end tokens `ends` added."""
+    """Return the generation settings of the model that the run starts from, with the end tokens `ends` added."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:

@@ -52,8 +52,8 @@ from accordion.train.owner import job_of
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the fewest ranks that shard
 # A collective mostly fails because another rank has died. The launcher has this time to end this rank first.
 SECONDARY_S = 1.0
-START_S = 600  # within which all ranks must connect to the store
-SLOW_S = 10.0  # after which a rank reports how many have connected
+START_S = 600  # seconds within which all ranks must connect to the store
+SLOW_S = 10.0  # seconds after which a rank reports how many have connected
 # The variable that makes a process a rank of that launcher.
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -159,7 +159,8 @@ def first_host(nodes: str) -> str:
 
 
 def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[str, int]:
-    """Return (device type, number of ranks in the job). Raises `UsageError` if `present`, the machine's devices, are too few."""
+    """Return (device type, number of ranks in the job). `place`: None if this process starts the ranks. Raises `UsageError` if
+    `present`, the machine's devices, are too few, or if `launch.nproc` contradicts the launcher."""
     devices = devices_named(choice.device, "launch.device", present)
     world = choice.nproc or devices.count or CPU_RANKS
     needed = world
@@ -274,8 +275,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks. Raises
-    `NothingStartedError` if these signals ended the ranks."""
+    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks.
+    Raises `NothingStartedError` if these signals ended the ranks."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -292,8 +293,8 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Run `entry(place, store, *args)` as one rank, and end the process if it fails. The rank that fails first prints its error.
-    Ranks that fail because of it print nothing and have its exit code."""
+    """Run `entry(place, store, *args)` as one rank, and end the process at once if it fails or returns another code than 0. The
+    rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -324,9 +325,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace) -> Store:
-    """Connect to the job's store, and return it with a prefix for the keys of this start. Collective. If that takes long, the
-    first rank of each host prints how many ranks have started, and how to train without the others. Raises `AccordionError` if
-    the store cannot be reached."""
+    """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
+    long, the first rank of each host prints how many ranks have started, and how to train without the others. Raises
+    `AccordionError` if the store cannot be reached."""
     started: set[str] = set()
 
     def report() -> None:
@@ -373,11 +374,12 @@ def _connected(place: RankPlace) -> Store:
 
 
 def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
-    """Return the job's store with a prefix for the keys of this start. Collective.
+    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers words until all ranks have read an answer. Rank 0 adds the words that it read to `words`.
+    word, and rank 0 answers each word with the prefix until all ranks have read it. `words`: rank 0 adds the words that it
+    read, so that its caller can count the ranks that have started. Raises `DistStoreError` after `START_S`.
     """
     token = secrets.token_hex(8)
     if rank != 0:
@@ -400,7 +402,8 @@ def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store
 
 
 def give_up_store(store: Store, timeout_s: float) -> None:
-    """Make requests to the job's store fail after `timeout_s` without an answer from its machine.
+    """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and
+    for stores other than a `TCPStore`, does nothing.
 
     torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
     client's sockets, so they are selected from the descriptors of this process by the store's port.
@@ -445,15 +448,15 @@ def _report(error: Exception, rank: int, store: Store) -> int:
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """Call `do` on the first rank of each host, then on the others, and return its result, which must not be None. A `UsageError`
-    of the first rank is raised on all ranks of its host."""
+    """Call `do` on the first rank of each host, then on the others, and return this rank's result. `do` must not return None.
+    If it fails on the first rank, the other ranks of the host raise `UsageError`."""
     result = first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
 def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
-    """Call `do` if `is_first` and return its result; otherwise wait for the first rank and return None. A `UsageError` of `do` is
-    raised on the other ranks too. `key`: key in `store` for its text."""
+    """Call `do` if `is_first` and return its result; otherwise wait until the first rank has done so, and return None. If `do`
+    raises an error, the other ranks raise `UsageError`. `key`: key in `store` for the text of that error."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():

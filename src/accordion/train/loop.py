@@ -36,7 +36,7 @@ class Outcome:
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
     """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. A run that fails keeps its
-    folders and its process group until the process ends."""
+    folders and its process group until the process ends. `kind`: type of device."""
     outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
     return PREEMPTED if outcome.state == "preempted" else 0
 
@@ -44,8 +44,8 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 def trained(
     place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
-    """Train on one rank and return the outcome. `cleanups`: closed at the end; if this raises, the caller has to close it. Its
-    callbacks release the folders and the process group."""
+    """Train on one rank and return the outcome. `kind`: type of device. `cleanups`: receives callbacks that release the folders
+    and destroy the process group, and is closed at the end; if the run fails, the caller has to close it."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -71,7 +71,7 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed with the run."""
+    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed by the caller."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
@@ -95,8 +95,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends, equal on all ranks;
-    otherwise None."""
+    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends, equal on all
+    ranks; otherwise None."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -162,7 +162,8 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate and report the result. Returns True if it is the best and `train.keep_best` is set; equal on all ranks."""
+    """Validate, and report the result on screen and in `log`. Returns True, on all ranks, if the loss is the lowest so far and
+    `train.keep_best` is set."""
     began_s, best = time.perf_counter(), run.best
     validation = run.prepared.work.validate(run.model, run.share, run.device)
     best.is_owed, best.last = False, step
@@ -178,8 +179,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Validate if that was not done after the last step, report the run's files, and show a sample. If a signal or the time limit
-    ended the run, it only reports."""
+    """Validate if that was not done after the last step, report the run's files, and show a sample. If a signal or the time
+    limit ended the run, it only reports."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

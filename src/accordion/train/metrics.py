@@ -23,8 +23,8 @@ METRICS = "metrics.jsonl"  # in the run folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one step of all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss or
-    gradients were not finite, so the optimizer did not step."""
+    """Metrics of one step over all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss
+    or gradients were not finite, so the optimizer did not step."""
 
     step: int
     loss: float
@@ -45,7 +45,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Results of a validation. `words`: text that is shown after the loss."""
+    """Results of a validation. `words`: text that is shown after the loss. `metrics`: name -> mean, without the loss."""
 
     loss: float
     words: str = ""
@@ -74,7 +74,8 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps; lines of later steps are removed. Raises `OSError`."""
+        """Open the file to continue after `first_step` steps; lines of later steps are removed. Raises `OSError`, after closing
+        the trackers. `say`: shows a line. `trackers`: name -> tracker that is open; the exit closes it."""
         self._trackers = dict(trackers or {})
         self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:
@@ -113,7 +114,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Record a validation in trackers. `metrics.jsonl` has steps only."""
+        """Pass a validation to the trackers. It is not written to `metrics.jsonl`, which has steps only."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 
@@ -127,7 +128,7 @@ class MetricsLog:
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its content) for each complete line of `path`; nothing if there is no file."""
+    """Yield (line, its content) for each line of `path` that is JSON with a step; nothing if there is no file."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             content = json.loads(line)

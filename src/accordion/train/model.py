@@ -1,4 +1,4 @@
-"""The language model: a preset or a folder, built by transformers without dropout."""
+"""The language model that a run trains: a preset, or a model folder, built by transformers without dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the model folder `path`. Raises `UsageError` if it is no model folder."""
+    """Return the content of config.json in the folder `path`. Raises `UsageError` if that is no model, or a quantised one."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -42,7 +42,8 @@ def check_folder(path: str) -> dict[str, Any]:
 
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
-    """Return the transformers configuration of the model, with dropout 0. Raises `UsageError` if transformers rejects it."""
+    """Return the transformers configuration of `model`, with dropout 0. Raises `UsageError` if transformers rejects it, or if
+    the model has fewer positions than `data.seq_len`."""
     from transformers import AutoConfig
 
     if model.path is None:
@@ -63,7 +64,7 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
-    """Return the model on the meta device. Raises `UsageError` if it is no causal language model."""
+    """Build the model that `model` describes, on the meta device. Raises `UsageError` if it is no causal language model."""
     described = configuration(model, data)
     attention = None if model.attention == "auto" else model.attention
     built = language_model(described, model.path or model.preset, attention)
@@ -76,7 +77,8 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Initialise or load the shards of a model that was sharded on the meta device; equal for any number of ranks."""
+    """Fill the shards of `model`, which was built on the meta device: with random weights, or with those in `choice.path`. The
+    weights do not depend on the number of ranks. Seeds torch's generators with `seed`."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
         initialise(model)
@@ -87,10 +89,10 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that replaces transformers' check for several documents in a row by the answer `several`. If there are
-    several, a document starts at each jump of the position ids. Without this, each forward reads the position ids and the host
-    waits for the device. No argument of a forward avoids that alone: a mask is read too or disables flash attention, and a cache
-    keeps all keys."""
+    """Context manager that replaces the function by which transformers finds documents in a row. `several`: rows have several
+    documents, and one starts at each jump of the position ids; otherwise a row is one document."""
+    # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
+    # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils
 
     def numbers(position_ids: Tensor) -> Tensor | None:  # (b, seq_len) -> number of each token's document, (b, seq_len)

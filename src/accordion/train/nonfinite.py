@@ -20,7 +20,7 @@ FLEETING = (
 
 
 class Skips:
-    """Counts skipped steps: all (`total`), and those in a row that were not skipped because of the gradient scale."""
+    """Counts skipped steps: `total` of all, and nonfinite ones in a row. Raises an error if those are more than allowed."""
 
     def __init__(self, most: int) -> None:
         """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
@@ -28,16 +28,16 @@ class Skips:
         self.total, self._in_row = 0, 0
 
     def passed(self) -> None:
-        """Record a finite step: no steps in a row are skipped at present."""
+        """Record a finite step, which ends a row of nonfinite steps."""
         self._in_row = 0
 
     def overflowed(self) -> None:
-        """Record a step that was skipped because gradients overflowed at their scale, which the gradient scaler lowers."""
+        """Record a step that the gradient scaler skipped to lower its scale. It does not count in a row."""
         self.total += 1
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises `NonFiniteError`
-        if there are more such steps in a row than allowed."""
+        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises
+        `NonFiniteError` if there are more such steps in a row than allowed."""
         self._in_row += 1
         self.total += 1
         if not self._most:
@@ -69,7 +69,7 @@ def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], ob
 
 
 def _finite_everywhere(loss: Tensor) -> Tensor:
-    """Return `loss`. Raises `NonFiniteError` on every rank if it is NaN or inf on any."""
+    """Return `loss`. Raises `NonFiniteError` on every rank if it is NaN or inf on any. Collective."""
     losses: list[Tensor] = [torch.empty_like(loss.detach()) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, loss.detach())
     wrong = next((rank for rank, value in enumerate(losses) if not math.isfinite(float(value))), None)

@@ -1,4 +1,4 @@
-"""Training of a user's task."""
+"""Training of a user's task, and the checks of the task before ranks start."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """Training of a user's task: of `task`, or if it is None, of the task made of `parts`.
+    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`.
 
-    `size`: number of training samples; None if unknown. A pickled copy loads the task again.
+    `size`: number of training samples; None if unknown. `counted`: what the speed counts. A pickled copy loads the task again.
     """
 
     parts: Mapping[str, PartConfig]
@@ -75,7 +75,8 @@ class OwnTask:
         return self.loaded.units
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Initialise the model. Ranks draw different random numbers afterwards, for dropout."""
+        """Fill the sharded `model` by the task's `init`; without one, by `initialise` if it was built on the meta device
+        (`on_meta`). Seeds the generators, at the end differently on each rank, for dropout."""
         seed_all(seed)
         if self.loaded.init is not None:
             self.loaded.init(model)
@@ -109,8 +110,8 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step. If `size` is unknown, this is an estimate: the samples of this
-        rank times the number of ranks."""
+        """Return the number of samples of all ranks in a step. If `size` is unknown, estimate it: the samples in `batches`,
+        this rank's micro-batches, times the number of ranks."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -164,7 +165,8 @@ OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raise `UsageError` for keys of `train` that have no effect with the user's optimizer or scheduler."""
+    """Raise `UsageError` if `config` sets a key of `train` that has no effect with the user's optimizer or scheduler.
+    `optimizer`, `scheduler`: None if the user gives none."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
         unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
@@ -178,7 +180,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Raise `UsageError` if `make`, tried on a matrix and a vector, fails or returns no optimizer that can be used."""
+    """Try `make` on a matrix and a vector. Raises `UsageError` if it rejects its options or returns no optimizer that can be
+    used; exceptions of the user's own code are not converted. Does nothing if `make` is None."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -198,7 +201,8 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """Return the number of training samples, None if unknown. Raises `UsageError` for data that cannot be used."""
+    """Call `dataset` of the task for both splits and return the number of training samples, None if unknown. Raises
+    `UsageError` for data that cannot be used, and `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
         if data is None:
@@ -225,8 +229,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Read a training batch, and compute its loss if the model is small and on the CPU. Raises `TaskError` if the user's code
-    fails, and `UsageError` if the loss depends on no parameter."""
+    """Read a training batch, and compute its loss if the model is small and on the CPU. Restores the random numbers. Raises
+    `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

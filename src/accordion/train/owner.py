@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from accordion.errors import UsageError
 
 FILE = ".owner"  # in the folder; a killed job leaves it
-EXIT_S = 5.0  # for a job that was just ended to exit
+EXIT_S = 5.0  # time for a job that was just ended to exit
 POLL_S = 0.2
 Say = Callable[[str], None]
 
@@ -28,7 +28,8 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if another job owns one of `folders` (setting -> folder). Waits `EXIT_S` for the owner to exit."""
+    """Raise `UsageError` if another job owns one of `folders` (setting -> folder) and does not exit within `EXIT_S`. `job`: the
+    launcher's name for this job; an earlier start of it may be the owner."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (owner := holder_of(folder)) is not None and (job is None or not owner.endswith(f" of {job}")):
@@ -38,7 +39,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return the name of the process that owns `folder`; None if there is none."""
+    """Return text that names the process that owns `folder`; None if there is none, or if this cannot be determined."""
     if not (folder / FILE).exists():
         return None
     try:
@@ -55,7 +56,7 @@ class Claim:
 
     def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
         """Take `folders` (setting -> existing folder). Raises `UsageError` if another job owns one, unless that exits within
-        `EXIT_S`, or within `wait_s` if it is an earlier start of the same job."""
+        `EXIT_S`, or within `wait_s` if it is an earlier start of this job. `job`: the launcher's name for this job."""
         self._job, self._wait_s, self._say = job, wait_s, say
         self._locks: dict[Path, FileLock] = {}
         try:

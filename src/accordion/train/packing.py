@@ -47,7 +47,10 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[Row]):
-    """Dataset of rows of the examples that have an answer after they are truncated to `seq_len` labels."""
+    """Dataset of rows of examples, truncated to `seq_len` labels; those without an answer left are left out.
+
+    `packing`: "documents" (several examples in a row), "length" (one, sorted by length) or "none" (one).
+    """
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
@@ -97,7 +100,7 @@ class ExampleRows(Dataset[Row]):
 class Collate:
     """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row.
 
-    No other token attends to padding: it is after them in a causal model, and has positions of its own like an example.
+    In a causal model no token of an example attends to padding, which is after it and has position ids like another example.
     """
 
     seq_len: int
@@ -126,7 +129,7 @@ class Collate:
 
 
 class LengthOrder(GlobalOrder):
-    """Order of rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
+    """Sampler for rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
 
     def index_of(self, position: int, epoch: int) -> int:
         size = self.share.global_batch

@@ -37,15 +37,15 @@ from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
 Work = LanguageWork | OwnTask
-"""Interface of the training loop to the training of a language model or a task. Pickled to each rank."""
+"""Model, data, losses and validation of a run on a language model or on a task. Pickled to each rank."""
 Folders = dict[str, Path]
 """Setting -> folder that the run writes to and owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `config`: has the global batch of `resume`, the checkpoint to
-    resume from. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, whose global batch `config`
+    has. `replicas`: copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -115,7 +115,8 @@ def prepare(
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Writes nothing."""
+    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Creates no folders.
+    Raises `UsageError` if they cannot be used, or on rank 0 if another job uses them. `name`: name of the default folder."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -137,7 +138,7 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Prepare a task: build its model, read a batch, and compute its loss if the model is small and on the CPU."""
+    """Check a task: build its model, read a batch, compute its loss if the model is small and on the CPU. Creates folders."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -156,8 +157,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Prepare text or examples. The tokenizer is saved in the run folder, where `accordion generate` reads it and its chat
-    template."""
+    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer in the run
+    folder for `accordion generate`."""
     source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
@@ -190,7 +191,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
 
 
 def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFiles, source: Source, say: Say) -> None:
-    """Show the sizes of the data, and what of it is not read or cut off."""
+    """Show the sizes of the data, and the files, fields and tokens that are not used."""
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
@@ -214,7 +215,8 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
-    """Raise `UsageError` if packing, units, pretrained weights or `resume` do not fit the model."""
+    """Raise `UsageError` if packing, units, pretrained weights or the checkpoint `resume` do not fit the model. Reports the
+    rate of fine-tuning and the number of trained parameters to `say`."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
@@ -247,7 +249,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """Return the size of the vocabulary of the model."""
+    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json has none."""
     if config.model.path is None:
         return TRAINED[config.model.preset].vocab
     described = check_folder(config.model.path)

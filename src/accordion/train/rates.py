@@ -32,7 +32,7 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the learning rates of `step` = 1, 2, ..., without skipped steps. Returns the rate of the first group."""
+        """Set the rates of `step` = 1, 2, ... (not counting skipped steps), if no scheduler does. Returns the first group's."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))
@@ -44,14 +44,14 @@ class LearningRates:
             self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """Return name -> object with `state_dict`, for checkpoints."""
+        """Return name -> object with `state_dict`, for checkpoints; empty without a scheduler."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self, num_steps: int, *, changed: bool) -> None:
-        """Set the options of a loaded optimizer to those of this run's configuration, after `num_steps` steps.
+        """Give an optimizer that was loaded from a checkpoint the options of this run, such as weight decay.
 
-        `changed`: keys of the optimizer or scheduler differ from those of the run that saved the checkpoint. A scheduler is
-        then stepped again from its beginning; otherwise it continues from its state.
+        With a scheduler, loaded too, this is done only if `changed`: keys of the optimizer or scheduler differ from those of
+        the run that saved the checkpoint. The scheduler is then stepped `num_steps` times from its beginning.
         """
         groups = list(zip(self._optimizer.param_groups, self._options, strict=True))
         if self._scheduler is None:
@@ -73,8 +73,8 @@ class LearningRates:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """Return the learning rates by `scheduler`, by the DeepSpeed settings `theirs`, or by `train.schedule`. A user's own
-    optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto"."""
+    """Return the learning rates by `scheduler`; without one, by the DeepSpeed settings `theirs` or by `train.schedule`. A
+    user's own optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto"."""
     if scheduler is not None or (is_own and options.schedule == "auto"):
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:

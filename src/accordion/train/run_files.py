@@ -16,7 +16,8 @@ IGNORED = frozenset({"run.report"})
 
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
-    """Return `group.key` -> value of a run file. Raises `UsageError` with the file, the key and the value."""
+    """Return `group.key` -> value, converted to the key's type, of a run file. `options`: all keys that exist. Raises
+    `UsageError` if the file cannot be read, and for wrong keys and values."""
     known = {option.key: option for option in options}
     content = content_of(file)
     _check_keys(file, content, list(known))
@@ -24,7 +25,7 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `group: {key: value}` as `group.key` -> value."""
+    """Return `group.key` -> value for `content`, which maps a group to its keys; keys outside of groups stay as they are."""
     values: dict[str, Any] = {}
     for name, group in content.items():
         values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
@@ -32,7 +33,8 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into (values of `--config`, all other words but those of ignored keys)."""
+    """Split a command line into (files given by `--config`, all other words), without keys in `IGNORED`. Raises `UsageError` if
+    `--config` has no file."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
@@ -52,7 +54,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def content_of(file: str) -> dict[str, Any]:
-    """Return the content of a run file: keys, or groups with their keys. Raises `UsageError` if it cannot be read."""
+    """Return the content of a run file: group -> key -> text, or `group.key` -> text, without keys in `IGNORED`. Raises
+    `UsageError` if the file cannot be read, is no YAML or has no keys."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -76,7 +79,7 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raise `UsageError` for a key that does not exist."""
+    """Raise `UsageError` if a group or key in `content` does not exist. `keys`: those that exist, `group.key`."""
     groups = sorted({key.partition(".")[0] for key in keys})
     for name, group in content.items():
         if "." in str(name) and str(name) in keys:

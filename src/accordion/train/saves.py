@@ -31,7 +31,8 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save the checkpoint after `step`. `last`: not in the background. `name`: folder name instead of that of the step."""
+        """Save the checkpoint after `step`, once the save before it has finished. `last`: not in the background. `name`: of the
+        folder, instead of that of the step. Raises `CheckpointError`, also for the save before it."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -51,7 +52,7 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """If the save under way has finished, record its time, and link it as the best if its validation is the best."""
+        """If the save under way has finished, record its time, and link it as `best` if its validation is the best."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -71,7 +72,8 @@ class RunSaves:
         return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
     def resume(self) -> int:
-        """Load the checkpoint `prepared.resume` into the run. Returns the number of steps done, 0 without a checkpoint."""
+        """Load the checkpoint `prepared.resume` and report settings that differ from it. Returns the number of steps done, 0
+        without one. If `checkpoint.resume` names it, later checkpoints are moved aside. Raises `CheckpointError`."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -124,12 +126,12 @@ class RunSaves:
         self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keys of the run, its number of ranks, and the resulting batch."""
+        """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
         run = self._run
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """Return the state of the run after `step`, which a checkpoint stores once, next to its tensors."""
+        """Return the state of the run after `step` as JSON data, which a checkpoint stores once, next to its tensors."""
         run = self._run
         return {
             **run.prepared.work.progress(run.model),
@@ -143,7 +145,7 @@ class RunSaves:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return the objects with `state_dict` whose state a checkpoint stores for each rank."""
+        """Return name -> object with `state_dict`, whose state a checkpoint stores for each rank."""
         run = self._run
         return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 

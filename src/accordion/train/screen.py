@@ -64,11 +64,11 @@ class Screen:
         self._console.print(Text(text))
 
     def units(self, report: Report) -> None:
-        """Show the table of bytes that each rank stores, and of those without sharding."""
+        """Show a table of the bytes of each unit on a rank, and of the model's bytes without sharding."""
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:
-        """Start the progress bar at `done` of `total` steps."""
+        """Start the progress bar, if the output is a terminal, at `done` of `total` steps."""
         self._total = total
         if not self._live:
             return
@@ -85,7 +85,7 @@ class Screen:
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one step."""
+        """Show one step in the progress bar. Without a terminal, print a line for about `PLAIN_LINES` steps of the run."""
         self._step_s = metrics.step_s if not self._step_s else self._step_s + RECENT * (metrics.step_s - self._step_s)
         figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.speed}  {human(metrics.peak_bytes)}/rank"
         if self._progress is not None:
@@ -105,8 +105,8 @@ class Screen:
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Show examples, each a list of (text, True if it counts in the loss). Text that counts is bright on a terminal, and in ⟦
-        ⟧ elsewhere."""
+        """Show examples, each a list of (text, True if it counts in the loss). Text that counts is bright on a terminal, and in
+        ⟦ ⟧ elsewhere."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))
@@ -119,7 +119,7 @@ class Screen:
             self._console.print(line)
 
     def sample(self, prompt: str, continuation: str) -> None:
-        """Show generated text, distinct from its prompt."""
+        """Show `continuation`, generated text, after its prompt, which is dimmed on a terminal."""
         self._console.print(Text("sample:", style="bold"))
         self._console.print(Text.assemble((prompt, "dim"), ("▸" if self._live else "", "green"), continuation))
 
@@ -131,7 +131,7 @@ class Screen:
 
 
 def units_table(report: Report) -> Table:
-    """Return a table with a row for each run of equal units, their sum, and data parallelism without sharding."""
+    """Return a table of bytes on a rank: a row for each run of equal units, one for all units, and one without sharding."""
     strategy = STRATEGIES.get(report.strategy)
     resident = strategy is not None and strategy.params is Place.REPLICATE
     # Bytes on a rank: parameters, gradients, optimizer, permanent copies, and the gathered unit.
@@ -148,7 +148,7 @@ def units_table(report: Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
-        """Add a row. Stored bytes are summed; for gathered bytes, the largest counts."""
+        """Add a row for units with (*stored, gathered) bytes: stored bytes are summed, of gathered ones the largest counts."""
         *stored, _ = map(sum, zip(*several, strict=True))
         gathered = max(row[-1] for row in several)
         cells = [*(human(n) for n in [*stored[: 3 + with_copies], sum(stored)]), human(gathered) if gathered else ""]

@@ -61,8 +61,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return the fields of `values` that are named here; `left` of the result names the others. Raises `UsageError` if a
-        needed field is missing. `what`: the word for a field in this error."""
+        """Return a row with the fields in `values` that have one of `names`; its `left` has the names of the others. Raises
+        `UsageError` if a needed field is missing. `what`: the word for a field in this error."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -100,7 +100,8 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row."""
+    """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row. `key`:
+    name of the file in the source; with the number of a row, it decides the row's split."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 
@@ -215,7 +216,7 @@ def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def checked_text(value: object, where: str) -> str:
-    """Return `value`. Raises `UsageError` if it is not text that UTF-8 can encode."""
+    """Return `value`. Raises `UsageError`, which names `where`, if it is not text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise UsageError(f"{where} is {type(value).__name__}, not text.")
     try:
@@ -233,8 +234,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the data
-    names no split."""
+    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the
+    data names no split."""
 
     key: str
     text: str
@@ -244,8 +245,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `files`: (name inside the source, path) of each. `unread`: file of the folder that is left out -> reason.
-    `stamp`: hash that changes when a file is added, removed or written."""
+    """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each.
+    `stamp`: hash that changes when a file is added, removed or written. `unread`: file that is left out -> reason."""
 
     name: str
     label: str
@@ -255,7 +256,7 @@ class Source:
     unread: Mapping[str, str]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield every document in a fixed order. Raises `UsageError` with the file and the line or row."""
+        """Yield all documents, long ones in pieces, in a fixed order. Raises `UsageError` with the file and the line or row."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
@@ -342,7 +343,7 @@ def find(config: DataConfig) -> Source:
 
 
 def first_of(words: Sequence[str], most: int = 20) -> str:
-    """Return the first `most` words, separated by commas, and the number of the others."""
+    """Return text: the first `most` of `words` with commas between them, and the number of the others, if any."""
     return ", ".join(words[:most]) + (f", and {len(words) - most:,} more" if len(words) > most else "")
 
 

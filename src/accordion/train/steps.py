@@ -36,15 +36,15 @@ class Taken:
     began_s: float  # by `time.perf_counter`
     seen: list[Any]  # its micro-batches
     drawn: dict[str, Any]  # state of the random generators before it
-    figures: HostCopy
+    figures: HostCopy  # [loss, norm] summed over ranks; largest [peak bytes, wish]; gradient scale
 
 
 class Steps:
     """Runs steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
 
-    If `decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device always
-    has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not changed
-    since, because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again.
+    If `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device
+    always has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not
+    changed since, because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again.
     """
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
@@ -66,7 +66,8 @@ class Steps:
                     self._record(metrics)
 
     def take(self, step: int) -> None:
-        """Run forward and backward of each micro-batch, and an optimizer step unless loss or gradients are NaN or inf."""
+        """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
+        NaN or inf. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -92,8 +93,8 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, if that was not done yet. Returns True if they are finite. Raises
-        `NonFiniteError` if they are not and the run has to end."""
+        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Returns True if they
+        are finite, or were recorded before. Raises `NonFiniteError` if they are not finite and the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -115,7 +116,7 @@ class Steps:
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the metrics of a step without its duration. Waits for the device."""
+        """Return the metrics of a step without its duration, and record the wish of all ranks to end. Waits for the device."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
         self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
@@ -176,7 +177,8 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 
 
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Run forward and backward of a step's micro-batches. Returns this rank's loss, 0-d; the step's is the mean over ranks."""
+    """Run forward and backward of `batches`, a step's micro-batches. `scale` is applied to each loss before its backward.
+    Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step."""
     loss, counted = torch.zeros((), device=run.device), Counted(run.share)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
@@ -204,7 +206,8 @@ class Counted:
         self._own: Tensor | None = None
 
     def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of a micro-batch divided for the step's mean: sum over micro-batches, mean over ranks."""
+        """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`,
+        is this rank's loss in the step. Collective for the first (sum, count) of a step."""
         if isinstance(loss, Tensor):
             return loss / self._share.accumulate
         total, count = loss
@@ -217,7 +220,7 @@ class Counted:
         return total / self._first
 
     def left(self) -> Tensor | None:
-        """Return the factor for gradients and losses after the last micro-batch, 0-d, equal on all ranks; None if it is 1."""
+        """Return the factor for gradients and losses after the last micro-batch, 0-d; None if it is 1. Collective."""
         if self._own is None or self._first is None or self._share.accumulate == 1:
             return None
         dist.all_reduce(self._own)

@@ -1,4 +1,4 @@
-"""Tokens as Arrow tables in the cache of `datasets`: text as one stream, examples as rows. Ranks map the files."""
+"""Tokens of the data as Arrow files in the cache, which ranks memory-map: text as one stream of tokens, examples as rows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
 TAIL_SHARE = 20  # if nothing is for validation, the last 1/20 of the tokens or examples is
-BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
+BATCH_CHARS = 4 << 20  # characters encoded at once, by the threads of the tokenizers library
 BLOCK_TOKENS = 1 << 16  # tokens of text in a row of its table
-ROWS_AT_ONCE = 64  # written at once
+ROWS_AT_ONCE = 64  # rows of a table written at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Tokens in Arrow files. `num_train`, `num_validation`: tokens of text, or examples. `digest`: hash of the tables, equal on
-    ranks that read equal data. `unread`: fields of rows that were not used."""
+    """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, of examples
+    otherwise. `digest`: hash of the contents, equal on ranks that read equal data. `unread`: fields that are not used."""
 
     files: tuple[str, ...]
     num_train: int
@@ -53,7 +53,8 @@ class TokenFiles:
 
 
 def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say) -> TokenFiles:
-    """Return the tokens of `source` from the cache, after creating them if needed. Raises `UsageError` if it has no text."""
+    """Return the files with the tokens of the text in `source`; if they are not in `cache`, tokenize the text and write them,
+    and report that to `say`. Raises `UsageError` if there is no text."""
     kind = _dtype(vocabulary.size)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -70,7 +71,7 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
 
 
 def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
-    """Yield (split, tokens, True if a document ends) for each piece."""
+    """Yield (split, tokens, True if a document ends) for each piece, with the special tokens before and after documents."""
     tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
@@ -92,7 +93,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[Any]) -> Iterator[dict[str, Any]]:
-    """Yield rows of about `BLOCK_TOKENS` tokens of one split, with the number of documents that end in them."""
+    """Yield table rows: `held_out`, True for validation; `ids`, about `BLOCK_TOKENS` tokens of a split; `documents`, how many
+    end in these. `encoded`: (split, tokens, True if a document ends)."""
     ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
 
     def row(split: Split) -> dict[str, Any]:
@@ -109,7 +111,8 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return split -> tokens. If one split is empty, the last tokens of the other become the validation split."""
+    """Return split -> its tokens in `table`, without a copy. If one split is empty, the last tokens of the other become the
+    validation split."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -129,7 +132,7 @@ def _streams(table: Any) -> dict[Split, ChunkedArray]:
 
 
 class Examples:
-    """Examples of one split. `examples[i]` is (tokens, mask of answers), each of shape (tokens,)."""
+    """Examples of one split. `examples[i]` is (token ids, mask that is True for tokens of answers), each of shape (tokens,)."""
 
     def __init__(self, table: Any, numbers: np.ndarray) -> None:
         """`table`: Arrow table with columns `ids`, `answers` and `num_answers`. `numbers`: indices of the split's rows."""
@@ -150,8 +153,8 @@ class Examples:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> TokenFiles:
-    """Return the examples of `source` from the cache, after creating them if needed. `size`: size of the vocabulary. Raises
-    `UsageError` for a row that is no example, and for fewer than two examples."""
+    """Return the files with the examples of `source`; if they are not in `cache`, tokenize and write them, and report that to
+    `say`. `size`: of the vocabulary. Raises `UsageError` for a row that is no example, and for fewer than two examples."""
     kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -202,8 +205,9 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
     unread: Iterable[str] = (),
 ) -> TokenFiles:
-    """Return the tables of `source` in `cache`; if there are none, they are created from `rows` first. `unread`: read after
-    that."""
+    """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part, for the sizes. `unread`: fields
+    that are not used; read after `rows()`, which may add some."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -240,7 +244,7 @@ def _cached(
 
 
 def _table(files: Sequence[str]) -> Any:
-    """Return the table in Arrow files, memory-mapped. Does not need `datasets`, which takes seconds to import."""
+    """Return the table stored in Arrow `files`, memory-mapped. Does not need `datasets`, which takes seconds to import."""
     import pyarrow as pa
 
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])

@@ -1,4 +1,4 @@
-"""Tokenizers as data, and those that are trained on the data and stored in the cache."""
+"""Tokenizers as plain data (`Vocabulary`), and tokenizers that are trained on a run's data and stored in the cache."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: end-of-text token.
-    `special_as_text`: read "<|endoftext|>" and other special tokens in a document as ordinary characters."""
+    """A tokenizer as plain data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: end-of-text
+    token. `special_as_text`: read "<|endoftext|>" and other special tokens in a document as ordinary characters."""
 
     spec: str
     size: int
@@ -49,7 +49,7 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return (tokens before a document, tokens after it): those that tokenizer.json adds, and the end-of-text token."""
+        """Return (special tokens before each document, after it): those that tokenizer.json adds, and the end-of-text token."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -73,7 +73,7 @@ def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
 
 
 def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Yield the training split up to `TRAINING_CHARS`; if it is empty, the validation split."""
+    """Yield the text of the training split, up to `TRAINING_CHARS` characters; if it is empty, of the validation split."""
     chars, spare = 0, []
     for piece in pieces:
         if split_of(piece) == "train":
@@ -99,7 +99,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for the `pieces` of `source` from the cache; if it is not there, train and store it."""
+    """Return the tokenizer for `source` from `cache`; if it is not there, train one with up to `size` tokens on `pieces`, the
+    text of `source`, store it, and report that to `say`."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
         vocabulary = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
@@ -112,7 +113,7 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 
 
 def keep_tokenizer(spec: str, digest: str, cache: Path) -> None:
-    """Store the tokenizer in the cache under its digest, for `accordion generate`."""
+    """Write `spec`, the content of tokenizer.json, into `cache` under `digest`, for `accordion generate`."""
     path = cache / "tokenizers" / digest / "tokenizer.json"
     if not path.exists():
         write_whole(path, spec)
@@ -124,7 +125,7 @@ def key_of(*parts: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees the old content, the new content, or no file."""
+    """Write a small file atomically, and create its folder: a reader sees the old content, the new content, or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -135,8 +136,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's. `where`: name of the
-    tokenizer's origin, for the message."""
+    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's. `where`: name of
+    the tokenizer's origin, for the message."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -22,8 +22,8 @@ class RunTracker(Protocol):
     """Interface of a tracker of metrics. If a method raises, that is reported, and the tracker is not used any more."""
 
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if the
-        tracker does not need it to continue."""
+        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if
+        the tracker does not need it to continue."""
         ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -43,7 +43,8 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names. Returns name -> tracker; one that fails is reported and left out."""
+    """Open the trackers that `config.log` names, and store their ids in `run_dir`. Returns name -> tracker; one that fails is
+    reported to `say` and left out. `first_step`: number of steps done before; after 0, new runs are started."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),

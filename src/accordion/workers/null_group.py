@@ -18,7 +18,7 @@ NAME = "still"
 
 
 class Done(dist.Work):
-    """A `Work` that has ended, returned by all collectives of `StillGroup`."""
+    """A `Work` that is complete, returned by all collectives of `StillGroup`."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -31,7 +31,7 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """A group without other ranks. While `moves` is True, gathers copy as in torch's fake group, as the setup of models needs."""
+    """A group without other ranks. While `moves` is True, gathers copy the shard into each chunk, which model setup needs."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
@@ -86,7 +86,7 @@ class StillGroup(_Group):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Register the backend `NAME` with torch in this process."""
+    """Register the backend `NAME`, which makes a `StillGroup`, with torch in this process; may be called again."""
     if NAME not in dist.Backend.backend_list:
 
         def create(store: Any, rank: int, num_ranks: int, timeout: Any) -> StillGroup:

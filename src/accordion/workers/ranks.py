@@ -1,4 +1,4 @@
-"""Rank processes that stay alive between measurements: each runs a method at the request of its parent, and blocks otherwise."""
+"""Rank processes that stay alive between measurements, and run a method whenever their parent process asks them to."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class World:
     """Settings of the ranks of a `WorkerTeam`.
 
     Args:
-        group: "real" ranks, or one process, the first of `num_ranks` simulated ones, in torch's group "fake" or in "still" of
-            `null_group`.
+        group: "real": `num_ranks` processes. Otherwise one process, rank 0 of `num_ranks`, in torch's group "fake", or in the
+            group "still" of `null_group`.
         backend: of a real group; "" is the default of the device type.
         timeout_s: a team that does not answer within it is killed; the default is the timeout of gloo.
     """
@@ -54,7 +54,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Place of one rank process in its world. `port`: of the store that the parent process serves."""
+    """Rank, device and settings of one rank process. `port`: on 127.0.0.1, of the store that the parent process serves."""
 
     rank: int
     device: torch.device
@@ -67,7 +67,8 @@ class Seat:
 
 
 class WorkerTeam:
-    """Context manager that starts the rank processes of one contender, as `world` describes; the exit kills them.
+    """Context manager for the rank processes of one contender, a program to compare with others. They are started, as `world`
+    describes, when it is created; the exit kills them. Raises `BenchError` if one fails.
 
     `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
     module, since it is pickled by name. `environ`: environment variables, set before `make` is called.
@@ -147,7 +148,7 @@ class WorkerTeam:
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team -> round -> ranks' results."""
+    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team -> result[round][rank]."""
     answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:
@@ -189,7 +190,7 @@ def _serve(
 
 
 def join(seat: Seat) -> None:
-    """Initialize the process group of this process as `seat` describes, and set its device."""
+    """Set the device of this process, and initialize its process group as `seat.world` describes."""
     if seat.device.type != "cpu":
         torch.accelerator.set_device_index(seat.device.index)
     store: Any
