@@ -462,15 +462,12 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
         if message := store.get(key).decode():
             raise UsageError(message)
         return None
-    message = "broken"
     try:
         result = do()
-        message = ""
-    except UsageError as error:
-        message = str(error)
+    except BaseException as error:
+        store.set(key, str(error) or type(error).__name__)
         raise
-    finally:
-        store.set(key, message)
+    store.set(key, "")
     return result
 
 
