@@ -153,7 +153,7 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over a `Hub`, not by collectives."""
+    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`."""
 
     def __init__(self, team: Team, name: str) -> None:
         """`name`: unique name of the save, the same on all ranks."""
@@ -188,7 +188,7 @@ class ThreadAgreement:
         return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
-        """Send `text` over the hub; return the texts of all ranks in the team's order. Collective. Raises `CheckpointError`."""
+        """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -205,7 +205,10 @@ class ThreadAgreement:
         return [texts[rank] for rank in ranks]
 
     def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback for `poll` that raises if a rank exited or gave up, or this program began to end `GRACE_S` ago."""
+        """Return a callback for `poll`, which raises `CheckpointError` to end the wait for the exchange `name`.
+
+        It does so if a rank has exited or stopped waiting, or if this program began to end `GRACE_S` ago.
+        """
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:

@@ -70,7 +70,7 @@ def _names(folder: Path) -> list[str]:
 def check_free(path: Path) -> None:
     """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace it.
 
-    It may if nothing is there, or an empty folder, or a folder with a checkpoint of ours, damaged or not, and no other files.
+    It may if nothing is there, or an empty folder, or one with a checkpoint of ours, damaged or not, and no other files.
     """
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
@@ -102,7 +102,7 @@ def _occupied(path: Path) -> str:
 
 
 def foreign_in(path: Path) -> list[str]:
-    """Return the names in the folder `path` that are not those of files of a save."""
+    """Return the names in the folder `path` that no save writes; none if there is no such folder."""
     return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
 
 

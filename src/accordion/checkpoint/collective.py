@@ -1,4 +1,4 @@
-"""Collectives of the ranks that save or load one checkpoint; an error on one rank is raised on all, so that none waits."""
+"""Collectives of the ranks that save or load one checkpoint; an error on one is raised on all, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Team:
         return agreed(action, self.shared, self.index)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """All-gather `text`: return the texts of all ranks, in the order of `ranks`, each cut to `most` bytes. Collective."""
+        """All-gather `text`: return those of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective."""
         data = text.encode(errors="backslashreplace")[:most]
         longest = max(self.gathered(len(data)))
         if not longest:

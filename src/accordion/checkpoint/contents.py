@@ -90,7 +90,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each name. `wrappers`: text to cut out of the names."""
+    """Return {name without `wrappers`: parameter or persistent buffer}, tied ones under each name. Raises `CheckpointError`."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -112,7 +112,7 @@ def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
-    """Return (the optimizer's class names, groups and states as JSON, the tensors to which the JSON refers, by name).
+    """Return (JSON of the optimizer's class names, groups and states; {name: tensor to which the JSON refers}).
 
     In the JSON, names of parameters take the place of indices. `names`: id of a parameter -> its name in the model. Raises
     `CheckpointError` for states that a checkpoint cannot hold.
@@ -149,12 +149,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def optimizer_name(words: Json) -> str:
-    """Return the class name, for messages, of the optimizer that `words`, the JSON of `optimizer_state`, describe."""
+    """Return the class name, for messages, from `words`, the JSON that `optimizer_state` returns; "no optimizer" for None."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
 
 
 def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its groups. `names`: id of a parameter -> its name."""
+    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -168,7 +168,7 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` that this rank holds, all of a plain tensor. Raises `CheckpointError` if shapes contradict."""
+    """Return the box of `tensor` on this rank, all of a plain tensor. Raises `CheckpointError` if the local shape differs."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
     box, local_shape = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)

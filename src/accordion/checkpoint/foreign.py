@@ -108,7 +108,7 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (the model's state dict: `saved`, or the dict in it under a usual key; the other keys of `saved`)."""
+    """Return (model's state dict: `saved`, or its value for a key such as "model"; other keys). Raises `CheckpointError`."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
     for key in MODEL_KEYS:

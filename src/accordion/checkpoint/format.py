@@ -54,7 +54,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: a checksum for each piece of it."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: checksums, each of `piece_bytes`."""
 
     file: str
     box: Box
@@ -150,7 +150,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[s
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`: one line of JSON. Its last value, "crc32", is that of all bytes before its comma."""
+    """Return the bytes of `manifest.json`: one line of JSON. "crc32", its last entry, is computed of all bytes before that."""
     chunks = {
         name: [
             {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums}
@@ -225,7 +225,7 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, saved_by: Json) -> None:
-    """Raise an error, which `parse` makes a `CheckpointError`, unless these values have the structure that a load needs."""
+    """Raise an error, which `parse` makes a `CheckpointError`, unless these two values are structured as a load needs."""
     if not isinstance(saved_by, dict):
         raise CheckpointError("its saved_by is no object.")
     if optimizer is None:

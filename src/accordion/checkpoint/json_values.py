@@ -54,7 +54,7 @@ def as_bytes(value: Json) -> Tensor:
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the Python value from which `encode` made the JSON `value`. `tensor`: returns a tensor by its name in the JSON."""
+    """Return the Python value that `encode` made into `value`. `tensor`: returns a tensor by name. Raises `CheckpointError`."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

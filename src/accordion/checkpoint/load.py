@@ -181,7 +181,7 @@ def _refused(what: str, error: Exception) -> Exception:
 
 
 def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _Request) -> _Plan:
-    """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and must not."""
+    """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and `strict`."""
     manifest, optimizer = files.manifest, request.optimizer
     unlike = differences(manifest, wanted, states)
     if unlike and request.strict:
@@ -208,7 +208,7 @@ def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _R
 
 
 def _state_to_load(manifest: Manifest, team: Team) -> str:
-    """Return the name of the tensor with the `state=` to load: this rank's if as many ranks saved as load, else the first's."""
+    """Return the name of the tensor with the saved `state=`: this rank's if as many ranks saved as load, else the first's."""
     saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state=; load it without state=.")
@@ -217,7 +217,7 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-    """Raise `CheckpointError` if data that this load uses are damaged, on the first rank also if any rank's own data are."""
+    """Compare the checksums of all that this load uses, on the first rank also of all `state=`. Raises `CheckpointError`."""
     reads = [*plan.of_model, *plan.of_optimizer]
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
@@ -229,7 +229,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the saved states by key, of all objects in `state` and maybe more. Raises `CheckpointError` if one is missing."""
+    """Return {key: saved state} for the objects in `state`, if any, and more. Raises `CheckpointError` if one is missing."""
     if plan.state is None:
         return {}
 
@@ -248,7 +248,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
 
 
 def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
-    """Iterate over the reads that fill this rank's shard of `tensor`. `fresh`: the tensor is new, as in `Read`."""
+    """Iterate over the reads that fill this rank's shard of `tensor` (`fresh`: a new one). Raises `CheckpointError` on meta."""
     local = local_data(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} is on the meta device; call to_empty before loading.")

@@ -80,7 +80,7 @@ SAME_ON_ALL = {
 
 
 def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
-    """Raise `CheckpointError` if `unequal` ({fact: values}) has anything but states of parameters. `call`: save or load."""
+    """Raise `CheckpointError` if `unequal` ({fact: values}) has more than states of parameters. `call`: "save" or "load"."""
     for begins, what in SAME_ON_ALL.items():
         name = next((name for name in unequal if name.startswith(begins)), None)
         if name is not None:
@@ -203,7 +203,7 @@ def _split(
 
 
 def _rows_of(param: str, contents: Contents) -> Json:
-    """Return [offset, shape, strides] of this rank's shard of the parameter named `param`; the offset is in the whole one."""
+    """Return [offset in the unsharded tensor, shape, strides] of this rank's shard of the parameter with the name `param`."""
     tensor = contents.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
@@ -239,7 +239,7 @@ class RankStates:
     why: str | None
 
     def put_into(self, param: str, entry: Json) -> Json:
-        """Return `entry`, the JSON of the state of `param` in the manifest, with the values filled in that this rank saved."""
+        """Return `entry`, the state of `param` in the manifest, with the values saved for this rank, and without missing ones."""
         if entry == {OF_RANK: True}:
             return self.states.get((param, None), {})
         values = {key: self.states.get((param, key), value) for key, value in entry.items()}
@@ -262,7 +262,7 @@ class RankStates:
 
 
 def load_rank_states(files: Files, contents: Contents, team: Team) -> RankStates | None:
-    """Read and return the optimizer states that were saved for this rank; None if there are none. Collective."""
+    """Read the optimizer states saved for this rank; None if there are none. Collective. Raises `CheckpointError` on damage."""
     manifest = files.manifest
     if contents.optimizer is None or not (manifest.optimizer or {}).get("of_rows"):
         return None

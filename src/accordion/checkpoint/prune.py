@@ -106,7 +106,7 @@ def _split(folder: Folder) -> tuple[Folder, str]:
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
-    """Return the folders in `folder` with a `wanted` name, ordered by the number at its end, then by time of the manifest."""
+    """Return the folders in `folder` with a `wanted` name, oldest first: by the number at its end, then by time of writing."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:

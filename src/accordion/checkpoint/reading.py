@@ -141,7 +141,7 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into`, on any device, from the slices `index` of a tensor of `shape` and `dtype`, stored from byte `at` on."""
+    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, stored from byte `at` on; cast it if needed."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -205,7 +205,7 @@ class Files:
         )
 
     def check(self, wanted: Callable[[str], bool], consequence: str = "") -> None:
-        """Raise `CheckpointError`, with `consequence`, if a file has a wrong size or a tensor with a `wanted` name is damaged."""
+        """Raise `CheckpointError`, with text `consequence`, if a file has a wrong size or a `wanted` tensor is damaged."""
         self.check_sizes()
         if faults := self.damage(wanted):
             raise CheckpointError(f"{self.folder} is damaged{consequence}: {'; '.join(faults)}.")

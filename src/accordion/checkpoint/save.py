@@ -124,7 +124,7 @@ class SaveJob:
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint, then remove older ones as `keep` says. Collective. An unfinished checkpoint is removed.
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. After an error it is removed if incomplete.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
         this rank's parts in host memory; None reads them from their devices.

@@ -72,7 +72,7 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the merged weight of `layer`, a PEFT layer whose base weight is and stays on meta. `read`: reads that weight."""
+    """Return the merged weight of a PEFT layer, whose base weight stays on meta and is read by `read`. Raises `UsageError`."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:

@@ -113,7 +113,7 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Return (True if each rank shall keep the whole model, text on that for the user). `needed`: bytes for it. Collective."""
+    """Return (True if each rank shall keep the whole model, which needs `needed` bytes; text for the user). Collective."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
@@ -134,7 +134,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends answers to the rank that prints (`speaks`), through the job's store; there prints them in the order of prompts."""
+    """Sends answers through the job's store; the rank that `speaks` prints those of all ranks, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool

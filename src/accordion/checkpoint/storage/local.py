@@ -121,7 +121,10 @@ class Local:
                 os.close(handle)
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest into this folder, which `begin` returned; rename it over an older checkpoint; unlock the name."""
+        """Write the manifest into this folder, which `begin` returned, and rename the folder to the checkpoint's name.
+
+        An older checkpoint is removed and the name unlocked. Raises `CheckpointError` if another program has taken the name.
+        """
         assert self._target is not None
         assert self._lock is not None
         target, old = self._target, claims.hidden(self._target, "old")

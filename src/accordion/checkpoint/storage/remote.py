@@ -18,7 +18,7 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, through fsspec. A file appears when complete; the manifest makes the files a checkpoint."""
+    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
