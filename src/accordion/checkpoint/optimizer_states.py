@@ -239,7 +239,7 @@ class RankStates:
     why: str | None
 
     def put_into(self, param: str, entry: Json) -> Json:
-        """Return `entry`, the state of `param` in the manifest, with placeholders replaced by this rank's values, or dropped."""
+        """Return `entry`, the state of `param` in the manifest, placeholders replaced by this rank's values, or dropped."""
         if entry == {OF_RANK: True}:
             return self.states.get((param, None), {})
         values = {key: self.states.get((param, key), value) for key, value in entry.items()}
