@@ -29,12 +29,12 @@ SAVER = "_accordion_saver"  # attribute of a model
 
 
 class Saving:
-    """Handle of a save: tells if its thread is done, waits for it, and raises the error that ended it."""
+    """Handle of a save, with `is_done` and `wait()`. A save in the foreground returns one that is done."""
 
     def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
         """Start a thread that calls `write`; without `write` the save counts as finished without an error.
 
-        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model is gone by then.
+        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model has been freed by then.
         """
         self._failure: CheckpointError | None = None
         self._saver = saver
@@ -55,7 +55,7 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """True once the thread has ended, also if the save failed."""
+        """True once the save has ended, also if it failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -84,7 +84,7 @@ class Saver:
         return Saver, ()
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any. Raises `CheckpointError` if it failed."""
+        """Wait for the latest save, if any. Raises `CheckpointError` if it failed and no call has raised its error yet."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -97,9 +97,9 @@ class Saver:
         team: Team,
         optimizer: torch.optim.Optimizer | None,
     ) -> Saving:
-        """Copy the parts of `plan` to host memory, then call `run(agree, host)` in a thread; return its handle.
+        """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Steps of `optimizer` raise the error of a save that failed.
+        Collective. If the save fails, the next step of `optimizer` raises its error.
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
@@ -113,7 +113,7 @@ class Saver:
         return saving
 
     def end(self) -> None:
-        """Wait for the save in progress when the program ends, and log its error, which nothing else would report."""
+        """When the program ends: wait for the save in progress, and log its error, which nothing else would report."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -122,13 +122,13 @@ class Saver:
             log.error("%s", error)
 
     def _raise_failure(self, *_: object) -> None:
-        """Optimizer step hook: if the save has ended with an error, raise it; ranks may raise after different steps."""
+        """Optimizer step hook: if the latest save has failed, raise its error once; ranks may raise after different steps."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
 
 
 def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Have Python call `method` when the program ends, while thread pools still take work; return False if it cannot."""
+    """Register `method` to be called at the program's end, while thread pools still work; return False if that fails."""
 
     # Python closes the pools of `concurrent.futures` first, then waits for threads, then runs `atexit` functions. Libraries for
     # remote storage look up addresses in such pools, so a save that is only waited for as a thread would fail. Python has no
@@ -146,14 +146,14 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
 
 
 def saver_of(model: nn.Module) -> Saver:
-    """Return the saver of `model`, which is created at its first save."""
+    """Return the saver of `model`; the first call creates it and stores it as an attribute of `model`."""
     saver = vars(model).setdefault(SAVER, Saver())
     assert isinstance(saver, Saver)
     return saver
 
 
 class ThreadAgreement:
-    """Callable that does in a background thread what `Team.agree` does: sends over a `Hub`, not over process groups."""
+    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`."""
 
     def __init__(self, team: Team, name: str) -> None:
         """`name`: unique name of the save, the same on all ranks."""
@@ -164,7 +164,7 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub` that connects all ranks of the team and detects ranks that exit. Collective."""
+        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
@@ -176,7 +176,7 @@ class ThreadAgreement:
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Call `save`. If this rank stopped waiting for the others meanwhile (`_lost`), report that to them."""
+        """Call `save`, then release the hub. If this rank has stopped waiting for others (`_lost`), report that to them."""
         try:
             save()
         finally:
@@ -188,7 +188,7 @@ class ThreadAgreement:
         return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
-        """Send `text` over the hub; return the texts of all ranks in the order of the team. Collective."""
+        """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -205,7 +205,10 @@ class ThreadAgreement:
         return [texts[rank] for rank in ranks]
 
     def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback for `poll` that raises if a rank has exited or gave up, or this program ended `GRACE_S` ago."""
+        """Return a callback for `poll`, which raises `CheckpointError` to end the wait for the exchange `name`.
+
+        It does so if a rank has exited or stopped waiting, or if this program began to end `GRACE_S` ago.
+        """
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Compute the box of a tensor that a rank holds: pure integer arithmetic, for any number of mesh axes."""
+"""Boxes, the rectangular blocks of a tensor that ranks hold: pure integer arithmetic, for any number of mesh axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """A split of a box along `dim` into `num_chunks`, as by `torch.chunk`, of which chunk `index` is kept."""
+    """A split along `dim` into `num_chunks`, sized as by `torch.chunk` (the last may be empty); chunk `index` is kept."""
 
     dim: int
     num_chunks: int
@@ -18,7 +18,7 @@ class DimCut:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements [offset, offset + shape) of a tensor."""
+    """A rectangular block of a tensor: in each dim d, the `shape[d]` indices that begin with `offset[d]`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,13 +28,13 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in a tensor with the elements of `outer`."""
+        """Return the slices, one for each dim, that select this box in a tensor that holds the elements in the box `outer`."""
         starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
-    """Return the box of a tensor of `shape` that is left after all `cuts`, applied one after the other."""
+    """Return the box, possibly empty, that is kept of a tensor of `shape` by the splits `cuts`, applied one after the other."""
     offset, sizes = [0] * len(shape), list(shape)
     for cut in cuts:
         rows = sizes[cut.dim]

@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 from accordion.errors import CheckpointError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# A chunk has one checksum for each so many bytes, so that reading a part of it checks little more than that part.
+# A checksum covers so many bytes (a piece), so that reading a part of a tensor checks little more than that part.
 PIECE_BYTES = 4 * 2**20
 SUMMED_BYTES = 2**18  # summed at once: unlike a whole piece, they stay in the processor's cache until they are used
-LONGEST_PIECE = 2**28
+LONGEST_PIECE = 2**28  # largest `piece_bytes` that a manifest may have
 DIGITS: Mapping[str, int] = {"xxh3_64": 16, "crc32": 8}  # hexadecimal, lower case
 
 
 def kind_here() -> str:
-    """Return "xxh3_64" if the package `xxhash` is installed, else "crc32" (of zlib, which every Python has)."""
+    """Return the kind of checksum that saves write: "xxh3_64" if the package `xxhash` is installed, else "crc32" (of zlib)."""
     # On two busy cores xxh3 took 4.7 GB/s, crc32 0.7 to 1.6, a copy in memory 4.3: with a fast disk crc32 costs much.
     return "xxh3_64" if find_spec("xxhash") else "crc32"
 
@@ -35,9 +35,9 @@ class _Crc32:
 
 
 def running(kind: str) -> Callable[[], Any]:
-    """Return the constructor of checksums of `kind`, with `update` and `hexdigest` as those of hashlib.
+    """Return the class for checksums of `kind`, "xxh3_64" or "crc32", with the methods `update` and `hexdigest` of hashlib.
 
-    Raises `CheckpointError` if its package is not installed.
+    Raises `CheckpointError` for "xxh3_64" if the package `xxhash` is not installed.
     """
     if kind == "crc32":
         return _Crc32
@@ -50,5 +50,5 @@ def running(kind: str) -> Callable[[], Any]:
 
 
 def pieces(start: int, end: int, piece_bytes: int) -> Iterable[tuple[int, int]]:
-    """Return the ranges [a, b) of at most `piece_bytes` that make up [start, end)."""
+    """Iterate over the ranges (a, b), each of `piece_bytes` except a shorter last one, that make up the range [start, end)."""
     return ((at, min(at + piece_bytes, end)) for at in range(start, end, piece_bytes))

@@ -1,7 +1,8 @@
-"""Names of a checkpoint and of its hidden neighbours: check whether a save may use a path, lock it, remove leftovers.
+"""Names of a checkpoint and of the hidden paths next to it: check if a save may use a path, lock it, remove leftovers.
 
-Next to `NAME`: `.NAME.lock` is locked by the job that saves or removes `NAME`. `.NAME.WORD.tmp` is being written, or removed.
-`.NAME.old` is the checkpoint that is being replaced: it gets its name back if its successor is never completed.
+Next to the checkpoint `NAME`: the file `.NAME.lock` is locked by a job that saves or removes `NAME`. A folder `.NAME.HEX.tmp`,
+with 8 hexadecimal digits, is being written or removed. The folder `.NAME.old` is the older checkpoint while a save replaces it;
+it gets its name back if the new one is never completed.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ SHOWN = 5  # names that a message lists
 
 
 def hidden(path: Path, ending: str) -> Path:
-    """Return a hidden neighbour of the checkpoint at `path`."""
+    """Return the path `.NAME.ENDING` in the parent folder of `path`, for a checkpoint `NAME` at `path`."""
     return path.with_name(f".{path.name}.{ending}")
 
 
 def replaced(text: str) -> str | None:
-    """Return the name of a checkpoint if `text` is its hidden name, which it has while it is being replaced; else None."""
+    """Return `NAME` if `text` is `.NAME.old`, which a checkpoint is called while a save replaces it; else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 
 
 def drafts(folder: Path) -> list[tuple[str, Path]]:
-    """Return (checkpoint's name, path) of each folder in `folder` that is being written or removed."""
+    """Return (checkpoint's name, path) of each `.NAME.HEX.tmp` in `folder`, of running jobs and of jobs that were killed."""
     matches = filter(None, map(HIDDEN.fullmatch, sorted(_names(folder))))
     return [(match[1], folder / match[0]) for match in matches if match[2] != "old"]
 
 
 def leftovers(folder: Path) -> list[tuple[str, Path]]:
-    """Return the `drafts` that killed jobs left: not empty, without other programs' files, and not locked by a running job."""
+    """Return the `drafts(folder)` of killed jobs: not empty, without other programs' files, and not locked by a running job."""
     return [
         (name, path)
         for name, path in drafts(folder)
@@ -67,16 +68,16 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, naming what is at `path`, unless a save may take it.
+    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace it.
 
-    A save may take a free path, an empty folder, and a folder that holds nothing but a checkpoint of ours, damaged or not.
+    It may if nothing is there, or an empty folder, or one with a checkpoint of ours, damaged or not, and no other files.
     """
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
 
 
 def _occupied(path: Path) -> str:
-    """Describe what is at `path`, as the end of a sentence; empty if a save may take it."""
+    """Describe what is at `path`, as the end of a sentence; return "" if a save may create or replace it."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, and a save replaces none"
     try:
@@ -101,12 +102,12 @@ def _occupied(path: Path) -> str:
 
 
 def foreign_in(path: Path) -> list[str]:
-    """Return the names of files in `path` that no save wrote."""
+    """Return the names in the folder `path` that no save writes; none if there is no such folder."""
     return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
 
 
 def _is_ours(path: Path, names: list[str]) -> bool:
-    """Return True if the manifest in `path` is one of ours, even if it is damaged or of another version."""
+    """Return True if a version of Accordion wrote the manifest in `path`, damaged or not. `names`: the files in `path`."""
     try:
         with open_regular(path / MANIFEST) as file:
             text = file.read()
@@ -121,7 +122,7 @@ def _is_ours(path: Path, names: list[str]) -> bool:
 
 
 class NameLock:
-    """A lock on the name of a checkpoint: the right to save or remove it, until `release` or the end of the process."""
+    """A file lock on the name of a checkpoint, which a job holds to save or remove it, until `release` or the process ends."""
 
     def __init__(self, file: Path, handle: int) -> None:
         self._file = file
@@ -153,7 +154,7 @@ class NameLock:
                 os.close(handle)
 
     def release(self) -> None:
-        """Remove the lock file and unlock it. Further calls do nothing."""
+        """Unlock the name and remove the lock file. Further calls do nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             # Removed before it is unlocked, so that a job that has opened it meanwhile opens it again.
@@ -175,7 +176,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _locks(handle: int) -> bool:
-    """Lock an open file; return False if another job has locked it. A file system without locks counts as locked by us."""
+    """Try to lock an open file; return False if another job has locked it, True otherwise, also without support for locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -193,7 +194,7 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """Remove the folder if it exists, and ignore errors: a later save tries again."""
+    """Remove the folder at `path` if it exists, and ignore errors: a later save tries again."""
     with suppress(OSError):
         if os.path.lexists(path):
             remove(path)

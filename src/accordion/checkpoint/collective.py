@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint: a failure of one raises on all, so that none waits for another."""
+"""Collectives of the ranks that save or load one checkpoint; an error on one is raised on all, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from accordion.safety.liveness.hub import hubs_of_job
 T = TypeVar("T")
 BY_CALLER = "!"  # marks the message of a `UsageError` when it is sent
 QUOTED = 300  # letters of a backend's error that a message quotes
-MESSAGE_BYTES = 8192  # of a rank's error that are sent to the others; its own error it raises whole
+MESSAGE_BYTES = 8192  # largest error message sent to other ranks; the rank that failed raises its own message uncut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The global `ranks` that save or load together; `index`: this rank's position in them; `groups`: one for each mesh axis."""
+    """The ranks that save or load one checkpoint together, with collectives among them.
+
+    `ranks`: global ranks; `index`: position of this rank in `ranks`; `groups`: this rank's process group for each mesh axis.
+    """
 
     ranks: tuple[int, ...]
     index: int
@@ -32,14 +35,14 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """True on the first rank, which writes the manifest and all else that is written once."""
+        """True on the first of `ranks`, which alone writes the manifest."""
         return self.index == 0
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
-        """Return the team of the ranks on the mesh of `tensors`: all ranks of the job if there is no DTensor.
+        """Return the team of all ranks on the mesh of the DTensors in `tensors`; without DTensors, of all ranks of the job.
 
-        Raises `CheckpointError` if the tensors are on different sets of ranks.
+        Raises `CheckpointError` if the DTensors are on different sets of ranks.
         """
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
         if not meshes:
@@ -58,7 +61,6 @@ class Team:
 
     @classmethod
     def alone(cls) -> Team:
-        """Return the team of this process alone, which communicates with no other."""
         return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
 
     @classmethod
@@ -68,11 +70,14 @@ class Team:
         return cls(ranks=ranks, index=index, groups=tuple(groups), device=torch.device(device_type))
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Return `action()` once all ranks have called theirs; if one failed, all raise as `agreed` does. Collective."""
+        """Call `action` and return its result once it has succeeded on all ranks. Collective.
+
+        If it fails on any rank, all raise: `UsageError` if all the errors are of that class, else `CheckpointError`.
+        """
         return agreed(action, self.shared, self.index)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """Return the `text` of each rank, in the order of `ranks`, cut to `most` bytes each. Collective."""
+        """All-gather `text`: return those of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective."""
         data = text.encode(errors="backslashreplace")[:most]
         longest = max(self.gathered(len(data)))
         if not longest:
@@ -81,11 +86,11 @@ class Team:
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
 
     def gathered(self, number: int) -> list[int]:
-        """Return the int64 `number` of each rank, in the order of `ranks`. Collective."""
+        """All-gather `number`, an int64: return the numbers of all ranks, in the order of `ranks`. Collective."""
         return [int(row[0]) for row in self._rows(torch.tensor([[number]], device="cpu")).tolist()]
 
     def _rows(self, rows: Tensor) -> Tensor:
-        """All-gather `rows`, (1, n) on each rank, to (num_ranks, n). Raises `CheckpointError` if another rank has ended."""
+        """All-gather `rows`, (1, n) on each rank, to (num_ranks, n) on the CPU. Raises `CheckpointError` if that fails."""
         rows = rows.to(self.device)
         try:
             for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
@@ -104,9 +109,10 @@ class Team:
 
 
 def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: int) -> T:
-    """Return `action()`, or raise on all ranks if it failed on one: `UsageError` if all errors are that, else `CheckpointError`.
+    """Call `action` and return its result once it has succeeded on all ranks. Collective.
 
-    `shared`: collective that returns the text of each rank; that of this rank is at `index`.
+    If it fails on any rank, all raise an error with the messages of those that failed: `UsageError` if all their errors are of
+    that class, else `CheckpointError`. `shared`: all-gathers a text; `index`: position of this rank's text in its result.
     """
     failure: Exception | None = None
     try:
@@ -122,19 +128,19 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: i
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of `error` in text that UTF-8 can encode, with its class if it is not one of ours."""
+    """Return the message of `error` as text that UTF-8 can encode, after its class unless it is an `AccordionError`."""
     return encodable((isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}")
 
 
 def encodable(text: str) -> str:
-    """Return `text` with escapes for characters that UTF-8 cannot encode, which some paths and names have."""
+    """Return `text` with backslash escapes for characters that UTF-8 cannot encode, as paths and names may have them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def joined(texts: list[str], index: int, whole: str) -> str:
-    """Join `texts`, one of each rank, to one message: the text if all are equal, else each text with the ranks that sent it.
+    """Return one message from the `texts` of all ranks: their common text, or each text with the ranks that sent it.
 
-    `whole`: the text of this rank, the one at `index`, which may be cut off in `texts`.
+    Empty texts are left out. `whole`: the uncut text of this rank, to use in place of `texts[index]`, which may be cut off.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):

@@ -77,7 +77,7 @@ def run(words: list[str]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as plain JSON: NaN and infinities as strings, keys as strings, tuples as lists."""
+    """Return `value` as JSON that any program can read: NaN, infinities and keys as strings, tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -88,7 +88,8 @@ def _plain(value: Any) -> Any:
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
 
-    "rank_states" has "num_ranks" and "states", [parameter, key] of each optimizer state that belongs to the rows of one rank.
+    Its "rank_states" has "num_ranks", the number of ranks that saved, and "states", [parameter, key] of each optimizer state
+    that belongs to one rank's shard. Raises `CheckpointError` if the manifest is missing or damaged.
     """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer

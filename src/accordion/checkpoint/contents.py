@@ -1,4 +1,4 @@
-"""Name the tensors and values of a model and an optimizer for a checkpoint, and find the part of each that a rank holds."""
+"""Name the tensors and values of a model and an optimizer for a checkpoint, and compute the box of each that a rank holds."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Contents:
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
     params: Mapping[str, Tensor]  # all tensors of the model, by their names in the model
-    optimizer: Json = None  # groups and state, which refer to `tensors` by name
+    optimizer: Json = None  # class names, groups and states, which refer to `tensors` by name
 
     def of_model(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
 def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one if `optimizer` wraps another. Raises `UsageError` if it is no optimizer."""
+    """Return the optimizer that steps: the inner one if `optimizer` wraps one. Raises `UsageError` if it is no optimizer."""
     if optimizer is None:
         return None
     inner = inner_of(optimizer)
@@ -57,9 +57,10 @@ def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer |
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
-    """Return the data that a save writes or a load fills. Raises `CheckpointError` for values that a checkpoint cannot hold.
+    """Return the tensors and values that a save writes or a load fills, without copies.
 
-    `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case.
+    `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
+    `CheckpointError` for values that a checkpoint cannot hold.
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -75,7 +76,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and persistent buffers by name, each once, and a dict of the other names of tied ones."""
+    """Return ({name: parameter or persistent buffer}, {other name of a tied one: first name}). Names begin with "model/"."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -89,7 +90,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones under each name; `wrappers` are cut from the names."""
+    """Return {name without `wrappers`: parameter or persistent buffer}, tied ones under each name. Raises `CheckpointError`."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -104,16 +105,17 @@ def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[
 
 
 def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
-    """Return `name` without the parts that `wrappers` put into it."""
+    """Return `name` without the texts `wrappers`, which wrappers of modules, such as torch.compile, put into names."""
     for wrapper in wrappers:
         name = name.replace(wrapper, "")
     return name
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
-    """Return the optimizer's groups and state as JSON, keyed by parameter names, and the tensors that it refers to.
+    """Return (JSON of the optimizer's class names, groups and states; {name: tensor to which the JSON refers}).
 
-    `names`: id of a parameter -> its name in the model.
+    In the JSON, names of parameters take the place of indices. `names`: id of a parameter -> its name in the model. Raises
+    `CheckpointError` for states that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     by_index = dict(enumerate(param_names(optimizer, names)))
@@ -147,12 +149,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
 
 
 def optimizer_name(words: Json) -> str:
-    """Return the name for messages of the optimizer that `words`, JSON of `optimizer_state`, describe."""
+    """Return the class name, for messages, from `words`, the JSON that `optimizer_state` returns; "no optimizer" for None."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
 
 
 def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of the indices in its state dict."""
+    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -166,7 +168,7 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` that this rank holds. Raises `CheckpointError` if its local tensor has another shape."""
+    """Return the box of `tensor` on this rank, all of a plain tensor. Raises `CheckpointError` if the local shape differs."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
     box, local_shape = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)
@@ -179,22 +181,23 @@ def own_box(name: str, tensor: Tensor) -> Box:
 
 
 def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
-    """Return this rank's coordinate on the mesh of `tensor`."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     return tuple(coordinate)
 
 
 def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Return True if the rank at `coordinate` writes its shard; of several ranks with equal shards the first does."""
+    """Return True if the rank at `coordinate` of the mesh writes its shard: the first of all ranks that have this shard."""
     placed = zip(tensor.placements, coordinate, strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
 
 def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut]:
-    """Return the splits, in order, that give the rank at `coordinate` its shard. Raises `CheckpointError` for other placements.
+    """Return the splits, in order, that turn the whole `tensor` into the shard of the rank at `coordinate` of its mesh.
 
-    Mesh axes split from left to right, but a strided one after all to its right: its split factor is the number of their chunks.
+    The mesh axes split a dim from left to right, but an axis with a strided shard splits after all axes to its right. Raises
+    `CheckpointError`, with `name`, for placements that neither replicate nor shard, and for a strided shard whose split factor
+    is not the number of chunks of those axes.
     """
     # `shard` splits in the same way, and so does torch if rows divide evenly. If they do not, a strided shard of torch may
     # consist of several boxes, and `own_box` refuses it by its size.
@@ -219,7 +222,7 @@ def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut
 
 
 def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
-    """Return the placements as text for the manifest, one for each mesh axis; None for a plain tensor."""
+    """Return the placements of `tensor` as text for the manifest, one for each mesh axis; None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return tuple(str(placement) for placement in tensor.placements)
@@ -231,10 +234,9 @@ def local_data(tensor: Tensor) -> Tensor:
 
 
 def rank_prefix(rank: int) -> str:
-    """Return the prefix of the names of tensors that are saved for `rank` alone."""
     return f"{OF_RANKS}{rank:05d}/"
 
 
 def state_name(rank: int) -> str:
-    """Return the name of the tensor that holds the states in `state=` of `rank`, as bytes of JSON."""
+    """Return the name of the tensor that holds, as bytes of JSON, the states of the objects in `state=` of `rank`."""
     return f"{rank_prefix(rank)}state"

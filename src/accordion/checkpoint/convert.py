@@ -47,12 +47,12 @@ LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to 
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
-    """Write a checkpoint from a source of another format; return the description of the source and of what is left out.
+    """Write a checkpoint to `target` from a source of another format; return the source's kind, tensors and keys left out.
 
-    `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Pickles are
-    read without running anything they name. Every tensor that the source lists must be there exactly once. Files are mapped.
-    Raises `CheckpointError` for a source that is damaged, has no tensors of a model, claims an impossible size or names
-    anything but tensors, `UsageError` for one of no known format or on remote storage.
+    `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
+    memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors
+    that it lists or has them twice, or is not safe to read; `UsageError` for an unknown format, quantised weights, and a source
+    on remote storage.
     """
     foreign = _open_source(local_path(source))
     contents = Contents(tensors=foreign.tensors, aliases={}, params={})
@@ -81,9 +81,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _open_source(path: Path) -> Foreign:
-    """Return the description of the source at `path`.
+    """Return the model in the file or folder `path` of another format.
 
-    Raises `UsageError` if its format is not known, `CheckpointError` if it is damaged or not safe to read.
+    Raises `UsageError` for an unknown format or quantised weights, `CheckpointError` if it is damaged or not safe to read.
     """
     if (path / DCP_METADATA).is_file():
         raise UsageError(f"{path} is a folder of torch.distributed.checkpoint; {FROM_DCP}.")
@@ -113,15 +113,15 @@ def export(
     dtype: torch.dtype | None = None,
     beside: Callable[[Path], list[str]] = lambda folder: [],
 ) -> list[str]:
-    """Write the model of a checkpoint in another format and return the paths of the files. Every byte is checked first.
+    """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
-    Host memory: one tensor for `hf` and `safetensors`, the model for the others. `target` is a path of this machine, and `source`
-    may be a URL. Raises `CheckpointError`, `UsageError`.
+    All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
+    `source` may be a URL. Raises `CheckpointError` if it is damaged, `UsageError` if `target` exists or an argument is wrong.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
-    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, a folder whose configuration and tokenizer
+    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
     are copied; None takes the configuration that `accordion train` saved in the checkpoint. `dtype`: of floating-point tensors;
-    None keeps theirs. `beside`: for `hf`, writes more files into the folder and returns their names.
+    None keeps theirs. `beside`: called for `hf`, to write more files into a folder and return their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
@@ -161,12 +161,12 @@ def _export_hf(files: Files, folder: Path, like: str | os.PathLike[str] | None, 
 
 
 def check_model(files: Files) -> None:
-    """Raise `CheckpointError` unless every byte of the model is as it was written."""
+    """Read every byte of the model, and raise `CheckpointError` if a checksum does not match."""
     files.check(lambda name: name.startswith(MODEL))
 
 
 def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSource]:
-    """Return the model's tensors, each tied one once, to be read when they are written; floating-point ones as `dtype`."""
+    """Return the model's tensors, not read yet, tied ones once. `dtype`: for floating-point ones; None keeps theirs."""
     return [
         TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(files.whole, name)).cast(dtype)
         for name, e in files.manifest.tensors.items()
@@ -183,7 +183,7 @@ def ties_of(files: Files) -> dict[str, str]:
 def _configuration(
     files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write the configuration that `from_pretrained` needs, and return the names of its files; none if it is not known."""
+    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return file names, none if it is unknown."""
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
@@ -200,7 +200,7 @@ def _configuration(
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy the files next to the weights in `source`, a folder of transformers, to `folder`; return their names."""
+    """Copy configuration and tokenizer from `source`, a folder of transformers, to `folder`; return the names of the files."""
     paths = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
     for path in paths:
         shutil.copyfile(path, folder / path.name)
@@ -213,7 +213,7 @@ def write_config(
     dtype: torch.dtype | None,
     generation: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Write `config`, with `dtype` unless that is None, and `generation` to their JSON files; return the files' names."""
+    """Write `config` (with `dtype` in it unless None) to config.json, `generation` to generation_config.json; return names."""
     others = {key: value for key, value in config.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps({**others, **more}, indent=2), encoding="utf-8")
@@ -223,7 +223,7 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the model's state dict, in `dtype` if one is passed; tied tensors are one tensor under each of their names."""
+    """Read and return the model's state dict, in `dtype` unless None; tied tensors are one tensor under each of their names."""
     read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
     tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

@@ -32,15 +32,15 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # keys for a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """The model in a file or folder of another format: mapped tensors by our names, and keys of the source that are left out."""
+    """The model in a file or folder of another format."""
 
-    kind: str
-    tensors: Mapping[str, Tensor]
-    left: tuple[str, ...] = ()
+    kind: str  # "safetensors" or "torch.save"
+    tensors: Mapping[str, Tensor]  # memory-mapped, by their names in a checkpoint
+    left: tuple[str, ...] = ()  # keys of the file that are left out
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
-    """Raise `CheckpointError` if two keys in `names` (key of the source -> our name) share a name, or one is not Unicode."""
+    """Raise `CheckpointError` if `names` (key of a tensor -> its new name) has a name twice, or one that is not Unicode."""
     first: dict[str, Any] = {}
     for key, name in names.items():
         if name in first:
@@ -55,7 +55,7 @@ def check_unique(names: Mapping[Any, str]) -> None:
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the model in safetensors files, from what `read_files` or `read_folder` returned."""
+    """Return the model in safetensors files. `tensors`: name -> (path of its file, tensor). Raises `CheckpointError`."""
     plain = plain_names(tensors)
     check_unique(plain)
     ours: dict[str, Tensor] = {}
@@ -108,7 +108,7 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (the model's state dict in `saved`, the keys next to it)."""
+    """Return (model's state dict: `saved`, or its value for a key such as "model"; other keys). Raises `CheckpointError`."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
     for key in MODEL_KEYS:

@@ -54,7 +54,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A box of a tensor: its elements in row-major order, from byte `at` of `file` on, with a checksum for each piece."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: checksums, each of `piece_bytes`."""
 
     file: str
     box: Box
@@ -64,21 +64,20 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a checkpoint. `placements`: those with which it was saved, one for each mesh axis; None if it was plain."""
+    """A tensor of a checkpoint. `placements`: those of the saved DTensor, one for each mesh axis; None for a plain tensor."""
 
-    dtype: str
+    dtype: str  # a key of `DTYPES`
     shape: tuple[int, ...]
     placements: tuple[str, ...] | None
     chunks: tuple[TensorChunk, ...]
 
     def num_bytes(self, box: Box) -> int:
-        """Return the number of bytes of the elements in `box`."""
         return box.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A tensor file: its size, and the size and checksum of its header. The chunks fill the rest of it."""
+    """A safetensors file of a checkpoint: its size, and size and checksum of its header. Chunks fill the rest of the file."""
 
     num_bytes: int
     header_bytes: int
@@ -90,13 +89,13 @@ class Manifest:
     """The contents of `manifest.json`: the description of a checkpoint, without the elements of its tensors."""
 
     checksum: str  # kind of the checksums
-    piece_bytes: int  # a chunk has one checksum for each so many bytes
+    piece_bytes: int  # size of a piece: each chunk has one checksum for every so many bytes
     files: Mapping[str, File]
     tensors: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
-    optimizer: Json
-    extra: Json
-    saved_by: Json
+    optimizer: Json  # class names, groups and states; None if saved without an optimizer
+    extra: Json  # the argument of `save`
+    saved_by: Json  # {"torch": version, "num_ranks": number, "meshes": [...]}
 
     def chunks(self) -> Iterable[tuple[str, TensorEntry, TensorChunk]]:
         """Iterate over all chunks, as (name of the tensor, its entry, chunk)."""
@@ -116,17 +115,16 @@ def holds(to: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def entry_name(name: str, offset: Sequence[int]) -> str:
-    """Return the name of a chunk in its safetensors file, `NAME[OFFSET]`."""
+    """Return `NAME[OFFSET]`, the name in a safetensors file for the chunk of the tensor `name` that begins at `offset`."""
     return f"{name}[{','.join(map(str, offset))}]"
 
 
 def split_entry_name(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return (name, offset) from the result of `entry_name`."""
+    """Return (name of the tensor, offset of the chunk) for `text`, a result of `entry_name`."""
     name, _, offset = text.removesuffix("]").rpartition("[")
     return name, tuple(int(number) for number in offset.split(",") if number)
 
@@ -139,7 +137,7 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 
 
 def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a safetensors file, with its length, for `entries` of (name, dtype, shape) stored in this order."""
+    """Return a safetensors header, after its length, for data in the order of `entries`: (name, code of the dtype, shape)."""
     words: dict[str, Json] = {} if about is None else {"__metadata__": dict(about)}
     at = 0
     for name, code, shape in entries:
@@ -152,7 +150,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[s
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`: one line of JSON whose last value is the crc32 of all bytes before its comma."""
+    """Return the bytes of `manifest.json`: one line of JSON. "crc32", its last entry, is computed of all bytes before that."""
     chunks = {
         name: [
             {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums}
@@ -227,7 +225,7 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, saved_by: Json) -> None:
-    """Raise `CheckpointError` unless these values of a manifest have the structure that their readers rely on."""
+    """Raise an error, which `parse` makes a `CheckpointError`, unless these two values are structured as a load needs."""
     if not isinstance(saved_by, dict):
         raise CheckpointError("its saved_by is no object.")
     if optimizer is None:
@@ -300,7 +298,7 @@ def _entry(name: str, words: Json) -> TensorEntry:
 def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return True if `boxes`, none of them empty, make up a tensor of `shape` without overlaps.
 
-    The boxes' edges form a grid, with one cell for each box if ranks wrote them. A much larger grid is refused to bound the work.
+    To bound the work, also return False if the grid of all boxes' edges has many more cells than boxes, as no save writes it.
     """
     ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
     inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)
@@ -333,7 +331,7 @@ def _chunk(name: str, words: Json) -> TensorChunk:
 
 @lru_cache(maxsize=4096)
 def is_plain(file: str) -> bool:
-    """Return True if `file` is the plain name of a safetensors file, not a path and not hidden."""
+    """Return True if `file` is a name that ends in ".safetensors", without folders and not hidden."""
     return PLAIN_FILE.fullmatch(file) is not None and ".." not in file
 
 

@@ -17,10 +17,11 @@ DEEPEST = 100  # levels of nesting in JSON
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None, levels: int = DEEPEST) -> Json:
-    """Return `value` as JSON that `decode` turns back exactly. Tensors in it are added to `tensors`, named by their path.
+    """Return `value` as JSON from which `decode` makes an equal value: None, numbers, strings, lists, tuples, dicts, tensors.
 
-    Raises `CheckpointError` for other objects, for a tensor if `tensors` is None, and if the JSON would nest deeper than
-    `levels`, as for a list that contains itself.
+    Each tensor is added to the dict `tensors` under a name that begins with `path`, and the JSON refers to it by that name.
+    Raises `CheckpointError` for objects of other types, for a tensor if `tensors` is None, and if the JSON would nest deeper
+    than `levels`, as for a list that contains itself.
     """
     if levels < 0:
         raise CheckpointError(f"{path[:40]}... nests more than {DEEPEST} deep as JSON (a tuple: 2); flatten it.")
@@ -48,12 +49,12 @@ def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None, l
 
 
 def as_bytes(value: Json) -> Tensor:
-    """Return the bytes of `value` as a tensor, (length,) of uint8."""
+    """Return the JSON text of `value`, encoded in UTF-8, as a tensor of uint8 of shape (length,)."""
     return torch.frombuffer(bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8)
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value of which `encode` made the JSON `value`; `tensor(name)` returns a tensor by its name."""
+    """Return the Python value that `encode` made into `value`. `tensor`: returns a tensor by name. Raises `CheckpointError`."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Load a checkpoint: each rank reads the rows that it needs into existing tensors."""
+"""Load a checkpoint: each rank reads the parts that its shards need into existing tensors."""
 
 from __future__ import annotations
 
@@ -50,18 +50,19 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads the rows that its tensors hold, into these tensors.
+    Collective. Each rank reads its shards into the tensors that exist.
 
     Args:
-        optimizer: missing states are created. A parameter group takes the options of the group that its parameters were in.
+        optimizer: missing states are created. A parameter group takes the saved options of the group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
-        strict: if False, fill tensors of the same name and shape, leave the rest as it is, and name the rest in one warning.
+        strict: if False, fill tensors of the same name and shape, leave other tensors of the model as they are, and name the
+            differences in one warning. Parameters that the checkpoint lacks lose their current optimizer states.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
-    if the optimizer is of another kind or refuses its state. Every byte that is used is compared with its checksum first, and
-    the optimizer gets its state once before its tensors are read. After that the objects in `state` are loaded, one by
-    one; if one refuses, those before it keep what they got.
+    if the optimizer is of another kind or refuses its state: all checksums are compared first, and the optimizer's
+    `load_state_dict` is called once for a test and undone. Then the objects in `state` are loaded, one by one; if one raises,
+    those before it keep what they loaded.
     """
     team, optimizer = finish_work(model, optimizer, "load")
     request = _Request(model=model, optimizer=optimizer, state=state or {}, strict=strict, only=only, team=team)
@@ -96,7 +97,7 @@ class _Request:
 
 
 def _checked(files: Files, request: _Request) -> _Plan:
-    """Return the plan of this load after checking all bytes that it uses. Raises `CheckpointError` on every rank. Collective."""
+    """Plan this load, compare all checksums, and return the plan. Raises `CheckpointError` on every rank. Collective."""
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
         this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
@@ -119,17 +120,17 @@ def _checked(files: Files, request: _Request) -> _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Everything that a load will do on this rank."""
+    """Everything that a load does on this rank, decided before anything changes."""
 
-    of_model: list[Read]
-    of_optimizer: list[Read]
-    optimizer: dict[str, Any]  # the state dict to load
-    extra: Json
+    of_model: list[Read]  # into the model's tensors
+    of_optimizer: list[Read]  # into the tensors of `optimizer`
+    optimizer: dict[str, Any]  # the state dict to load; its tensors are filled by `of_optimizer`
+    extra: Json  # what `load` returns
     state: str | None  # name of the tensor with the saved states of the objects in `state=`; None to load none
-    left: list[str]  # descriptions of what is left out
+    left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
-        """Carry out the plan. No rank begins a step of it before all ranks have finished the one before. Collective."""
+        """Load the objects in `state=`, the optimizer and the model. Collective; all ranks end one before the next begins."""
         team, optimizer = request.team, request.optimizer
         saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
@@ -146,9 +147,9 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer. If it refuses, or with `only_try`, restore its own groups and states.
+    """Load `state` into the optimizer; restore its previous groups and states if that fails, or with `only_try` in any case.
 
-    `only_try`: for a first call, before the tensors in `state` are filled.
+    `only_try`: test if the optimizer accepts `state`, whose tensors need not be filled yet. Raises `CheckpointError` if not.
     """
     target: object = optimizer
     attributes = dict(vars(optimizer))
@@ -181,7 +182,7 @@ def _refused(what: str, error: Exception) -> Exception:
 
 
 def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _Request) -> _Plan:
-    """Compare the checkpoint with `wanted`, and return the plan of this rank's reads."""
+    """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and `strict`."""
     manifest, optimizer = files.manifest, request.optimizer
     unlike = differences(manifest, wanted, states)
     if unlike and request.strict:
@@ -208,7 +209,7 @@ def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _R
 
 
 def _state_to_load(manifest: Manifest, team: Team) -> str:
-    """Return the name of the `state=` tensor to load: this rank's if as many ranks saved, else the first rank's."""
+    """Return the name of the tensor with the saved `state=`: this rank's if as many ranks saved as load, else the first's."""
     saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state=; load it without state=.")
@@ -217,7 +218,7 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-    """Raise `CheckpointError` if bytes that this load uses are damaged; the first rank also checks all tensors of ranks."""
+    """Compare the checksums of all that this load uses, on the first rank also of all `state=`. Raises `CheckpointError`."""
     reads = [*plan.of_model, *plan.of_optimizer]
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
@@ -229,7 +230,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the saved state of each object in `state`, by its key. Raises `CheckpointError` if one is missing."""
+    """Return {key: saved state} for the objects in `state`, if any, and more. Raises `CheckpointError` if one is missing."""
     if plan.state is None:
         return {}
 
@@ -248,7 +249,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
 
 
 def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
-    """Iterate over the parts of chunks that make up this rank's shard of `tensor`."""
+    """Iterate over the reads that fill this rank's shard of `tensor` (`fresh`: a new one). Raises `CheckpointError` on meta."""
     local = local_data(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} is on the meta device; call to_empty before loading.")

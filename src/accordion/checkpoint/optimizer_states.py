@@ -1,4 +1,4 @@
-"""Optimizer states over ranks: states that are equal on all ranks are saved once, others are refused or saved for each rank."""
+"""Compare optimizer states over ranks: save those that are equal on all once, and refuse others or save them for each rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
 from accordion.optim import LocalStep
 
-SHORT = 60  # letters of the longest value that ranks exchange as it is; of longer ones they exchange a digest
+SHORT = 60  # largest length of a description that ranks exchange as it is; of longer ones they exchange a digest
 DIGEST = 16  # hexadecimal digits
 NAMED = 3  # states that a message names
 OF_RANK = "$rank"  # in the manifest, in place of a state that is saved for each rank
 Place: TypeAlias = tuple[str, str | None]
-"""(name of a parameter, key of its state); the key is None for the whole state of a parameter if its keys are no strings."""
+"""(name of a parameter, key in its state), which names one state; the key is None for all states if keys are not strings."""
 
 
 # -- saving
@@ -36,10 +36,10 @@ Place: TypeAlias = tuple[str, str | None]
 def same_on_all(
     contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team, rank_states: bool
 ) -> tuple[Contents, dict[str, Tensor]]:
-    """Return (the contents to save once, the tensors to save for this rank, by name). Collective.
+    """Compare `contents` over ranks; return (the contents to save once, {name: tensor to save for this rank}). Collective.
 
-    With `rank_states`, a state that is neither shaped like its shard nor equal on all ranks is saved for each rank. Raises
-    `CheckpointError` on all ranks if there is such a state without `rank_states`, or if ranks differ in anything else.
+    With `rank_states`, optimizer states that are neither shaped like a shard nor equal on all ranks are saved for each rank.
+    Raises `CheckpointError` on all ranks if there are such states without `rank_states`, or if ranks differ in anything else.
     """
     unequal = _differing(team, team.agree(lambda: _facts(contents) if len(team.ranks) > 1 else {}))
     _refuse(unequal, "save")
@@ -60,7 +60,7 @@ def same_kind_on_all(contents: Contents, team: Team) -> None:
 
 
 def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the `facts` that differ between ranks, each with its value on every rank ("" for none). Collective."""
+    """Return {name: values of all ranks} for those `facts` (name -> value) that differ; "" on ranks without it. Collective."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return {}
     of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
@@ -80,7 +80,7 @@ SAME_ON_ALL = {
 
 
 def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
-    """Raise `CheckpointError` if `unequal` has anything but states of parameters. `call`: "save" or "load", for the message."""
+    """Raise `CheckpointError` if `unequal` ({fact: values}) has more than states of parameters. `call`: "save" or "load"."""
     for begins, what in SAME_ON_ALL.items():
         name = next((name for name in unequal if name.startswith(begins)), None)
         if name is not None:
@@ -94,7 +94,7 @@ def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return short descriptions, by name, of all states and of everything that must be the same on all ranks."""
+    """Return {name: short description} of all optimizer states and of everything that must be equal on all ranks."""
     facts = {name: _placement(tensor) for name, tensor in contents.of_model().items()}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
@@ -111,7 +111,7 @@ def _facts(contents: Contents) -> dict[str, str]:
 
 
 def _states(words: Json) -> Iterator[tuple[Place, Json]]:
-    """Iterate over the states in `words`, the optimizer as JSON."""
+    """Iterate over (place, value) of all states of parameters in `words`, the optimizer as JSON."""
     for param, entry in words["state"].items():
         if any(key.startswith("$") for key in entry):
             yield (param, None), entry
@@ -124,7 +124,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
-    """Return a short description of `value`: for sharded tensors dtype, shape and placement, for others also the elements."""
+    """Return a short text that is equal on two ranks if `value` is; it ignores the elements of DTensors, but not their type."""
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]
@@ -140,7 +140,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 def _refers_to(value: Json) -> Iterator[str]:
-    """Iterate over the names of the tensors in `value`."""
+    """Iterate over the names of the tensors to which the JSON `value` refers."""
     if isinstance(value, dict) and "$tensor" in value:
         yield value["$tensor"]
     elif isinstance(value, dict | list):
@@ -149,14 +149,14 @@ def _refers_to(value: Json) -> Iterator[str]:
 
 
 def _named(places: Sequence[Place]) -> str:
-    """Return text that names the first of `places`, for a message."""
+    """Return text for a message that names the first few of `places`, and says if there are more."""
     return some_of([f"all of {param}" if key is None else f"{key!r} of {param}" for param, key in places], NAMED)
 
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
-    """Return the states that belong to this rank's rows even if they are equal on all ranks, as they are on a single rank.
+    """Return the places of states that describe this rank's shard of a parameter, even if they are equal on all ranks.
 
-    These are plain tensors, except 0-d ones, that a `LocalStep` has created for sharded parameters.
+    These are the plain tensors, except 0-d ones, that an optimizer of `wrap_optimizer` has created for sharded parameters.
     """
     wrapped: object = optimizer
     if not isinstance(wrapped, LocalStep):
@@ -173,7 +173,10 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
 def _split(
     contents: Contents, places: list[Place], of_rows: list[Place], team: Team
 ) -> tuple[Contents, dict[str, Tensor]]:
-    """Return (`contents` without the states at `places`, tensors of these states and of this rank's rows for `of_rows`)."""
+    """Return (`contents` without the states at `places`, {name: tensor to save for this rank} with these states).
+
+    One of the tensors is JSON with the values of the states, and the box of this rank for each parameter in `of_rows`.
+    """
     prefix = rank_prefix(team.index)
     states = dict(_states(contents.optimizer))
     values = {place: states[place] for place in places if place in states}
@@ -200,7 +203,7 @@ def _split(
 
 
 def _rows_of(param: str, contents: Contents) -> Json:
-    """Return [offset, shape, strides] of the part of a parameter that this rank holds."""
+    """Return [offset in the unsharded tensor, shape, strides] of this rank's shard of the parameter with the name `param`."""
     tensor = contents.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
@@ -222,8 +225,9 @@ class RankStates:
     """The optimizer states in a checkpoint that were saved for this rank.
 
     Attributes:
+        prefix: begins the names of this rank's tensors; `states`: values as JSON.
         sharded: names of tensors that are sharded like their parameter; `empty`: (dtype, shape) of those without elements.
-        misfits: parameters whose states are left out, because on some rank they belong to other rows.
+        misfits: parameters whose states are left out, because on some rank they belong to another part of the parameter.
         why: the reason for leaving them out; None if all states fit.
     """
 
@@ -235,14 +239,14 @@ class RankStates:
     why: str | None
 
     def put_into(self, param: str, entry: Json) -> Json:
-        """Return `entry`, the state of `param` in the manifest, with the values that were saved for this rank."""
+        """Return `entry`, the state of `param` in the manifest, placeholders replaced by this rank's values, or dropped."""
         if entry == {OF_RANK: True}:
             return self.states.get((param, None), {})
         values = {key: self.states.get((param, key), value) for key, value in entry.items()}
         return {key: value for key, value in values.items() if value != {OF_RANK: True}}
 
     def tensor(self, manifest: Manifest, name: str, param: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (the state to fill with the tensor `name`, its local tensor); the state is `present` if that fits."""
+        """Return (state to fill from the saved tensor `name`, its local tensor): `present` if that fits, else a new one."""
         is_sharded = name in self.sharded
         if name in self.empty:
             code, shape = self.empty[name]
@@ -258,7 +262,7 @@ class RankStates:
 
 
 def load_rank_states(files: Files, contents: Contents, team: Team) -> RankStates | None:
-    """Read the optimizer states that were saved for this rank; None if the checkpoint has none. Collective."""
+    """Read the optimizer states saved for this rank; None if there are none. Collective. Raises `CheckpointError` on damage."""
     manifest = files.manifest
     if contents.optimizer is None or not (manifest.optimizer or {}).get("of_rows"):
         return None

@@ -43,7 +43,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newest:
-    """The `path` of the newest complete checkpoint in a folder, and the faults of newer ones, with their paths, newest first.
+    """The `path` of the newest complete checkpoint in a folder, and texts with path and fault of each newer one, newest first.
 
     If `path` is None and `passed_over` is not empty, all checkpoints are damaged, and to begin anew would be a mistake.
     """
@@ -52,7 +52,7 @@ class Newest:
     passed_over: tuple[str, ...]
 
     def words(self) -> str:
-        """Return text for a log or an error: the checkpoints passed over and how to go on; "" if there are none."""
+        """Return text for a log or an error that names the damaged checkpoints and how to go on; "" if there are none."""
         wrong = "; ".join(text.rstrip(".") for text in self.passed_over)
         if not wrong:
             return ""
@@ -62,7 +62,7 @@ class Newest:
 
 
 def newest(folder: str | os.PathLike[str]) -> Newest:
-    """Return the newest complete checkpoint in `folder`, and the damaged ones that are newer, without a warning.
+    """Find the newest complete checkpoint in `folder`; return its path, and the faults of damaged ones that are newer.
 
     Raises `CheckpointError` if a checkpoint that may be the newest cannot be read.
     """
@@ -88,7 +88,7 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
 
 
 def before(folder: Folder) -> str | None:
-    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None without one."""
+    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None if none can be found."""
     with suppress(CheckpointError, UsageError, OSError):
         older = _by_age(_split(folder)[0])
         names = list(map(str, older))
@@ -106,7 +106,7 @@ def _split(folder: Folder) -> tuple[Folder, str]:
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
-    """Return the folders in `folder` with a `wanted` name, the oldest first; reads only names and times."""
+    """Return the folders in `folder` with a `wanted` name, oldest first: by the number at its end, then by time of writing."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:
@@ -124,14 +124,14 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return `fault_of` the checkpoint at `folder`, again if another checkpoint takes its name meanwhile."""
+    """Return `fault_of(folder)`; if another save replaces the checkpoint meanwhile, call it again."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 
 def fault_of(folder: Folder) -> str | None:
-    """Return None for a complete checkpoint: its manifest is undamaged, and all of its files have their sizes.
+    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there.
 
-    Otherwise returns its fault, or "" if `folder` does not exist or is no checkpoint. Raises `OSError` if it cannot be read.
+    It is complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read.
     """
     ours = False
     try:
@@ -158,8 +158,8 @@ def check_keep(keep: int) -> None:
 def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest stay, and so do `saved` and all newer ones. Raises `CheckpointError` if one cannot be removed; a later call
-    tries again without an error.
+    The `keep` newest complete ones stay, and `saved`, and all newer ones. Leftovers of killed saves are removed too. Raises
+    `CheckpointError` if a checkpoint cannot be removed completely; a later call tries again and does not raise for it.
     """
     try:
         at, last = _split(saved)
@@ -177,7 +177,7 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its mark) of each complete checkpoint that is no link and holds no files of other programs."""
+    """Return (folder, its `mark()`) of each complete checkpoint that is no link and holds no files of other programs."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count

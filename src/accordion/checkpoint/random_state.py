@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 
 class RandomState:
-    """The states of this process's Python, numpy, torch and accelerator generators, for `state=` of `save` and `load`.
+    """Object for `state=` of `save` and `load`: the random states of Python, numpy, torch and accelerator in this process.
 
-    The state of another rank is ignored, so that no two ranks draw the same numbers: if the number of ranks has changed, ranks
-    without a saved state keep their current one.
+    `load_state_dict` does nothing with the state of another rank, so that no two ranks draw the same numbers. If the number of
+    ranks has changed, `load` passes the state of rank 0 to all, so only rank 0 restores it and the others keep theirs.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def opened(folder: Folder) -> Files:
-    """Return the files of a checkpoint, none of them opened yet. Raises `CheckpointError` as `read_manifest` does."""
+    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable."""
     try:
         return look_into(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -53,7 +53,7 @@ def opened(folder: Folder) -> Files:
 
 
 def look_into(folder: Folder) -> Files:
-    """Return the files of a checkpoint as `opened` does, but raise an `OSError` as it is."""
+    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError`, `OSError`."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""
@@ -77,7 +77,10 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`; call both again if it fails or `is_bad`, and another checkpoint has taken the name meanwhile."""
+    """Return `act(find())`; call both again if that fails or `is_bad(result)`, and a save replaced the checkpoint meanwhile.
+
+    `find`: returns the checkpoint's folder. Raises `CheckpointError` if replacements go on for `TURNS` calls.
+    """
     for _ in range(TURNS):
         before = place_of(find)
         try:
@@ -91,7 +94,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value to compare: it changes if `find()` returns another path, or another checkpoint takes that path."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
     try:
         folder = find()
         mark = folder.mark()
@@ -102,9 +105,10 @@ def place_of(find: Callable[[], Folder]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A read of the part `box` of the tensor `name`, from `chunk` to the view `into` of a local tensor.
+    """A planned read of the part `box` of the tensor `name` from `chunk`, which contains the box.
 
-    `fresh`: the local tensor is new, so it may be filled before all checksums are compared.
+    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled
+    before all checksums are compared.
     """
 
     name: str
@@ -115,7 +119,7 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Return the range [start, end) of the chunk's bytes with all rows (along dim 0) that the part touches."""
+        """Return (start, end), the range of bytes in the chunk with all rows (along dim 0) of which `box` has elements."""
         rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
@@ -123,7 +127,7 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk can be read there while it is checked, else None."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -137,7 +141,7 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the elements `index` of a tensor of `shape` and `dtype`, whose bytes begin at `at` in the file."""
+    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, stored from byte `at` on; cast it if needed."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -154,7 +158,7 @@ def fill_part(
 
 
 class Files:
-    """The tensor files of one checkpoint, opened when they are first read: checks bytes and fills tensors."""
+    """The manifest and files of one checkpoint, opened when first read, until `close`: compares checksums and fills tensors."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object = None, digest: int = 0) -> None:
         """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
@@ -183,7 +187,7 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return `file`, opened at the first call. Raises `CheckpointError` if it is unreadable or its header is damaged."""
+        """Return the reader of `file`; the first call opens it. Raises `CheckpointError` if it or its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -195,19 +199,19 @@ class Files:
         return self._open[file]
 
     def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Return the faults in the bytes of all tensors whose name is `wanted`, each with file and tensor."""
+        """Read all tensors with a `wanted` name and return their faults, as texts that name file and tensor."""
         return self.faults(
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )
 
     def check(self, wanted: Callable[[str], bool], consequence: str = "") -> None:
-        """Raise `CheckpointError`, with `consequence`, unless the files have their sizes and the `wanted` tensors no faults."""
+        """Raise `CheckpointError`, with text `consequence`, if a file has a wrong size or a `wanted` tensor is damaged."""
         self.check_sizes()
         if faults := self.damage(wanted):
             raise CheckpointError(f"{self.folder} is damaged{consequence}: {'; '.join(faults)}.")
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
+        """Read the tensor `name` whole into new host memory, without comparing its checksums."""
         entry = self.manifest.tensors[name]
         into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         all_of_it = Box((0,) * len(entry.shape), entry.shape)
@@ -215,11 +219,14 @@ class Files:
         return into
 
     def words(self, name: str) -> Json:
-        """Return the JSON whose bytes are the tensor `name`; the bytes are not checked."""
+        """Return the JSON value whose text is stored as the tensor `name`, without comparing checksums."""
         return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """Return the faults in the bytes that `reads` need, each with file and tensor; fill the memory that `at_once` returns."""
+        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor.
+
+        Also fills, with what was read, the tensors for which `Read.at_once` returns their memory.
+        """
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:
@@ -242,7 +249,7 @@ class Files:
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """Return the checksum of `num_bytes` from `at` on, which are read into `into`, or into a buffer that all calls share."""
+        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()
@@ -253,7 +260,7 @@ class Files:
         return str(total.hexdigest())
 
     def fill_all(self, reads: Iterable[Read]) -> None:
-        """Fill the tensors of `reads` that `faults` has not filled already."""
+        """Fill the tensors of `reads`, without comparing checksums, except those that `faults` fills. Call `faults` first."""
         for read in reads:
             if read.at_once() is None:
                 assert read.into is not None

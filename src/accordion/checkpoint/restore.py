@@ -18,7 +18,7 @@ from accordion.errors import CheckpointError
 
 
 def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:
-    """Return the differences between the checkpoint and `contents`, each naming both sides; empty if the checkpoint fits."""
+    """Return texts that describe each difference between the checkpoint and `contents`; empty if the checkpoint fits."""
     wanted = contents.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
     used = set(sources.values())
@@ -84,13 +84,13 @@ def _optimizer_differences(saved: Json, current: Json) -> list[str]:
 
 
 def _is_related(saved: Json, current: Json) -> bool:
-    """Return True if one of the two optimizer classes equals or inherits from the other, or the saved one is not recorded."""
+    """Return True if the class of one optimizer equals or inherits from the other's, or the saved one's is not recorded."""
     theirs, ours = saved.get("kind") or [], current["kind"]
     return not theirs or theirs[0] in ours or ours[0] in theirs
 
 
 def _sources(saved: Json, current: Json) -> list[list[int]]:
-    """Return, for each group of the optimizer, the indices of the checkpoint's groups that contain any of its parameters."""
+    """Return for each group of `current` the indices of the groups of `saved` that contain any of its parameters."""
     theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
     return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in current["groups"]]
 
@@ -98,9 +98,10 @@ def _sources(saved: Json, current: Json) -> list[list[int]]:
 def restored(
     manifest: Manifest, contents: Contents, optimizer: torch.optim.Optimizer, states: RankStates | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (the state dict to load into `optimizer`, its tensors by name, which are still to be filled).
+    """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
-    States that the checkpoint does not have, or has in another shape, stay as they are; `differences` reports them.
+    A parameter keeps its current states if the saved parameter has another shape or its saved states belong to other parts of
+    it. The states of all other parameters become the saved ones, or none. If the optimizer is of another kind, all stay.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -137,7 +138,7 @@ def restored(
 
 
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None) -> Tensor:
-    """Return the tensor of the optimizer to fill: `present` if it fits, else a new one placed like its parameter."""
+    """Return the tensor to fill from `entry`: the optimizer's `present` one if it fits, else a new one placed like `param`."""
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step

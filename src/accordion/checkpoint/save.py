@@ -1,4 +1,4 @@
-"""Save a checkpoint: each rank writes its rows into its own file, then rank 0 writes the manifest."""
+"""Save a checkpoint: each rank writes its shards into its own file, then rank 0 writes the manifest."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def save(
             Without it such states raise `CheckpointError`.
         background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
             if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
-        keep: afterwards remove all but so many of the newest good checkpoints next to it, of those whose names differ only in
-            the number at the end; 0 keeps all.
+        keep: number of complete checkpoints to keep among those in the same folder whose names differ only in the number at
+            the end; older ones are removed after the save. 0 keeps all.
         only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);
-            a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. `load` needs it too.
+            a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. Pass it to `load` too.
     """
     team, optimizer = finish_work(model, optimizer, "save")
     if (engine := engine_of(model)) is not None:
@@ -94,9 +94,10 @@ def save(
 def finish_work(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, call: str
 ) -> tuple[Team, torch.optim.Optimizer | None]:
-    """Finish the work in progress of `model` before `call`, "save" or "load"; return its ranks, and the optimizer that steps.
+    """Wait for all work in progress of `model`, also a background save; return its ranks, and the optimizer that steps.
 
-    Collective. A save in the background is work too, and its error is raised here.
+    Collective. The optimizer is the inner one if `optimizer` wraps another. `call`: "save" or "load", for messages. Raises the
+    error of the background save, and `UsageError` inside `full_params` or if `optimizer` is no optimizer.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -112,18 +113,22 @@ def finish_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """Everything that a save will write on this rank."""
+    """Everything that a save needs on this rank, collected before the first byte is written."""
 
     target: Folder
-    name: str  # unique for each save, the same on all ranks
-    place: str  # the target of rank 0 as text
-    form: Manifest  # without files
+    name: str  # 8 hexadecimal digits, unique for each save, the same on all ranks
+    place: str  # the target of rank 0 as text, to find a rank with another path
+    form: Manifest  # without files and chunks
     plan: FileLayout
     team: Team
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint. `host`: the bytes of this rank's parts in host memory; None reads them from their devices."""
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. After an error it is removed if incomplete.
+
+        `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
+        this rank's parts in host memory; None reads them from their devices.
+        """
         leads = self.team.leads
         drafts: list[Folder] = []
         try:
@@ -140,7 +145,7 @@ class SaveJob:
         agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
     def _write_file(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's file."""
+        """Write this rank's file into `begun`. Raises `CheckpointError` if rank 0 saves to another path."""
         if isinstance(begun, Local) and not begun.path.is_dir() and encodable(str(self.target)) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
@@ -150,7 +155,7 @@ class SaveJob:
 
 
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
-    """Return the tensors that this rank saves for `state`, by name: JSON as bytes, and the tensors to which it refers."""
+    """Return by name what this rank saves for `state`: all state dicts as bytes of JSON, and the tensors in them."""
     if not state:
         return {}
     state_key = state_name(team.index)
@@ -165,7 +170,7 @@ def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tenso
 
 
 def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
-    """Return the manifest with all tensors but without files and chunks."""
+    """Return the manifest of a save, with all tensors but still without files and chunks. `extra`: as JSON."""
     tensors = {
         name: TensorEntry(
             dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()

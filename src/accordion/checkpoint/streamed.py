@@ -25,7 +25,7 @@ PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to write in `dtype`; `read` returns it when it is needed, possibly in another dtype."""
+    """A tensor to write in `dtype`. `read`: reads it from its file when it is needed, possibly in another dtype."""
 
     name: str
     dtype: torch.dtype
@@ -37,11 +37,11 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> TensorSource:
-        """Return a source that writes this tensor in `dtype`; itself if `dtype` is None or the tensor has no floats."""
+        """Return a source that writes this tensor in `dtype`; this source if `dtype` is None or the tensor has no floats."""
         return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
 
     def pieces(self) -> Iterator[memoryview]:
-        """Iterate over the bytes of the tensor in blocks, and free it after the last one."""
+        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. It is freed after the last one."""
         tensor = self.read().detach()
         assert tuple(tensor.shape) == self.shape, (
             f"{self.name} has the shape {tuple(tensor.shape)} and was described with {self.shape}"
@@ -66,7 +66,7 @@ def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mappin
 
 
 def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:
-    """Write `sources` to `folder` as one file, or several of at most `shard_bytes` with an index; return the files' names."""
+    """Write `sources` to `folder` as one safetensors file, or as files of up to `shard_bytes` and an index; return names."""
     shards: list[list[TensorSource]] = [[]]
     for source in sources:
         if shards[-1] and sum(s.num_bytes for s in shards[-1]) + source.num_bytes > shard_bytes:
@@ -87,7 +87,7 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
 
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
-    """Context manager for a new hidden folder next to `at`, which is removed at the end unless it was renamed.
+    """Context manager for a new hidden folder next to `at`, which the body fills and renames; else it is removed at the end.
 
     Raises `UsageError` if `at` exists, or nothing can be created next to it.
     """

@@ -29,7 +29,7 @@ QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absm
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file, with the range [at, end) of its bytes in the file."""
+    """A tensor of a safetensors file: `dtype` as its header names it, and the range [at, end) of its bytes in the file."""
 
     name: str
     dtype: str
@@ -49,7 +49,7 @@ def opened(path: Path) -> BinaryIO:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Context manager that turns errors from damaged or forged files into a `CheckpointError` that begins with `what`."""
+    """Context manager that turns any exception, as forged files cause, into a `CheckpointError` that begins with `what`."""
     try:
         yield
     except CheckpointError as error:
@@ -65,7 +65,7 @@ def named(what: str) -> Iterator[None]:
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
-    """Raise `UsageError` if weights are quantised, by their config.json or the names of tensors. `source`: for the message."""
+    """Raise `UsageError`, with `source`, if the config.json `config` or the tensor names `names` are of quantised weights."""
     settings = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
     scale = next((name for name in names if QUANTISED.search(name)), None)
     if settings is None and scale is None:
@@ -78,7 +78,7 @@ def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str]
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from each name to the name without prefixes of torch.compile, checkpointing and, if all have it, DDP."""
+    """Return {name: name without prefixes of torch.compile, activation checkpointing and, if all names have it, DDP}."""
     plain_of = {name: without_wrappers(name) for name in names}
     while plain_of and all(plain.startswith("module.") for plain in plain_of.values()):
         plain_of = {name: plain.removeprefix("module.") for name, plain in plain_of.items()}
@@ -89,7 +89,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a safetensors file, in the order of their bytes.
+    """Read the header of a safetensors file; return its tensors, in the order of their bytes.
 
     Raises `CheckpointError` if they do not fill the file without gaps and overlaps, or if the header has a key twice.
     """
@@ -104,8 +104,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def stored_in(head: bytes, start: int) -> list[StoredTensor]:
-    """Return the tensors that the safetensors header `head` describes, in the order of their bytes, which begin at `start`.
-    Raises `CheckpointError` for an unknown dtype and for an impossible size."""
+    """Return the tensors that the safetensors header `head` describes, in the order of their bytes, which begin at `start` of
+    the file. Raises `CheckpointError` for an unknown dtype and for an impossible size."""
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
     words.pop("__metadata__", None)
     tensors = []
@@ -120,7 +120,7 @@ def stored_in(head: bytes, start: int) -> list[StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return (file, tensor) by name for each tensor of a folder of safetensors, from the headers alone.
+    """Return {name: (path of its file, tensor)} for a folder of safetensors as transformers writes it; read headers alone.
 
     Raises `CheckpointError` unless there is a single file or an index, each tensor in the index is in its file, and no tensor
     is in two files.
@@ -142,7 +142,11 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
 def read_files(
     folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, tuple[Path, StoredTensor]]:
-    """Return (file, tensor) by name for tensors in the files `names`, without those that `promised` says are in another file."""
+    """Return {name: (path of its file, tensor)} for the safetensors files `names` in `folder`; read headers alone.
+
+    `promised`: tensor -> file name, from an index; a tensor that is promised in another file is left out. Raises
+    `CheckpointError` if a tensor is in two files.
+    """
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
         for stored in read_header(folder / name):
@@ -155,7 +159,7 @@ def read_files(
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor from the index in `folder`. Raises `CheckpointError` for anything but plain names."""
+    """Return {tensor: file name} from the index in `folder`. Raises `CheckpointError` for a path as file name, and damage."""
     path = folder / HF_INDEX
     with opened(path) as file, named(f"{path} is no index of safetensors"):
         places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]

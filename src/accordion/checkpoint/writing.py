@@ -43,7 +43,7 @@ from accordion.offload.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """A box of the tensor `name` that this rank writes. `data`: its elements, on any device."""
+    """The part `box` of the tensor `name`, which this rank writes. `data`: the elements of the box, on any device."""
 
     name: str
     box: Box
@@ -56,7 +56,7 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: `head`, the bytes of each part, and `sums_bytes` of checksums of the kind `kind`."""
+    """The layout of one rank's file: the header `head`, the `parts`, and `sums_bytes` of JSON with checksums of `kind`."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -70,9 +70,9 @@ class FileLayout:
 
 
 def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
-    """Return the layout of this rank's file, with its parts of the tensors in `saved_once` and all of `rank_tensors`.
+    """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`.
 
-    The last tensor holds the checksums of the parts as JSON: {entry name: [sum of each piece, ...]}.
+    The last tensor in the file is JSON with the checksums of the parts: {name of a part in the file: [sum of each piece, ...]}.
     """
     parts = []
     for name, tensor in saved_once.tensors.items():
@@ -101,9 +101,9 @@ def _as_json(sums: dict[str, list[str]]) -> bytes:
 
 
 def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None = None) -> None:
-    """Write the file that `plan` lays out, and wait until it is on the disk.
+    """Create the file `name` in `folder` as `plan` lays it out, with checksums, and wait until it is on the disk.
 
-    `host`: the bytes of its parts in host memory; if None, they are copied from their devices one at a time.
+    `host`: the bytes of all parts, one after the other; if None, parts are copied from their devices one at a time.
     """
     # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
@@ -131,18 +131,18 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host."""
+    """Return the bytes of a contiguous tensor on the host as a view of its memory, without a copy."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
 
 
 class HostBuffer:
-    """Host memory for copies of a rank's parts, pinned if there is an accelerator, and reused by the next copy."""
+    """Host memory to which background saves copy the parts of a rank's file; pinned if parts are on an accelerator."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
 
     def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts to the buffer and return their bytes; waits until the copies are complete."""
+        """Copy all parts of `plan` to host memory, one after the other; return the bytes, which the next call overwrites."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._arena is None or self._arena.num_bytes < plan.num_bytes:
             self._arena = None  # frees the old arena before the new one is allocated
@@ -163,7 +163,10 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return `form` with the files and chunks in `folder`. Raises `CheckpointError` if they do not make up its tensors."""
+    """Return the manifest `form` with its files and chunks filled in, from the headers and checksums of the files in `folder`.
+
+    Raises `CheckpointError` if the chunks in the files do not make up the tensors in `form`.
+    """
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}
@@ -182,7 +185,7 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         with closing(folder.open(file_name)) as reader:
             head = _read(reader, 0, LENGTH_BYTES)
             head = _read(reader, 0, LENGTH_BYTES + int.from_bytes(head, "little"))
-            *stored, last = stored_in(head[LENGTH_BYTES:], len(head))  # `layout` puts the sums last
+            *stored, last = stored_in(head[LENGTH_BYTES:], len(head))  # `layout_of` puts the sums last
             text = _read(reader, last.at, last.end)
         files[file_name] = File(num_bytes=reader.num_bytes, header_bytes=len(head), header_sum=sum_of(head))
         last_sums = [sum_of(text[a:b]) for a, b in pieces(0, len(text), form.piece_bytes)]

@@ -24,10 +24,11 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 def merged(
     stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
 ) -> tuple[list[TensorSource], dict[str, str]]:
-    """Return the tensors of the base, `sources`, with the adapter of `stored` merged, and the remaining `ties`.
+    """Return (the base's tensors `sources` with the adapter of `stored` merged when they are read, the remaining `ties`).
 
-    If the adapter changes one of several tied tensors, they become separate tensors, as in the adapted model. A merge needs
-    host memory for the adapter and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged.
+    `ties`: other name of a tied tensor -> its name in `sources`. Tied tensors of which the adapter changes one become separate
+    tensors, as in the adapted model. A merge needs host memory for the adapter and three tensors of one layer. Raises
+    `UsageError` if the adapter cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -71,7 +72,7 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the merged weight of an adapter layer of PEFT, whose base is on meta. `read`: returns the weight of the base."""
+    """Return the merged weight of a PEFT layer, whose base weight stays on meta and is read by `read`. Raises `UsageError`."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
@@ -87,7 +88,7 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the adapter of `stored` into `whole`, a PEFT model on meta. Raises `UsageError` if a tensor of it is missing."""
+    """Load the adapter of `stored` into `whole`, a PEFT model on meta; only its own tensors get memory. Raises `UsageError`."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

@@ -42,8 +42,8 @@ GGUF = (
     "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
     "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
 )
-OF_CHECKPOINTS = ("dcp", "torch")  # formats for checkpoints alone
-OF_ONNX = (torch.float32, torch.float16)
+OF_CHECKPOINTS = ("dcp", "torch")  # formats only for SOURCEs that are checkpoints
+OF_ONNX = (torch.float32, torch.float16)  # values of --dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,14 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of an export."""
+    """The result of an export, for the user."""
 
     files: list[str]  # paths that were written
     left: list[str]  # descriptions of what was left out
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand with the arguments `words`. Return the exit code."""
+    """Run `accordion export` with the arguments `words`, and print what was written. Return the exit code."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -92,7 +92,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def export(options: ExportOptions, cache: Path) -> Exported:
-    """Export the model. Raises `UsageError` before anything is written, and `CheckpointError` if the source is damaged."""
+    """Write the model as `options` say. Raises `UsageError`, or `CheckpointError` for damage, and leaves no files then."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -125,8 +125,10 @@ def export(options: ExportOptions, cache: Path) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> tuple[str, bool]:
-    """Return (format to write, True if TARGET ends with the suffix of a file). Raises `UsageError` if format and suffix
-    contradict, for `gguf`, and if packages for `onnx` are not installed."""
+    """Return (format to write, True if the suffix of TARGET names a format, which means one file instead of a folder).
+
+    Raises `UsageError` if format and suffix contradict, for `gguf`, and if packages for `onnx` are not installed.
+    """
     named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
     if form == "gguf":
@@ -144,7 +146,7 @@ def _form_of(options: ExportOptions) -> tuple[str, bool]:
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
-    """Export the checkpoint at `path` to the format `form`; transformers need not know its model."""
+    """Write the model in the checkpoint at `path` in the format `form`, even if transformers does not know the model."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -164,7 +166,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
 
 
 def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
-    """Save the tokenizer of `stored`, if there is one, into `folder`. Return the names of the written files."""
+    """Save the tokenizer of `stored`, if there is one, into `folder`. Return the names of the new files."""
     if stored.tokenizer is None:
         return []
     before = set(folder.iterdir())
@@ -189,7 +191,7 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter alone to the folder `draft`; its config names the folder of its base. Return the file names."""
+    """Write the adapter alone, with the path of its base in its config, to the folder `draft`. Return the file names."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)

@@ -1,4 +1,4 @@
-"""Writes ONNX files: the graph, traced without weights, and a file of the weights, written one at a time."""
+"""Writes ONNX files: the graph, traced without weights, and a file of weights, with one in memory at a time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class LogitsAlone(nn.Module):
 
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph of `model` to `path` and its weights `tensors` next to it. Return both names. Raises `UsageError`.
+    """Write the graph of `model` to `path` and its weights `tensors` to PATH.data. Return the names of both files.
 
-    Inputs: `input_ids`, `attention_mask`; output: `logits`. `model`: on meta, in the dtype of `tensors`; gets fake weights.
+    The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
+    tensors replace its weights. Raises `UsageError` if torch cannot trace it or a tensor is missing.
     """
     import onnx_ir
 
@@ -65,8 +66,8 @@ def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """Trace `model` and return its onnx_ir model. Parameters, and the buffers named in `buffers`, are replaced by fake tensors.
-    Raises `UsageError` if torch cannot trace it."""
+    """Return the onnx_ir model of `model`, whose parameters, and buffers named in `buffers`, fake tensors replace. Raises
+    `UsageError` if torch cannot trace it."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -109,9 +110,9 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that are in no file, on the host by transformers' own code. Return name -> buffer.
+    """Compute the buffers of `model` that no state dict has, by transformers' own code. Return {name: buffer on the host}.
 
-    Raises `UsageError` if that code does not compute one of them.
+    The results replace the buffers in `model`. Raises `UsageError` if that code does not compute one of them.
     """
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {

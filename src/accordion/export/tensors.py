@@ -23,16 +23,16 @@ from accordion.weights.pretrained import equal_rows, match, names_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a stored model: `sources` lists each of them once, `ties` the other names of those that are tied."""
+    """The tensors of a stored model, not read yet: each once in `sources`, and further names of tied ones in `ties`."""
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
-    untied: bool = False  # tensors that config.json ties are different, because an adapter changed one of them
+    untied: bool = False  # True if tensors that config.json ties differ, because an adapter changed one of them
 
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model with its adapter merged; they can be read only inside.
+    """Context manager that yields the tensors of a stored model, to be read inside of it, with its adapter, if any, merged.
 
     `dtype`: cast floating-point tensors to it. Raises `CheckpointError` if the source is damaged or of another model, and
     `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged.
@@ -72,7 +72,7 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
 
 
 def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource]:
-    """Return the tensors of a folder of transformers, named as in its files. `dtype`: cast floating-point tensors to it."""
+    """Return the tensors, not read yet, in the files of a folder of transformers. `dtype`: for floating-point ones."""
     tensors = rows_of_folder(folder)
     check_quantised({}, str(folder), tensors)
     return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in tensors.items()]

@@ -30,7 +30,7 @@ ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand with the arguments `words`: start the ranks, or be one of torchrun or srun. Return the exit code."""
+    """Run `accordion generate` with the arguments `words`: start ranks or, under torchrun or srun, be one. Return exit code."""
     options = flags.read(GenerateOptions, words, PROG, ABOUT)
     if options is None:
         return 0
@@ -59,7 +59,7 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
 
 
 def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
-    """Find the model, without its weights, and tokenize the prompts. Raises `UsageError` for any wrong input."""
+    """Return (the model to load, without its weights; tokenized prompts). Raises `UsageError` for any wrong input."""
     stored = find_model(options.source, cache)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:

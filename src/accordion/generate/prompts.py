@@ -25,7 +25,7 @@ class Prompt:
 
 
 def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
-    """Return all prompts, tokenized. Raises `UsageError`, which names the prompt, if one is wrong or too long for the model."""
+    """Read and tokenize all prompts. `config`: the model's. Raises `UsageError` for a prompt that is wrong or too long."""
     prompts = _read(options)
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
@@ -36,13 +36,13 @@ def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the longest sequence of a model, in tokens; None if its configuration has no limit."""
+    """Return the number of tokens of the longest sequence that a model takes; None if its `config` has no limit."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return the number of tokens to generate for each prompt at most."""
+    """Return the most tokens to generate for each prompt: the option, or 128, or fewer if the model has no room for that."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)
@@ -50,7 +50,7 @@ def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) ->
 
 
 def _read(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
-    """Return for each prompt its name in errors, and its text or its messages of a chat."""
+    """Return (its name in error messages, its text or its messages of a chat) for each prompt. Raises `UsageError`."""
     if options.prompt is not None:
         return [("--prompt", options.prompt)]
     assert options.prompts is not None

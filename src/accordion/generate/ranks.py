@@ -1,4 +1,4 @@
-"""Generation on one rank: join the group, load the model, answer prompts, take part in all-gathers for others, print."""
+"""Generation on one rank: join the group, load the model, answer prompts, join all-gathers of other ranks, print."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, answer its share of `prompts`, and on rank 0 print all answers. `kind`: device type."""
+    """Run one rank: load the model, generate texts for its share of `prompts`, print all on rank 0. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -79,7 +79,7 @@ def _answer(writer: TextWriter, prompts: Sequence[Prompt], indices: range, batch
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Return the bytes that one rank needs for full parameters, shards, and the cache of keys and values.
+    """Return the bytes that one rank needs for unsharded parameters, its shards, and the cache of keys and values.
 
     `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest prompt with its answer.
     """
@@ -95,9 +95,9 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes of a device; for the CPU, those of the host divided by `num_ranks`, the ranks of this machine.
+    """Return the free bytes of an accelerator or, for the CPU, those of the host divided by `num_ranks` on this machine.
 
-    Of the host it counts what the system has available, or the control group if that is less; 0 if unknown.
+    The host's free bytes are what the system or the control group has available, whichever is less; 0 if unknown.
     """
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
@@ -113,7 +113,7 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Return (True if all ranks keep the whole model, a description for the user). `needed`: bytes per rank. Collective."""
+    """Return (True if each rank shall keep the whole model, which needs `needed` bytes; text for the user). Collective."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
@@ -122,7 +122,7 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the weights of `model`, then those of its adapter, if any; `whole`: the PEFT model. Each rank reads its own rows."""
+    """Load the shards of `model`, then of its adapter, if any, from `stored`. `whole`: the PEFT model, or else `model`."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:
@@ -134,7 +134,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends answers through the job's store and, on the rank that `speaks`, prints them in the order of the prompts."""
+    """Sends answers through the job's store; the rank that `speaks` prints those of all ranks, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -145,7 +145,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer of transformers that prints words as they are generated; None on a rank that does not print, with
+        """Return a streamer of transformers that prints text while it is generated; None on a rank that does not print, for
         several prompts, and with --json."""
         if not self._streams:
             return None
@@ -158,7 +158,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print the answers that have arrived in the store, in the order of prompts, up to the first missing one."""
+        """On the rank that prints: print new answers in the store, in the order of prompts, up to the first missing one."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             self._print(self._prompts[self._num_shown], answer)
@@ -166,7 +166,7 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """On the rank that prints: wait for the remaining answers and print them, then the speed and `how`, text on the run."""
+        """On the rank that prints: wait for the remaining answers and print them; then speed and the text `how` to stderr."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):
@@ -191,10 +191,10 @@ def _key(index: int) -> str:
 
 
 class CommonSteps:
-    """Makes all ranks call a sharded model equally often, because each call gathers units: idle ranks make dummy calls.
+    """Makes all ranks call a sharded model equally often, because a call all-gathers parameters: idle ranks make dummy calls.
 
-    Each call begins with an all-reduce of the number of ranks that still generate. So all ranks end together, also if their
-    prompts differ in number and length.
+    A hook on `model` all-reduces, before each call, the number of ranks that still generate. So all ranks end together even if
+    their prompts differ in number and length.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -206,7 +206,7 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Make dummy calls until no rank has prompts left, and print answers meanwhile. Called once this rank has none."""
+        """Make dummy calls until no rank generates, and print answers meanwhile. Call it once this rank has no prompts left."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

@@ -26,7 +26,7 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with one model of transformers, unsharded, or sharded if `CommonSteps` makes all ranks call it alike."""
+    """Generates text with a model of transformers. A sharded one needs `CommonSteps`, so that ranks call it equally often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -37,7 +37,10 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts`, index -> token ids, in one batch. `streamer`: of transformers, for a single prompt."""
+        """Generate text for `prompts` ({index: token ids}) in one batch, with a seed of its own; return it in their order.
+
+        `streamer`: of transformers, prints the text of a single prompt while it grows.
+        """
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
         real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
@@ -64,7 +67,7 @@ def settings_of(
 ) -> tuple[Any, frozenset[int], int]:
     """Return (GenerationConfig, ids of tokens that end a text, id of the padding token).
 
-    The model's generation_config.json sets only token ids; `options` set the sampling.
+    Token ids come from the model's generation_config.json and the tokenizer, and the sampling from `options`.
     """
     from transformers import GenerationConfig
 

@@ -35,12 +35,12 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder from which to read the checkpoint at `path`; see `readable`."""
+    """Return the folder to read for the checkpoint at `path`, a hidden one while a save replaces it. Raises `UsageError`."""
     return readable(folder_at(path))
 
 
 def readable(folder: Folder) -> Folder:
-    """Return `folder`. If a save is replacing it, or was killed meanwhile, return the hidden folder of the older checkpoint."""
+    """Return the folder to read for a checkpoint: `folder`, or the hidden older one while a save, maybe killed, replaces it."""
     if isinstance(folder, Local):
         for _ in range(NUM_TRIES):
             if os.path.lexists(folder.path):

@@ -1,4 +1,4 @@
-"""Folders of this machine's file systems, also of those that it shares with others."""
+"""Folders in file systems, also in those that machines share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from accordion.errors import CheckpointError
 
 
 class Local:
-    """A folder of a file system that contains the files of one checkpoint, or several checkpoints.
+    """A folder in a file system, with the files of one checkpoint or with several checkpoints as folders.
 
     The `Local` that `begin` returns owns the lock on the checkpoint's name until `commit` or `discard`.
     """
 
     def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:
-        """`target`: the path that `commit` gives to this folder; `lock`: the lock on it."""
+        """`target`: the path to which `commit` renames this folder; `lock`: the lock on that name."""
         self.path, self._target, self._lock = path, target, lock
 
     def __str__(self) -> str:
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file. Raises `FileNotFoundError` or `NotADirectoryError` if this is no folder."""
+        """Return {name of file: bytes}. Raises `FileNotFoundError` or `NotADirectoryError` if this is no folder."""
         sizes = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -38,7 +38,7 @@ class Local:
         return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of the visible folders in this one. A checkpoint that is being replaced counts as visible."""
+        """Return the names of the folders in this one that are not hidden, and of checkpoints that a save is replacing."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
             for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
@@ -63,7 +63,7 @@ class Local:
         return (self.path / name).stat().st_mtime_ns
 
     def mark(self) -> tuple[int, ...] | None:
-        """Return a value that changes when another checkpoint takes this name; None if there is no checkpoint."""
+        """Return a value that changes if a save replaces the checkpoint in this folder; None if it has none."""
         try:
             stat = os.stat(self.path / MANIFEST)
         except OSError:
@@ -71,7 +71,7 @@ class Local:
         return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """Return the checkpoint that a save of this name is replacing, or was replacing when it was killed; None without one."""
+        """Return the hidden folder of the checkpoint that a save, maybe killed, replaces under this name; None without one."""
         old = Local(claims.hidden(self.path, "old"))
         return old if old.mark() else None
 
@@ -101,12 +101,12 @@ class Local:
         return begun
 
     def begun(self, save: str) -> Local:
-        """Return the folder that `begin` returned on the rank that called it, without the lock."""
+        """Return the hidden folder that `begin(save)` creates on the first rank, for other ranks: without the lock."""
         return Local(claims.hidden(self.path, f"{save}.tmp"))
 
     @contextmanager
     def create(self, name: str) -> Iterator[LocalWriter]:
-        """Context manager for a new file with `write(memoryview)`; at its end the file is on the disk."""
+        """Context manager that yields a new file with `write(memoryview)`; after its body the file is on the disk."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, which rank 0 created, does not exist on this rank; all ranks must share the storage, and no other "
@@ -121,7 +121,10 @@ class Local:
                 os.close(handle)
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest into this folder, which `begin` returned, and give it the checkpoint's name."""
+        """Write the manifest into this folder, which `begin` returned, and rename the folder to the checkpoint's name.
+
+        An older checkpoint is removed and the name unlocked. Raises `CheckpointError` if another program has taken the name.
+        """
         assert self._target is not None
         assert self._lock is not None
         target, old = self._target, claims.hidden(self._target, "old")
@@ -159,7 +162,7 @@ class Local:
                 self._lock.release()
 
     def remove(self, mark: object) -> None:
-        """Remove this checkpoint, unless a job is saving under its name or `mark()` is not `mark`. Raises `OSError`."""
+        """Remove this checkpoint, unless a job saves under its name or `mark()` no longer equals `mark`. Raises `OSError`."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:
@@ -175,7 +178,7 @@ class Local:
 
 
 class LocalWriter:
-    """Writes an open file in order."""
+    """Appends to an open file."""
 
     def __init__(self, handle: int) -> None:
         self._handle, self._at = handle, 0
@@ -187,7 +190,7 @@ class LocalWriter:
 
 
 class LocalReader:
-    """A file that is open for reading; `close` it."""
+    """A file that is open for reading, until `close`."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
@@ -222,7 +225,7 @@ def _make(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names of the files in `folder` are on the disk."""
+    """Wait until the names in `folder`, not the files' contents, are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with _with_path(folder):
@@ -233,7 +236,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an `OSError` without a file name, as for a full disk."""
+    """Context manager that raises an `OSError` without a file name, as for a full disk, with the name `path`."""
     try:
         yield
     except OSError as error:

@@ -18,11 +18,11 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, through fsspec. Files appear there complete; the manifest makes them a checkpoint."""
+    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
-        self._save = ""  # the argument of `begin`
+        self._save = ""  # the argument of `begin`, which marks this job in `SAVING`
 
     @classmethod
     def at(cls, url: str) -> Remote:
@@ -97,7 +97,7 @@ class Remote:
         return self
 
     def _owner(self) -> dict[str, Any]:
-        """Return the content of `SAVING`: "save", "host" and "pid" of the job that saves here; empty if there is none."""
+        """Return the content of the file `SAVING`: "save", "host" and "pid" of the job that saves here; {} without one."""
         try:
             owner = json.loads(self.read(SAVING))
         except (FileNotFoundError, ValueError):
@@ -133,7 +133,7 @@ class Remote:
 
 
 class RemoteReader:
-    """An open file of remote storage. Each block is fetched once and cached, since it is read to be checked and to be used."""
+    """An open file of remote storage. Blocks are fetched once and cached, since each is read for its checksum and for use."""
 
     def __init__(self, storage: Any, path: str) -> None:
         self.num_bytes = int(storage.size(path))
