@@ -55,8 +55,8 @@ def load(
     Args:
         optimizer: missing states are created. A parameter group takes the saved options of the group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
-        strict: if False, fill tensors of the same name and shape, leave other tensors of the model as they are, and name the
-            differences in one warning. Parameters that the checkpoint lacks lose their current optimizer states.
+        strict: if False, fill tensors of the same name and shape, leave other tensors of the model and the states of other
+            parameters as they are, and name the differences in one warning.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or

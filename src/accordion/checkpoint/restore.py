@@ -100,8 +100,9 @@ def restored(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
-    A parameter keeps its current states if the saved parameter has another shape or its saved states belong to other parts of
-    it. The states of all other parameters become the saved ones, or none. If the optimizer is of another kind, all stay.
+    A parameter keeps its current states if the saved optimizer lacks it, if it was saved with another shape, or if its saved
+    states belong to other parts of it. The states of all others become the saved ones, or none. If the optimizer is of another
+    kind, all stay.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -124,10 +125,12 @@ def restored(
         options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
         groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
     state = current["state"] | decode(words.get("shared", {}), partial(tensor_for, None))
+    saved_params = {name for group in words["groups"] for name in group["params"]}
     for group, ours in zip(groups, contents.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
             param, entry = contents.params[name], manifest.tensors.get("model/" + name)
             fits = (entry is None or entry.shape == tuple(param.shape)) and not (states and name in states.misfits)
+            fits = fits and name in saved_params
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:
                 saved = words["state"][name] if states is None else states.put_into(name, words["state"][name])
