@@ -135,8 +135,8 @@ class Kernels:
 
 
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
-    """Return the language model of a transformers configuration on the meta device, with dtype, adapters and head as `kernels`
-    say. `label`: its name in errors. Raises `UsageError` if it cannot be built."""
+    """Return the language model of `config` on the meta device, with dtype, adapters and head as `kernels` say. `label`: its
+    name in errors. Raises `UsageError` if it cannot be built."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     four_bits = kernels.four_bits or _is_four_bits(config)

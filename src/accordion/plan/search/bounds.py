@@ -21,8 +21,7 @@ RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound, in bytes, of one rank's GPU memory: its shards and optimizer states, and full parameters if
-    `choice` keeps them from the forward to the backward."""
+    """Return a lower bound, in bytes, of a rank's GPU memory: its shards, its states, and full parameters if it keeps them."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
@@ -66,15 +65,13 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return a copy with the added time of recomputing blocks as `how` says. Its `num_bytes` is 0, since recomputation
-        takes less memory, and how much less is not known."""
+        """Return a copy with the time of recomputation added, and with `num_bytes` 0, since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor from a FULL_SHARD step of `choice`. `log`: its events; `num_bytes`: its peak of allocated bytes; `step`:
-    its time at middle rates."""
+    """Return the floor from the FULL_SHARD step of `choice`: its `log`, its peak of allocated bytes, and its time in `step`."""
     starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []

@@ -1,5 +1,4 @@
-"""Evaluate the choices of a search: memory and time from a trace or from other choices' traces, or a bound that rules one
-out."""
+"""Evaluate the choices of a search: compute memory and time from traces, or rule a choice out by a bound."""
 
 from __future__ import annotations
 
@@ -81,12 +80,10 @@ class Evaluator:
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
-        """Evaluate each of `chosen` with the offloads that the search tries, and return all candidates."""
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """Yield candidates of `choice` with one offload after the other, until one fits. If even the last offload cannot fit,
-        yield only the first and the last."""
+        """Yield candidates with one offload after the other until one fits; if the last cannot fit, only the first and last."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -132,8 +129,7 @@ class Evaluator:
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: the fastest ones that gather from other nodes, with `secondary` set to the ranks of a node, so
-        that the backward gathers within nodes. Empty if the search does not try this."""
+        """Return new candidates: the fastest ones that gather from other nodes, with `secondary` set to the ranks of a node."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]
@@ -141,8 +137,7 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates if none of `candidates` fits: those that need least memory, with inputs of recomputed units
-        moved to the host or a disk. Empty if one fits."""
+        """If nothing fits, return new candidates: those that need least memory, with inputs of recomputed units offloaded."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -159,8 +154,7 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Return all of `chosen`, sorted by the highest speed that bounds allow, fastest first, so that fast ones rule out slow
-        ones."""
+        """Return all of `chosen`, sorted by the speed that bounds allow: fastest first, so that they rule out slower ones."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
@@ -210,8 +204,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set the memory, the time and `fits` of a candidate from `log`, the log of its step without offloaded states, and
-        return it. `traced`: log of its step with offload, from which memory is taken; None: it is derived from `log`."""
+        """Set all figures of a candidate from `log`, the log of its step without offloaded states, and return it. `traced`: log
+        of its step with offload, to take the memory from; None: the memory is derived from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
@@ -241,8 +235,8 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest candidate that fits, or None. It is evaluated again from a trace of its own, until the fastest
-        stays the fastest; changes these candidates."""
+        """Return the fastest candidate that fits by its own trace, or None. Traces the fastest ones, and updates them in
+        place."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
@@ -263,6 +257,5 @@ class Evaluator:
 
 
 def _with_states(choice: Choice, offload: Offload) -> Choice:
-    """Return a copy of `choice` with parameters and states placed as in `offload`; inputs of recomputed units stay as they
-    are."""
+    """Return a copy of `choice` with parameters and states offloaded as in `offload`; `activations` stays the same."""
     return choice.but(offload=replace(offload, activations=choice.offload.activations))

@@ -69,15 +69,13 @@ class Space:
         return [n for n in self.cluster.gpus if n % self.search.expert_parallel == 0]
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads to try for `choice`; only the first one if its strategy keeps full parameters or full
-        gradients."""
+        """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice of the space; their parameters and states are not offloaded. Raises `UsageError` if there is
-        none."""
+        """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
         if choices := list(self._choices()):
             return choices
         search = self.search
@@ -121,8 +119,7 @@ class Space:
                 yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try on `gpus` GPUs: by default those that shard over one, two and four nodes. [1]
-        if the strategy is not hybrid."""
+        """Return numbers of replicas to try: by default those that shard over one, two and four nodes. [1] unless `hybrid`."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

@@ -22,11 +22,8 @@ ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """Search with one change of `space` after the other, and return text with the flags of the first that fits, such as
-    "--micro-batch 1 needs 70.0 of 79.1 GiB". If none fits, the text names the GPU memory that a rank needs.
-
-    `say`: called with a line of text before each trace. `known`: logs of the search of `space`, in which nothing fits.
-    """
+    """Search with one of `attempts` after the other, and return text on the first that fits, such as "--micro-batch 1 needs
+    70.0 of 79.1 GiB"; if none does, on the GPU memory that a rank needs. `known`: `logs` of the search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
         result = search_in(attempt, say, known=known)
@@ -44,8 +41,7 @@ def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (flags, the space with these flags) from the smallest change to the largest. Most include the changes before
-    them."""
+    """Yield (flags, the space with these flags), from the smallest change to the largest; most include those before them."""
     flags, search = "", space.search
     narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
     if min(search.micro_batches) > 1:
@@ -100,8 +96,8 @@ def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _further_offloads(space: Space) -> Sequence[Offload]:
-    """Return the `OFFLOADS` that leave less on the GPU or the host than the one that the user fixed. Empty if the search tries
-    several, and for FSDP2."""
+    """Return the `OFFLOADS` that leave less on the GPU or the host than the fixed one; none without a fixed one, or for
+    FSDP2."""
     fixed = space.search.offloads[0]
     if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
         return []

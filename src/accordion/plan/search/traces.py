@@ -14,7 +14,7 @@ from accordion.plan.search.space import Space
 
 class Traces:
     """Returns logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all traced logs,
-    by the choice that was traced (that of `traced_as` or `moved_as`); `known` are its first entries."""
+    by the choice that was traced; `known` are its first entries."""
 
     def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
         self._space, self._say = space, say
